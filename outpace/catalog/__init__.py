@@ -1,0 +1,1 @@
+"""Facts, each with its source: accelerators and model presets. Imports no torch."""

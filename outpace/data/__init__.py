@@ -1,0 +1,1 @@
+"""Text -> token shards -> samples -> batches; the position is a number."""

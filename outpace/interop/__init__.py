@@ -1,0 +1,1 @@
+"""Other people's formats: Hugging Face directories, a person's own model."""

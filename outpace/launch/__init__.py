@@ -1,0 +1,1 @@
+"""Starts processes and puts a job together from its settings."""

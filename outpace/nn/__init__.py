@@ -1,0 +1,1 @@
+"""The transformer, built from a ModelSpec; its loss; generation."""

@@ -1,0 +1,1 @@
+"""One file per strategy; apply(objective, plan, ranks, device)."""

@@ -1,0 +1,1 @@
+"""What is handed from room to room: frozen, validated, saved as JSON. Imports no torch."""

@@ -1,0 +1,42 @@
+"""Errors that are for the person at the keyboard.
+
+Each says what was wrong, the value seen, what is allowed and what to do next. The command line
+prints the message alone, with no traceback, and ends with the error's `exit_code`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_BAD_INPUT = 2
+EXIT_DIVERGED = 3
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
+
+
+class OutpaceError(Exception):
+    """A failure whose message is meant for a person. `exit_code` is the command's exit status."""
+
+    exit_code = 1
+
+
+class BadInputError(OutpaceError):
+    """What was asked for cannot be done as asked."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class DivergedError(OutpaceError):
+    """The loss became NaN or infinite."""
+
+    exit_code = EXIT_DIVERGED
+
+
+class InterruptedRunError(OutpaceError):
+    """A signal asked the run to stop: the step was finished and a checkpoint saved."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return ' Did you mean …?' for the closest choices, or '' when nothing is close."""
+    close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

@@ -1,0 +1,45 @@
+"""Machine: what there is to train on; Accelerator: what a chip can do, with its source."""
+
+from typing import Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from outpace.records.base import Record
+
+Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
+
+
+class Peak(Record):
+    """Dense peak rates of one chip by dtype, FLOP/s, and where they are published."""
+
+    flops_per_s: dict[Dtype, PositiveFloat]
+    source: str
+
+
+class Accelerator(Record):
+    """One kind of accelerator. `matches` are substrings of the name that its driver reports."""
+
+    name: str
+    matches: tuple[str, ...]
+    memory_bytes: PositiveInt
+    memory_bytes_per_s: PositiveFloat
+    peak: Peak
+
+
+class Device(Record):
+    """A device present in a machine. `accelerator` is its catalog name, None if not there."""
+
+    name: str
+    memory_bytes: int | None = None
+    accelerator: str | None = None
+
+
+class Machine(Record):
+    """The host at hand. Names no user, path or address: records are sent to colleagues."""
+
+    host_cores: PositiveInt
+    host_memory_bytes: PositiveInt
+    cpu: str
+    cpu_features: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
+    system: str = ""

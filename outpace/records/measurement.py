@@ -1,0 +1,95 @@
+"""What was measured: one StepRecord a step, one Measurement a run."""
+
+from pydantic import Field
+
+from outpace.records.base import Record
+
+PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
+
+
+class TimeParts(Record):
+    """Where the time of a step went, seconds. Communication is what computing does not hide."""
+
+    data_s: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    communication_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return sum(getattr(self, f"{part}_s") for part in PARTS)
+
+
+class StepRecord(Record):
+    """One optimizer step of the whole job; a line of metrics.jsonl. Unknown is None."""
+
+    step: int = Field(description="steps done, counting this one; the first is 1")
+    tokens: int = Field(description="tokens trained on so far, all ranks")
+    samples: int = Field(description="samples trained on so far, all ranks")
+    loss: float = Field(description="exact mean over the global batch's target tokens, nats")
+    lr: float
+    grad_norm: float = Field(description="before clipping, whole model")
+    step_time_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    communication_s: float
+    other_s: float
+    tokens_per_s: float
+    samples_per_s: float
+    model_flops_per_s: float | None = Field(description="all ranks; None for unknown models")
+    hardware_flops_per_s: float | None = Field(description="counts recomputation too")
+    mfu: float | None = Field(description="share of the catalog's dense peak, None if not there")
+    hfu: float | None = None
+    peak_memory_bytes: int | None = Field(description="of the fullest rank, so far")
+    loss_scale: float | None = Field(description="fp16 only")
+    skipped_steps: int = Field(description="so far, for overflow in fp16")
+
+
+class Evaluation(Record):
+    """A loss on held-out data."""
+
+    step: int
+    loss: float = Field(description="nats per target token")
+    perplexity: float
+    tokens: int
+    tokens_per_s: float
+
+
+class Measurement(Record):
+    """The outcome of a run; result.json. Medians leave out the first steps (warm-up)."""
+
+    run: str = Field(description="the run's directory")
+    steps: int
+    tokens: int
+    samples: int
+    parameters: int
+    world_size: int
+    step_time_s: float | None = Field(description="median")
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    model_flops_per_s: float | None
+    hardware_flops_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    peak_memory_bytes: int | None
+    parts: TimeParts = Field(description="median of each part")
+    first_loss: float | None
+    final_loss: float | None
+    initial_eval: Evaluation | None = None
+    final_eval: Evaluation | None = None
+    unigram_entropy: float | None = Field(
+        default=None, description="nats, of the validation tokens: what counting alone achieves"
+    )
+    sample: str | None = Field(default=None, description="text generated at the end")
+    skipped_steps: int = 0
+    wall_s: float = 0.0
+    # Hugging Face Trainer's names, so that results stand side by side.
+    train_runtime: float
+    train_samples_per_second: float
+    train_steps_per_second: float
+    train_loss: float | None = Field(description="mean over the steps of this invocation")

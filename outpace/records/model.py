@@ -1,0 +1,132 @@
+"""ModelSpec: the dimensions and choices that determine a transformer."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from outpace.records.base import Record
+
+Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert"]
+
+_GPT_LIKE: dict[str, Any] = {
+    "norm": "layernorm",
+    "positions": "learned",
+    "activation": "gelu_tanh",
+    "gated": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "tied": True,
+}
+_LLAMA_LIKE: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "positions": "rotary",
+    "activation": "silu",
+    "gated": True,
+    "qkv_bias": False,
+    "out_bias": False,
+    "mlp_bias": False,
+    "tied": False,
+}
+# What a family means where the spec does not say otherwise.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {**_GPT_LIKE, "norm_eps": 1e-5},
+    "llama": {**_LLAMA_LIKE, "norm_eps": 1e-5},
+    "mistral": {**_LLAMA_LIKE, "norm_eps": 1e-5},
+    "qwen2": {**_LLAMA_LIKE, "qkv_bias": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+    "qwen3": {**_LLAMA_LIKE, "qk_norm": True, "norm_eps": 1e-6, "rope_theta": 1e6},
+    "bert": {
+        **_GPT_LIKE,
+        "activation": "gelu",
+        "causal": False,
+        "norm_first": False,
+        "segments": 2,
+        "norm_eps": 1e-12,
+    },
+}
+
+
+class RopeScaling(Record):
+    """Llama-3's scaling of rotary frequencies (Llama 3 herd of models, arXiv 2407.21783, §3.2)."""
+
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_max_positions: PositiveInt
+
+
+class ModelSpec(Record):
+    """A transformer, wholly determined. What is not given follows from `family`."""
+
+    family: Family
+    layers: PositiveInt = Field(description="transformer blocks")
+    hidden: PositiveInt = Field(description="width of the residual stream")
+    heads: PositiveInt = Field(description="query heads")
+    kv_heads: PositiveInt = Field(description="key and value heads (default: heads)")
+    head_dim: PositiveInt = Field(description="width of a head (default: hidden / heads)")
+    ffn: PositiveInt = Field(description="inner width of the MLP (default: 4 × hidden)")
+    vocab: PositiveInt = Field(description="rows of the embedding")
+    max_positions: PositiveInt = Field(description="longest sequence")
+    norm: Literal["layernorm", "rmsnorm"]
+    norm_eps: PositiveFloat
+    norm_first: bool = Field(default=True, description="normalise before each sub-layer (GPT-2)")
+    positions: Literal["learned", "rotary"]
+    rope_theta: PositiveFloat = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["gelu", "gelu_tanh", "silu"]
+    gated: bool = Field(description="MLP is down(act(gate(x)) × up(x)) (SwiGLU)")
+    qkv_bias: bool
+    out_bias: bool = Field(description="bias of attention's output projection")
+    mlp_bias: bool
+    qk_norm: bool = Field(default=False, description="RMSNorm on queries and keys per head")
+    tied: bool = Field(description="the head's weight is the embedding's")
+    causal: bool = True
+    sliding_window: PositiveInt | None = Field(
+        default=None, description="a token attends to itself and the window − 1 before it"
+    )
+    window_layers: tuple[int, ...] | None = Field(
+        default=None, description="layers with the sliding window (default: all)"
+    )
+    segments: int = Field(default=0, ge=0, description="token types (BERT: 2)")
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: Any) -> Any:
+        """Fill in what the family and the dimensions given determine."""
+        if not isinstance(values, dict):
+            return values
+        given = {key: value for key, value in values.items() if value is not None}
+        filled = {**FAMILY_DEFAULTS.get(str(given.get("family")), {}), **given}
+        hidden, heads = filled.get("hidden"), filled.get("heads")
+        if isinstance(heads, int):
+            filled.setdefault("kv_heads", heads)
+            if isinstance(hidden, int) and heads > 0:
+                if "head_dim" not in filled and hidden % heads:
+                    raise ValueError(
+                        f"hidden {hidden} is not a multiple of heads {heads}; "
+                        "change one of them or give head_dim"
+                    )
+                filled.setdefault("head_dim", hidden // heads)
+        if isinstance(hidden, int):
+            filled.setdefault("ffn", 4 * hidden)
+        return filled
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        return self
+
+    @property
+    def objective(self) -> Literal["causal", "masked"]:
+        """What is learnt: the next token, or masked tokens (BERT)."""
+        return "causal" if self.causal else "masked"
+
+    def layer_window(self, layer: int) -> int | None:
+        """The sliding window of one layer, None for full attention."""
+        if self.window_layers is not None and layer not in self.window_layers:
+            return None
+        return self.sliding_window

@@ -1,0 +1,25 @@
+"""Ranks: this process's place among those that train together."""
+
+from typing import Self
+
+from pydantic import NonNegativeInt, PositiveInt, model_validator
+
+from outpace.records.base import Record
+
+
+class Ranks(Record):
+    """rank of world_size; local_rank of local_world_size on this host."""
+
+    rank: NonNegativeInt = 0
+    local_rank: NonNegativeInt = 0
+    world_size: PositiveInt = 1
+    local_world_size: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.rank >= self.world_size or self.local_rank >= self.local_world_size:
+            raise ValueError(
+                f"rank {self.rank} of {self.world_size}, local rank {self.local_rank} of "
+                f"{self.local_world_size}: ranks count from 0 and stay below the size"
+            )
+        return self

@@ -1,0 +1,176 @@
+"""TrainSettings: everything a person can ask of `outpace train`.
+
+One field is one flag (`--global-batch`), one TOML key (`global-batch` or `global_batch`) and one
+keyword of `outpace.train`. Its description is the flag's help.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from outpace.records.base import Record
+from outpace.records.plan import Checkpointing, Strategy
+
+
+def _field(group: str, help_text: str, default: Any = None) -> Any:
+    return Field(default=default, description=help_text, json_schema_extra={"group": group})
+
+
+class TrainSettings(Record):
+    """What to train, on what, how, and where the results go. None means: chosen for you."""
+
+    model: str = _field(
+        "model",
+        "preset, Hugging Face directory, TOML/JSON spec, run directory or file.py:build",
+        "outpace-small",
+    )
+    init: Literal["pretrained", "random"] | None = _field(
+        "model", "weights to start from (default: pretrained where the model has weights)"
+    )
+    dropout: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="dropout (default: the model's)",
+        json_schema_extra={"group": "model"},
+    )
+
+    data: tuple[str, ...] = _field(
+        "data",
+        "file, directory, glob, .txt/.jsonl/.parquet, nanoGPT .bin, Megatron .bin/.idx, "
+        "hf:NAME[:CONFIG[:SPLIT]] or 'stdlib' (Python's own source); repeat for a mixture",
+        ("stdlib",),
+    )
+    data_weights: tuple[PositiveFloat, ...] | None = _field(
+        "data", "share of each --data in a mixture, comma-separated (default: by size)"
+    )
+    eval_data: tuple[str, ...] | None = _field(
+        "data", "validation data, as --data (default: a part of the documents is held out)"
+    )
+    eval_fraction: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="share of documents held out for validation, chosen by content hash",
+        json_schema_extra={"group": "data"},
+    )
+    text_field: str = _field("data", "key of the text in .jsonl, .parquet and datasets", "text")
+    tokenizer: str | None = _field(
+        "data",
+        "Hugging Face tokenizer directory, tokenizer.json, a folder with encoder.json and "
+        "vocab.bpe, or vocab.txt (default: the model's own, else a BPE trained on the data)",
+    )
+    document_attention: bool = _field(
+        "data", "keep attention inside documents that are packed together", False
+    )
+    cache_dir: Path | None = _field("data", "token cache (default: ~/.cache/outpace)")
+    workers: NonNegativeInt = _field("data", "background processes that load data", 0)
+    pin_memory: bool | None = _field("data", "page-locked host memory (default: on CUDA)")
+
+    seq_len: PositiveInt | None = _field(
+        "batch", "tokens per sample (default: 256, or the model's positions if fewer)"
+    )
+    global_batch: PositiveInt = _field("batch", "samples per optimizer step, all ranks", 16)
+    micro_batch: PositiveInt | None = _field(
+        "batch", "samples per rank and forward (default: the rank's share, no accumulation)"
+    )
+    steps: PositiveInt | None = _field("length", "optimizer steps (default: 150)")
+    tokens: PositiveInt | None = _field("length", "train on this many tokens instead")
+    epochs: PositiveFloat | None = _field("length", "pass over the data this often instead")
+
+    lr: PositiveFloat = _field("optimization", "peak learning rate", 1e-3)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = _field(
+        "optimization", "learning rate after warm-up", "cosine"
+    )
+    warmup: NonNegativeInt | None = _field(
+        "optimization", "steps of linear warm-up (default: a twentieth of the steps)"
+    )
+    min_lr_ratio: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="final over peak learning rate",
+        json_schema_extra={"group": "optimization"},
+    )
+    optimizer: Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"] = _field(
+        "optimization", "implementation of AdamW", "adamw-fused"
+    )
+    weight_decay: NonNegativeFloat = _field(
+        "optimization", "decoupled; not on biases, norms and embeddings of one dimension", 0.1
+    )
+    beta1: float = Field(
+        default=0.9,
+        ge=0,
+        lt=1,
+        description="AdamW's first moment",
+        json_schema_extra={"group": "optimization"},
+    )
+    beta2: float = Field(
+        default=0.95,
+        ge=0,
+        lt=1,
+        description="AdamW's second moment",
+        json_schema_extra={"group": "optimization"},
+    )
+    clip: NonNegativeFloat = _field("optimization", "largest gradient norm; 0 = no clipping", 1.0)
+
+    precision: Literal["fp32", "bf16", "fp16"] | None = _field(
+        "computation", "of matrix products (default: bf16 where the device has it, else fp32)"
+    )
+    autocast_cache: bool = _field(
+        "computation", "cast each weight once per forward, not at each use", True
+    )
+    checkpointing: Checkpointing = _field("computation", "activations to recompute", "none")
+    compile: bool = _field("computation", "torch.compile each block", False)
+    loss: Literal["auto", "plain", "chunked"] = _field(
+        "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
+    )
+    strategy: Strategy | None = _field(
+        "computation", "parallel strategy (default: single, or ddp on several processes)"
+    )
+    compress_gradients: Literal["none", "bf16"] = _field(
+        "computation", "dtype in which ddp exchanges gradients", "none"
+    )
+    nproc: PositiveInt | None = _field("computation", "processes to start on this host")
+    device: Literal["auto", "cpu", "cuda", "mps"] = _field(
+        "computation", "where to compute", "auto"
+    )
+    threads: PositiveInt | None = _field(
+        "computation", "CPU threads per process (default: cores / processes)"
+    )
+    comm_timeout_s: PositiveFloat = _field(
+        "computation", "a collective that takes longer ends the run", 300.0
+    )
+
+    eval_every: NonNegativeInt = _field("run", "steps between evaluations; 0 = start and end", 0)
+    eval_batches: PositiveInt = _field("run", "global batches per evaluation", 8)
+    save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
+    keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
+    out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
+    resume: bool = _field("run", "go on from the newest whole checkpoint in --out", False)
+    seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _field(
+        "run", "also log to these, comma-separated", ()
+    )
+    profile: bool = _field("run", "write a Chrome trace of a few steps", False)
+    memory_snapshot: bool = _field("run", "write torch's memory snapshot (CUDA)", False)
+    sample_tokens: NonNegativeInt = _field("run", "tokens of sample text at the end; 0 = none", 80)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        lengths = [name for name in ("steps", "tokens", "epochs") if getattr(self, name)]
+        if len(lengths) > 1:
+            raise ValueError(f"give one of steps, tokens, epochs, not {' and '.join(lengths)}")
+        if self.data_weights is not None and len(self.data_weights) != len(self.data):
+            raise ValueError(
+                f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources"
+            )
+        return self

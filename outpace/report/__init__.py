@@ -1,0 +1,1 @@
+"""Records -> what a person sees."""
