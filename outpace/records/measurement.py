@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from outpace.records.base import Record
+from outpace.records.plan import Plan
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 
@@ -21,6 +22,20 @@ class TimeParts(Record):
     def total_s(self) -> float:
         """The whole step."""
         return sum(getattr(self, f"{part}_s") for part in PARTS)
+
+
+class RunInfo(Record):
+    """What is about to be trained, shown before the first step."""
+
+    run: str = Field(description="the run's directory")
+    plan: Plan
+    identity: str = Field(description="the batch identity with its numbers")
+    model: str = Field(description="as it was asked for, or a short name")
+    parameters: int
+    device: str = Field(description="as a person knows it: cpu, or the GPU's name")
+    total_steps: int
+    start_step: int = Field(default=0, description="steps already done, when resumed")
+    hints: tuple[str, ...] = ()
 
 
 class StepRecord(Record):
