@@ -21,7 +21,7 @@ class TimeParts(Record):
     @property
     def total_s(self) -> float:
         """The whole step."""
-        return sum(getattr(self, f"{part}_s") for part in PARTS)
+        return float(sum(getattr(self, f"{part}_s") for part in PARTS))
 
 
 class RunInfo(Record):
@@ -42,7 +42,7 @@ class StepRecord(Record):
     """One optimizer step of the whole job; a line of metrics.jsonl. Unknown is None."""
 
     step: int = Field(description="steps done, counting this one; the first is 1")
-    tokens: int = Field(description="tokens trained on so far, all ranks")
+    tokens: int | None = Field(description="tokens trained on so far, all ranks; None if no text")
     samples: int = Field(description="samples trained on so far, all ranks")
     loss: float = Field(description="exact mean over the global batch's target tokens, nats")
     lr: float
@@ -54,7 +54,7 @@ class StepRecord(Record):
     optimizer_s: float
     communication_s: float
     other_s: float
-    tokens_per_s: float
+    tokens_per_s: float | None
     samples_per_s: float
     model_flops_per_s: float | None = Field(description="all ranks; None for unknown models")
     hardware_flops_per_s: float | None = Field(description="counts recomputation too")
@@ -80,7 +80,7 @@ class Measurement(Record):
 
     run: str = Field(description="the run's directory")
     steps: int
-    tokens: int
+    tokens: int | None
     samples: int
     parameters: int
     world_size: int

@@ -1,0 +1,35 @@
+"""RunRecord: everything that determined a run; run.json."""
+
+from typing import Any
+
+from outpace.records.base import Record
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+
+class RunRecord(Record):
+    """What a run was made of, so that it can be resumed, repeated and compared."""
+
+    outpace: str
+    command: tuple[str, ...]
+    settings: TrainSettings
+    origins: dict[str, str]
+    plan: Plan
+    identity: str
+    model: ModelSpec | None
+    parameters: int
+    total_steps: int
+    seq_len: int | None
+    tokenizer: str | None = None
+    train_data: str
+    eval_data: str | None
+    versions: dict[str, str]
+    commit: str | None
+    uncommitted_changes: bool | None
+    machine: Machine
+    device: str
+    threads: int
+    started: str
+    resumes: tuple[dict[str, Any], ...] = ()

@@ -1,0 +1,114 @@
+"""From what a step left behind to the numbers that a person reads."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from outpace.records.errors import DivergedError
+from outpace.records.measurement import PARTS, StepRecord, TimeParts
+from outpace.train.step import RawStep
+from outpace.train.timing import durations
+
+# The first steps pay for warm-up of caches, allocator and compiler.
+WARMUP_STEPS = 3
+_KEPT_STEPS = 5000
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step costs, all ranks together. None where it is not known."""
+
+    samples: int
+    tokens: int | None
+    model_flops: float | None
+    hardware_flops: float | None
+    peak_flops_per_s: float | None  # of all devices together, dense, in the plan's dtype
+
+
+@dataclass
+class Ledger:
+    """Turns raw steps into records and keeps the running sums of a run."""
+
+    costs: Costs
+    tokens: int | None
+    samples: int
+    skipped_steps: int = 0
+    loss_sum: float = 0.0
+    first_loss: float | None = None
+    peak_memory_bytes: int | None = None
+    # Of the steady steps, the latest: medians need no more, and memory stays flat.
+    steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    _seen: int = 0
+
+    def record(self, raw: RawStep) -> StepRecord:
+        """Account for a step, waiting for the device where it must.
+
+        Raises DivergedError when the loss is NaN or infinite.
+        """
+        parts = durations(raw.marks)
+        loss_sum, count = raw.totals.tolist()
+        loss = loss_sum / max(count, 1.0)
+        if not abs(loss) < float("inf"):
+            raise DivergedError(f"the loss became {loss} at step {raw.step}")
+        costs = self.costs
+        self.samples += costs.samples
+        if self.tokens is not None and costs.tokens is not None:
+            self.tokens += costs.tokens
+        self.skipped_steps += raw.skipped
+        self.loss_sum += loss
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.peak_memory_bytes = raw.gathered.peak_memory_bytes
+        # What DDP waited for at the end of backward is communication, not computing.
+        hidden_in_backward = min(raw.communication_s, parts.get("backward", 0.0))
+        parts["backward"] = parts.get("backward", 0.0) - hidden_in_backward
+        parts["communication"] = parts.get("communication", 0.0) + hidden_in_backward
+        record = self._assemble(raw, loss, parts)
+        self._seen += 1
+        if self._seen == WARMUP_STEPS + 1:
+            self.steady.clear()
+        self.steady.append(record)
+        return record
+
+    def _assemble(self, raw: RawStep, loss: float, parts: dict[str, float]) -> StepRecord:
+        costs = self.costs
+        step_time_s = sum(parts.values())
+        model_rate = _rate(costs.model_flops, step_time_s)
+        hardware_rate = _rate(costs.hardware_flops, step_time_s)
+        return StepRecord(
+            step=raw.step,
+            tokens=self.tokens,
+            samples=self.samples,
+            loss=loss,
+            lr=raw.lr,
+            grad_norm=float(raw.grad_norm),
+            step_time_s=step_time_s,
+            **{f"{part}_s": parts.get(part, 0.0) for part in PARTS},
+            tokens_per_s=_rate(costs.tokens, step_time_s),
+            samples_per_s=costs.samples / step_time_s,
+            model_flops_per_s=model_rate,
+            hardware_flops_per_s=hardware_rate,
+            mfu=_rate(model_rate, costs.peak_flops_per_s),
+            hfu=_rate(hardware_rate, costs.peak_flops_per_s),
+            peak_memory_bytes=self.peak_memory_bytes,
+            loss_scale=raw.loss_scale,
+            skipped_steps=self.skipped_steps,
+        )
+
+    def median_parts(self) -> TimeParts:
+        """The median of each part over the latest steps after warm-up."""
+        if not self.steady:
+            return TimeParts()
+        return TimeParts(
+            **{
+                f"{part}_s": statistics.median(getattr(r, f"{part}_s") for r in self.steady)
+                for part in PARTS
+            }
+        )
+
+    def median_step_time_s(self) -> float | None:
+        """The median over the latest steps after warm-up."""
+        return statistics.median(r.step_time_s for r in self.steady) if self.steady else None
+
+
+def _rate(amount: float | None, per: float | None) -> float | None:
+    return None if amount is None or not per else amount / per

@@ -1,0 +1,43 @@
+"""Where a person's own logging, and outpace's, hangs on to a run."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
+
+
+class Callback:
+    """Called on rank 0 as the run goes on. Override what you need; the rest does nothing."""
+
+    def on_stage(self, message: str) -> None:
+        """A phase begins: "preparing data"."""
+
+    def on_progress(self, what: str, done: int, total: int | None) -> None:
+        """Part of a phase is done; `total` is None when it is not known."""
+
+    def on_start(self, info: RunInfo) -> None:
+        """The first step is about to begin."""
+
+    def on_hint(self, sentence: str) -> None:
+        """Something a person may want to change, or know."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is done."""
+
+    def on_eval(self, evaluation: Evaluation, final: bool) -> None:
+        """The held-out loss was measured."""
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint is whole on disk."""
+
+    def on_end(self, measurement: Measurement) -> None:
+        """The run reached its last step."""
+
+    def close(self) -> None:
+        """The run ends, however it ends."""
+
+
+def tell(callbacks: Iterable[Callback], event: str, *arguments: object) -> None:
+    """Call the method named `event` of every callback, in order."""
+    for callback in callbacks:
+        getattr(callback, event)(*arguments)

@@ -1,0 +1,224 @@
+"""Checkpoints: written in the background by DCP, marked whole last, verified before use.
+
+A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
+`complete.json` with the size and checksum of every file. Without that marker it does not exist.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from outpace.records.base import Record, write_atomic
+from outpace.records.errors import BadInputError
+
+MARKER = "complete.json"
+_BLOCK_BYTES = 1 << 20
+
+
+class Progress(Record):
+    """Where a run stood: all that is not a tensor. The data's position is `step`."""
+
+    step: int
+    tokens: int | None
+    samples: int
+    loss_sum: float
+    skipped_steps: int
+    scaler: dict[str, Any] | None
+    first_loss: float | None
+    world_size: int
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _mark_complete(folder: Path) -> None:
+    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name != MARKER)
+    entries = {p.name: {"bytes": p.stat().st_size, "xxh3_128": _checksum(p)} for p in files}
+    write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint that has a marker, or None."""
+    try:
+        entries = json.loads((folder / MARKER).read_text())
+        for name, entry in entries.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != entry["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            if _checksum(path) != entry["xxh3_128"]:
+                return f"{name} does not have the checksum it was written with"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{MARKER} cannot be read ({error})"
+    return None
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """Folders with a marker, newest first; their contents are not verified."""
+    found = [p for p in directory.glob("step-*") if p.name[5:].isdigit() and (p / MARKER).is_file()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose files are what was written.
+
+    Passes over damaged ones and `say`s so. Raises BadInputError when there are only damaged ones.
+    """
+    candidates = whole_checkpoints(directory)
+    for folder in candidates:
+        problem = damage(folder)
+        if problem is None:
+            return folder
+        say(f"checkpoint {folder} is damaged ({problem}) and is passed over")
+    if candidates:
+        raise BadInputError(
+            f"every checkpoint in {directory} is damaged; restore one, or start anew with "
+            "another --out"
+        )
+    return None
+
+
+class Checkpointer:
+    """Saves and loads one rank's share of a run's state.
+
+    `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
+    since saving goes on in a thread while training uses the other groups.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        rank: int,
+        group: dist.ProcessGroup,
+        on_whole: Callable[[Path], None],
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self.directory = directory
+        self._keep = keep
+        self._rank = rank
+        self._group = group
+        self._on_whole = on_whole
+        self._on_trouble = on_trouble
+        self._pending: tuple[Future[None], Path] | None = None
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Begin to save. Returns when the state is copied; waits for a save still going on."""
+        self.wait()
+        folder = self.directory / f"step-{progress.step}"
+        if (folder / MARKER).is_file():
+            return
+        if not self._prepare(folder, progress):
+            return
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        written = async_save(
+            {"model": model_state, "optimizer": optimizer_state},
+            checkpoint_id=folder,
+            process_group=self._group,
+        )
+        assert isinstance(written, Future)
+        self._pending = (self._finisher.submit(self._finish, written, folder), folder)
+
+    def _prepare(self, folder: Path, progress: Progress) -> bool:
+        """Make the folder on rank 0; all ranks learn whether that worked."""
+        worked = torch.ones(1)
+        if self._rank == 0:
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                progress.save(folder / "progress.json")
+            except OSError as error:
+                self._fail(folder, error)
+                worked.zero_()
+        dist.broadcast(worked, 0, group=self._group)
+        return bool(worked)
+
+    def _finish(self, written: Future[Any], folder: Path) -> None:
+        """In the background: when every rank's files are there, rank 0 marks them whole."""
+        written.result()
+        if self._rank == 0:
+            _mark_complete(folder)
+
+    def poll(self) -> None:
+        """Finish a save whose files are written, without waiting for one that is not."""
+        if self._pending is not None and self._pending[0].done():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save going on. False when it failed (said through `on_trouble`)."""
+        if self._pending is None:
+            return True
+        future, folder = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except Exception as error:
+            self._fail(folder, error)
+            return False
+        if self._rank == 0:
+            self._on_whole(folder)
+            self._prune()
+        return True
+
+    def _fail(self, folder: Path, error: Exception) -> None:
+        """Leave nothing half-written; the checkpoints before stay."""
+        if self._rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            reason = " ".join(str(error).split())[-300:]
+            self._on_trouble(f"checkpoint {folder.name} could not be saved: {reason}")
+
+    def _prune(self) -> None:
+        whole = whole_checkpoints(self.directory)
+        for old in whole[self._keep :]:
+            # The marker goes first, so that a kill in between leaves no marked half.
+            (old / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it."""
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        try:
+            load_distributed(state, checkpoint_id=folder, process_group=self._group)
+        except Exception as error:
+            raise BadInputError(
+                f"checkpoint {folder} does not fit this model and optimizer: "
+                f"{' '.join(str(error).split())[:300]}"
+            ) from error
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        return Progress.load(folder / "progress.json")
+
+
+def clear_partial(directory: Path) -> None:
+    """Remove folders that a killed run left without a marker."""
+    for folder in directory.glob("step-*"):
+        if not (folder / MARKER).is_file():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""The loss on held-out data."""
+
+import math
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outpace.records.measurement import Evaluation
+from outpace.train.precision import Mixed
+from outpace.train.step import Batch
+
+
+def evaluate(
+    objective: nn.Module,
+    steps: Iterable[list[Batch]],
+    *,
+    step: int,
+    mixed: Mixed,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Evaluation:
+    """Mean loss per target over `steps` (lists of this rank's micro-batches), all ranks' together.
+
+    Dropout is off. Each rank must pass its own share and the same number of steps.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    began_s = time.perf_counter()
+    was_training = objective.training
+    objective.eval()
+    with torch.no_grad():
+        for batches in steps:
+            for batch in batches:
+                with mixed.cast():
+                    loss_sum, count = objective(batch)
+                totals += torch.stack((loss_sum.double(), count.double()))
+    objective.train(was_training)
+    totals = totals.cpu()
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    took_s = time.perf_counter() - began_s
+    loss = float(totals[0] / totals[1].clamp(min=1))
+    count = int(totals[1])
+    return Evaluation(
+        step=step,
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),
+        tokens=count,
+        tokens_per_s=count / took_s,
+    )

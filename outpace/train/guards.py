@@ -1,0 +1,63 @@
+"""What keeps a run in order: signals, random numbers that need no state, non-finite losses."""
+
+import os
+import random
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from outpace.records.errors import InterruptedRunError
+
+# The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
+_SAME_SIGNAL_S = 0.5
+
+
+class StopSignal:
+    """SIGTERM and SIGINT ask for an orderly end; a second one ends at once.
+
+    Before the first step there is nothing to save, so the signal raises InterruptedRunError there.
+    Use as a context manager in the main thread; elsewhere signals are left alone.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.stepping = False
+        self._first_s = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._receive)
+        except ValueError:
+            pass  # not in the main thread: whoever owns it handles signals
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            if time.monotonic() - self._first_s > _SAME_SIGNAL_S:
+                os._exit(128 + number)
+            return
+        self.requested = True
+        self._first_s = time.monotonic()
+        if not self.stepping:
+            raise InterruptedRunError("interrupted before the first step; nothing was trained")
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make all random numbers of a step a function of (seed, step, rank).
+
+    Dropout then needs no saved generator state: a resumed run draws the same numbers.
+    """
+    mixed = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
+    torch.manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
+    random.seed(int(mixed[0]))
+    np.random.seed(mixed[1])

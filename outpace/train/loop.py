@@ -1,0 +1,129 @@
+"""The loop: steps, evaluations, checkpoints, and the ways in which a run ends."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outpace.records.errors import DivergedError, InterruptedRunError
+from outpace.records.measurement import Evaluation
+from outpace.records.settings import TrainSettings
+from outpace.train.accounting import Ledger
+from outpace.train.callbacks import Callback, tell
+from outpace.train.checkpoint import Checkpointer, Progress, whole_checkpoints
+from outpace.train.guards import StopSignal, seed_step
+from outpace.train.schedule import learning_rate
+from outpace.train.step import Batch, RawStep, Stepper
+
+
+@dataclass
+class Loop:
+    """The live parts of a run on one rank; `run` takes them from `start_step` to the end."""
+
+    settings: TrainSettings
+    stepper: Stepper
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    steps: Iterator[list[Batch]]
+    ledger: Ledger
+    checkpointer: Checkpointer
+    evaluate: Callable[[int], Evaluation | None]
+    callbacks: Sequence[Callback]
+    stop: StopSignal
+    rank: int
+    world_size: int
+    total_steps: int
+    start_step: int
+    asynchronous: bool  # the device runs behind: a step's figures are read one step later
+    watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
+
+    def run(self) -> None:
+        """Train to the last step.
+
+        Raises InterruptedRunError when a signal ended the run early (a checkpoint is saved), and
+        DivergedError when the loss is no number.
+        """
+        waiting: deque[RawStep] = deque()
+        self.stop.stepping = True
+        with self.watch or nullcontext(lambda: None) as after_step:
+            try:
+                for step in range(self.start_step + 1, self.total_steps + 1):
+                    raw = self._step(step)
+                    waiting.append(raw)
+                    if not self.asynchronous or step == self.total_steps:
+                        self._settle(waiting, 0)
+                    else:
+                        self._settle(waiting, 1)
+                    after_step()
+                    if self._pause(step, raw, waiting):
+                        break
+            except DivergedError as error:
+                raise self._diverged(error) from None
+        self.checkpointer.wait()
+
+    def _step(self, step: int) -> RawStep:
+        settings = self.settings
+        self.stepper.begin()
+        batches = next(self.steps)
+        seed_step(settings.seed, step, self.rank)
+        rate = learning_rate(settings, step - 1, self.total_steps)
+        return self.stepper.run(step, rate, batches, self.stop.requested)
+
+    def _settle(self, waiting: deque[RawStep], left: int) -> None:
+        """Account for steps until `left` are still waiting for the device."""
+        while len(waiting) > left:
+            record = self.ledger.record(waiting.popleft())
+            tell(self.callbacks, "on_step", record)
+
+    def _pause(self, step: int, raw: RawStep, waiting: deque[RawStep]) -> bool:
+        """Between two steps: evaluate and save when due. True when the run ends here."""
+        settings = self.settings
+        stopping = raw.gathered.stop and step < self.total_steps
+        last = step == self.total_steps
+        due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
+        due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
+        if due_eval or due_save:
+            self._settle(waiting, 0)  # a state whose loss is no number is never saved
+        if due_eval and not stopping:
+            evaluation = self.evaluate(step)
+            if evaluation is not None:
+                tell(self.callbacks, "on_eval", evaluation, False)
+        if due_save:
+            self.checkpointer.save(self.model, self.optimizer, self.progress(step))
+        else:
+            self.checkpointer.poll()
+        if stopping:
+            self._interrupted(step)
+        return last
+
+    def _interrupted(self, step: int) -> None:
+        saved = self.checkpointer.wait()
+        where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"
+        raise InterruptedRunError(
+            f"interrupted, {where}. Go on with --resume --out {self.checkpointer.directory.parent}"
+        )
+
+    def _diverged(self, error: DivergedError) -> DivergedError:
+        self.checkpointer.wait()
+        good = whole_checkpoints(self.checkpointer.directory)
+        last = f"The last good checkpoint is {good[0]}." if good else "There is no checkpoint yet."
+        return DivergedError(
+            f"{error}. {last} Try a lower --lr, a longer --warmup, --clip 1, or bf16 for fp16."
+        )
+
+    def progress(self, step: int) -> Progress:
+        """All of the run's state at `step` that is not a tensor."""
+        ledger, scaler = self.ledger, self.stepper.mixed.scaler
+        return Progress(
+            step=step,
+            tokens=ledger.tokens,
+            samples=ledger.samples,
+            loss_sum=ledger.loss_sum,
+            skipped_steps=ledger.skipped_steps,
+            scaler=None if scaler is None else scaler.state_dict(),
+            first_loss=ledger.first_loss,
+            world_size=self.world_size,
+        )

@@ -1,0 +1,75 @@
+"""Mixed precision: autocast around the forward, and a loss scaler for fp16.
+
+Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan, Precision
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# CPU features with which bf16 matrix products run faster than fp32's.
+_FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """`cast()` is entered around each forward; `scaler` is None unless the precision is fp16."""
+
+    dtype: torch.dtype | None
+    cast: Callable[[], AbstractContextManager[None]]
+    scaler: torch.amp.GradScaler | None
+
+
+def make_mixed(precision: Precision, device: torch.device, cache: bool) -> Mixed:
+    """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward."""
+    dtype = DTYPES[precision]
+    if dtype is None:
+        return Mixed(None, nullcontext, None)
+
+    def cast() -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype=dtype, cache_enabled=cache)
+
+    scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
+    return Mixed(dtype, cast, scaler)
+
+
+def default_precision(device: torch.device, machine: Machine) -> Precision:
+    """bf16 where the device computes in it faster than in fp32, else fp32."""
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if device.type == "cpu" and any(name in machine.cpu_features for name in _FAST_BF16):
+        return "bf16"
+    return "fp32"
+
+
+def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
+    """Sizes that are no multiple of 8 under mixed precision, each with the nearest better one.
+
+    Tensor cores want multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
+    """
+    if plan.precision == "fp32":
+        return []
+    sizes = {"micro-batch × sequence": plan.micro_batch * seq_len, "sequence": seq_len}
+    if spec is not None:
+        sizes |= {"vocabulary": spec.vocab, "hidden": spec.hidden, "ffn": spec.ffn}
+        sizes["head_dim"] = spec.head_dim
+    return [
+        f"{name} {size} is no multiple of 8, which is slower in {plan.precision}: "
+        f"{-(-size // 8) * 8} would be better"
+        for name, size in sizes.items()
+        if size % 8
+    ] + (
+        [
+            f"micro-batch {plan.micro_batch} is no multiple of 8, which some kernels want in "
+            f"{plan.precision}: {-(-plan.micro_batch // 8) * 8} may be better"
+        ]
+        if plan.micro_batch % 8
+        else []
+    )

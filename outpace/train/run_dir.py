@@ -1,0 +1,103 @@
+"""The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/."""
+
+import json
+import shutil
+from pathlib import Path
+
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import Evaluation, StepRecord
+from outpace.records.run import RunRecord
+from outpace.train.callbacks import Callback
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+EVALS_FILE = "evals.jsonl"
+RESULT_FILE = "result.json"
+# A run writes its metrics, a checkpoint and the model; below this it can write none of them.
+_LEAST_FREE_BYTES = 16 << 20
+
+
+class RunDir:
+    """Paths of a run, and the rules by which a directory becomes one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / RUN_FILE).is_file()
+
+    def require_free(self) -> None:
+        """Refuse a directory that already holds another run, or anything else."""
+        if self.exists:
+            raise BadInputError(
+                f"{self.path} already holds a run. Use --resume to go on with it, or another --out."
+            )
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise BadInputError(
+                f"{self.path} is there and is not an empty directory. Use another --out."
+            )
+
+    def require_run(self) -> RunRecord:
+        """The record of the run to resume. Raises BadInputError when there is none."""
+        if not self.exists:
+            raise BadInputError(
+                f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start."
+            )
+        return RunRecord.load(self.path / RUN_FILE)
+
+    def begin(self, record: RunRecord) -> None:
+        """Write run.json, the first file of a run; nothing is left behind when it can't be."""
+        try:
+            created = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path).free
+            if free < _LEAST_FREE_BYTES:
+                if created:
+                    self.path.rmdir()
+                raise BadInputError(
+                    f"the disk of {self.path} is full ({free / 2**20:.1f} MiB left). "
+                    "Free some space or use another --out."
+                )
+            record.save(self.path / RUN_FILE)
+        except OSError as error:
+            raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop what was logged after `step`: a resumed run does those steps again."""
+        for name in (METRICS_FILE, EVALS_FILE):
+            path = self.path / name
+            if not path.is_file():
+                continue
+            kept = []
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    if int(json.loads(line)["step"]) <= step:
+                        kept.append(line + "\n")
+                except (ValueError, KeyError, TypeError):
+                    break  # the last line of a killed run may be cut short
+            path.write_text("".join(kept), encoding="utf-8")
+
+
+class MetricsWriter(Callback):
+    """One JSON object a step, in metrics.jsonl; one an evaluation, in evals.jsonl."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._steps = (run_dir.path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
+        self._evals = (run_dir.path / EVALS_FILE).open("a", encoding="utf-8", buffering=1)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Append a line."""
+        self._steps.write(record.model_dump_json() + "\n")
+
+    def on_eval(self, evaluation: Evaluation, final: bool) -> None:
+        """Append a line."""
+        self._evals.write(evaluation.model_dump_json() + "\n")
+
+    def close(self) -> None:
+        """Close the files."""
+        self._steps.close()
+        self._evals.close()

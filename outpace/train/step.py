@@ -1,0 +1,189 @@
+"""One optimizer step on one rank, from micro-batches to new weights."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.parallel.api import Applied
+from outpace.records.plan import Plan
+from outpace.train.memory import peak_memory_bytes
+from outpace.train.precision import Mixed
+from outpace.train.timing import StepTimer
+
+Batch = Any
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What all ranks said about a step: (world, 2) float64 with stop wish and peak memory."""
+
+    values: Tensor
+
+    @property
+    def stop(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return bool(self.values[:, 0].any())
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Of the fullest rank."""
+        peak = float(self.values[:, 1].max())
+        return int(peak) if peak >= 0 else None
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """A step whose device work may still be going on; tensors are read in `accounting`."""
+
+    step: int
+    lr: float
+    totals: Tensor  # (2,) float64: loss sum, target count, over the global batch
+    grad_norm: Tensor
+    marks: list[tuple[str, Any]]
+    communication_s: float
+    gathered: Gathered
+    loss_scale: float | None
+    skipped: bool
+
+
+class Stepper:
+    """The live parts that a step needs.
+
+    `expected_targets` is the number of targets in a global batch: exact when `targets_known`,
+    otherwise a guess that is corrected before the optimizer steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        applied: Applied,
+        optimizer: torch.optim.Optimizer,
+        parameters: list[nn.Parameter],
+        mixed: Mixed,
+        plan: Plan,
+        clip: float,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        expected_targets: int,
+        targets_known: bool,
+    ) -> None:
+        self._applied = applied
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self.mixed = mixed
+        self._clip = clip
+        self._device = device
+        self._control = control
+        self._world_size = plan.world_size
+        self._expected_targets = expected_targets
+        self._targets_known = targets_known
+        # DDP averages over ranks; the loss is a sum over local targets (x W / N: see docs/design).
+        self._scale = plan.data_parallel / expected_targets
+        self._timer = StepTimer(device)
+
+    def begin(self) -> None:
+        """Start the clock of the next step: what follows is time spent waiting for data."""
+        self._timer.begin()
+
+    def run(self, step: int, lr: float, batches: Iterable[Batch], stop: bool) -> RawStep:
+        """Do step number `step` (from 1) with learning rate `lr`; `begin` was called before."""
+        timer = self._timer
+        timer.mark("data")
+        totals = self._gradients(list(batches))
+        communication_s = self._applied.exposed_communication_s()
+        gathered, pending = self._exchange(totals, stop)
+        if not self._targets_known:
+            _wait(pending)
+            pending = []
+            self._rescale(totals)
+        timer.mark("communication")
+        grad_norm, loss_scale, skipped = self._update(lr)
+        timer.mark("optimizer")
+        _wait(pending)
+        timer.mark("communication")
+        return RawStep(
+            step,
+            lr,
+            totals,
+            grad_norm,
+            timer.take(),
+            communication_s,
+            gathered,
+            loss_scale,
+            skipped,
+        )
+
+    def _gradients(self, batches: list[Batch]) -> Tensor:
+        """Forward and backward of every micro-batch; gradients are exchanged with the last."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for number, batch in enumerate(batches, 1):
+            if number < len(batches):
+                with self._applied.no_sync():
+                    totals += self._forward_backward(batch)
+            else:
+                totals += self._forward_backward(batch)
+        return totals
+
+    def _forward_backward(self, batch: Batch) -> Tensor:
+        with self.mixed.cast():
+            loss_sum, count = self._applied.module(batch)
+        self._timer.mark("forward")
+        scaled = loss_sum * self._scale
+        if self.mixed.scaler is not None:
+            scaled = self.mixed.scaler.scale(scaled)
+        scaled.backward()
+        self._timer.mark("backward")
+        return torch.stack((loss_sum.detach().double(), count.double()))
+
+    def _exchange(self, totals: Tensor, stop: bool) -> tuple[Gathered, list[Any]]:
+        """Begin to sum the totals over ranks and to gather what each rank has to say."""
+        peak = peak_memory_bytes(self._device)
+        said = torch.tensor([[float(stop), -1.0 if peak is None else peak]], dtype=torch.float64)
+        if self._world_size == 1:
+            return Gathered(said), []
+        heard = torch.empty(self._world_size, 2, dtype=torch.float64)
+        group = None if self._device.type == "cuda" else self._control
+        works = [
+            dist.all_reduce(totals, group=group, async_op=True),
+            dist.all_gather_single(heard, said, group=self._control, async_op=True),
+        ]
+        return Gathered(heard), works
+
+    def _rescale(self, totals: Tensor) -> None:
+        """Correct gradients for the true number of targets in the global batch."""
+        factor = (self._expected_targets / totals[1].clamp(min=1)).float()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
+
+    def _update(self, lr: float) -> tuple[Tensor, float | None, bool]:
+        """Clip, step, zero. Returns the norm before clipping, loss scale, and whether skipped."""
+        optimizer, scaler = self._optimizer, self.mixed.scaler
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if scaler is None:
+            norm = self._clip_gradients()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return norm, None, False
+        used_scale = scaler.get_scale()
+        scaler.unscale_(optimizer)
+        norm = self._clip_gradients()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm, used_scale, scaler.get_scale() < used_scale
+
+    def _clip_gradients(self) -> Tensor:
+        if self._clip > 0:
+            return nn.utils.clip_grad_norm_(self._parameters, self._clip)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return nn.utils.get_total_norm(gradients)
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

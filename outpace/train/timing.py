@@ -1,0 +1,51 @@
+"""Where the time of a step goes, without waiting for the device in between."""
+
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+
+@dataclass
+class StepTimer:
+    """Marks the ends of a step's parts: by the clock on a CPU, by events on a GPU.
+
+    A part that is marked several times (forward, backward of each micro-batch) is added up.
+    """
+
+    device: torch.device
+    _marks: list[tuple[str, Any]] = field(default_factory=list)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        """Start the step."""
+        self._marks = [("", self._now())]
+
+    def mark(self, part: str) -> None:
+        """What was done since the last mark was `part`."""
+        self._marks.append((part, self._now()))
+
+    def take(self) -> list[tuple[str, Any]]:
+        """Hand over the marks of the step; `durations` reads them when the device is done."""
+        return self._marks
+
+
+def durations(marks: list[tuple[str, Any]]) -> dict[str, float]:
+    """Seconds by part. Waits for the last event on a GPU."""
+    seconds: dict[str, float] = {}
+    for (_, begin), (part, end) in pairwise(marks):
+        if isinstance(begin, float):
+            took = end - begin
+        else:
+            end.synchronize()
+            took = begin.elapsed_time(end) / 1000
+        seconds[part] = seconds.get(part, 0.0) + took
+    return seconds
