@@ -1,0 +1,73 @@
+"""`outpace eval`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from outpace.cli.generate import add_device
+from outpace.cli.parser import Parser, number_type
+from outpace.records.errors import BadInputError
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Print loss, perplexity and speed of a run's model on text; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    if not arguments.run.is_dir():
+        raise BadInputError(
+            f"--run {arguments.run}: there is no such directory; give the directory of a run, "
+            "as `outpace train` names it at its end"
+        )
+    from outpace.launch import job
+
+    evaluation = job.evaluate(
+        arguments.run,
+        tuple(arguments.data) if arguments.data else None,
+        batches=arguments.batches,
+        batch_size=arguments.batch_size,
+        device=arguments.device,
+        text_field=arguments.text_field,
+    )
+    if arguments.json:
+        print(evaluation.model_dump_json(indent=2))
+        return 0
+    from rich.console import Console
+
+    from outpace.report.summary import evaluation_table
+
+    Console().print(evaluation_table(evaluation))
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("eval", "Loss and perplexity of a run's model on held-out text.")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
+    add(
+        "--data",
+        nargs="+",
+        action="extend",
+        default=None,
+        help="text to evaluate on, as for outpace train (default: what the run held out)",
+    )
+    add(
+        "--batches",
+        type=number_type(int, 1),
+        default=None,
+        metavar="N",
+        help="stop after this many batches (default: all the data)",
+    )
+    add(
+        "--batch-size",
+        type=number_type(int, 1),
+        default=16,
+        metavar="N",
+        help="samples per batch (default: 16)",
+    )
+    add(
+        "--text-field",
+        default=None,
+        metavar="FIELD",
+        help="key of the text in .jsonl, .parquet and datasets (default: the run's)",
+    )
+    add_device(parser)
+    return parser

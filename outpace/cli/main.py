@@ -1,0 +1,152 @@
+"""The `outpace` command: finds the command's module, and turns what it raises into an exit code.
+
+Nothing heavy is imported here: `outpace --help` answers at once.
+"""
+
+import errno
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import outpace
+from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, OutpaceError, nearest
+
+# command -> one line of help; its module has the command's name.
+COMMANDS = {
+    "train": "train a transformer, or go on with a run",
+    "generate": "continue a text with a trained model",
+    "eval": "loss and perplexity of a trained model on held-out text",
+    "version": "versions of outpace and of what it stands on",
+}
+
+_HELP = """\
+usage: outpace COMMAND [options]
+
+{about}
+
+commands:
+{commands}
+
+`outpace train` alone trains a small GPT on Python's own source code, in a few minutes.
+`outpace COMMAND --help` lists a command's options; --json makes any of them print
+one JSON document on standard output.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's) and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    environ = dict(os.environ)
+    _terminate_like_interrupt()
+    try:
+        return _dispatch(arguments, environ)
+    except SystemExit as done:  # argparse has printed its help
+        return done.code if isinstance(done.code, int) else 0
+    except OutpaceError as error:
+        return _fail(str(error), error.exit_code, arguments, environ)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 128 + signal.SIGINT, arguments, environ)
+    except BrokenPipeError:
+        # Whoever read our output has closed it (`outpace … | head`): nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        message = _disk_sentence(error)
+        if message is not None:
+            return _fail(message, 2, arguments, environ)
+        return _fail(traceback.format_exc().rstrip(), 1, arguments, environ)
+
+
+def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        print(f"outpace {outpace.__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise BadInputError(
+            f"there is no command {name!r}.{nearest(name, COMMANDS)} "
+            f"The commands are {', '.join(COMMANDS)}; see outpace --help."
+        )
+    module = importlib.import_module(f"outpace.cli.{name}")
+    code: int = module.run(rest, environ)
+    return code
+
+
+def _help() -> str:
+    width = max(len(name) for name in COMMANDS)
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return _HELP.format(about=(outpace.__doc__ or "").strip(), commands=commands)
+
+
+def _fail(message: str, exit_code: int, arguments: list[str], environ: Mapping[str, str]) -> int:
+    """Tell a person, and `--json`'s reader, what went wrong. Returns the exit code to end with."""
+    _write_error_file(message, exit_code, environ)
+    if launched_by_us(environ):
+        # The launcher speaks for all ranks, so that a person reads each message once. It would
+        # stop the other ranks at the first exit code that is not 0: those still saving must not be.
+        return 0 if exit_code == EXIT_INTERRUPTED else exit_code
+    if environ.get("RANK", "0") == "0":
+        print(message if exit_code == 1 else f"outpace: {message}", file=sys.stderr)
+        if "--json" in arguments:
+            print(json.dumps({"error": message, "exit_code": exit_code}))
+    return exit_code
+
+
+def launched_by_us(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a worker that `outpace train --nproc` started."""
+    return environ.get("TORCHELASTIC_RUN_ID", "").startswith("outpace-")
+
+
+def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) -> None:
+    """Leave the message where torch's elastic launcher looks for the first failure's cause."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    extra = {"timestamp": str(int(now)), "time": now, "exit_code": exit_code}
+    record = {"message": {"message": message, "extraInfo": {"py_callstack": message, **extra}}}
+    Path(path).write_text(json.dumps(record), encoding="utf-8")
+
+
+def _disk_sentence(error: BaseException | None) -> str | None:
+    """A sentence when the error, or what caused it, is a full disk; else None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f" (writing {error.filename})" if error.filename else ""
+            return (
+                f"the disk is full{where}: {error.strerror}. Free some space, or choose other "
+                "places with --out and --cache-dir; a run with a checkpoint goes on with --resume."
+            )
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _terminate_like_interrupt() -> None:
+    """Let SIGTERM unwind the program as Ctrl-C does, until training installs its own handler."""
+
+    def terminate(signum: int, _frame: object) -> NoReturn:
+        raise TerminatedError(f"stopped by {signal.Signals(signum).name}", 128 + signum)
+
+    try:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, terminate)
+    except ValueError:  # not the main thread: signals are somebody else's
+        return
+
+
+class TerminatedError(OutpaceError):
+    """A signal ended the command. `exit_code` is 128 + its number, as in a shell."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

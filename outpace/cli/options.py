@@ -1,0 +1,211 @@
+"""Flags and TOML keys for TrainSettings, made from its fields; where each value came from.
+
+A value is taken from the first of these that has it: command line, --config file, run.json of
+the run that is resumed, default.
+"""
+
+import argparse
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from outpace.cli.parser import Parser, whole_number
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.settings import TrainSettings
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+RUN_FILE = "run.json"
+
+_GROUPS = {
+    "model": "model",
+    "data": "data",
+    "batch": "batch",
+    "length": "length (give one)",
+    "optimization": "optimization",
+    "computation": "computation",
+    "run": "run",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a field's annotation holds: the plain type, its choices, and whether it is a tuple."""
+
+    kind: type
+    choices: tuple[str, ...] = ()
+    many: bool = False
+
+
+def shape(annotation: Any) -> Shape:
+    """Look through Optional, Annotated, tuple and Literal for what a field holds."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return shape(next(a for a in arguments if a is not type(None)))
+    if origin is typing.Annotated:
+        return shape(arguments[0])
+    if origin is tuple:
+        inner = shape(arguments[0])
+        return Shape(inner.kind, inner.choices, many=True)
+    if origin is typing.Literal:
+        return Shape(str, tuple(arguments))
+    return Shape(annotation)
+
+
+def flag(name: str) -> str:
+    """The flag of a field: 'global_batch' -> '--global-batch'."""
+    return "--" + name.replace("_", "-")
+
+
+def add_settings(parser: Parser) -> None:
+    """Add a flag for every field of TrainSettings, in its groups."""
+    groups = {key: parser.arguments.add_argument_group(title) for key, title in _GROUPS.items()}
+    for name, field in TrainSettings.model_fields.items():
+        extra = field.json_schema_extra
+        group = groups[str(extra["group"]) if isinstance(extra, dict) else "run"]
+        holds = shape(field.annotation)
+        text = (field.description or "").replace("%", "%%")
+        if holds.many and holds.choices:
+            text += f": {', '.join(holds.choices)}"
+        if field.default not in (None, ()) and "default" not in text:
+            text += f" (default: {show(field.default)})"
+        options: dict[str, Any] = {"help": text, "dest": name}
+        if holds.kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif holds.many:
+            options.update(nargs="+", action="extend")
+        if holds.kind is not bool:
+            options["metavar"] = _metavar(name, holds)
+        group.add_argument(flag(name), **options)
+
+
+def _metavar(name: str, holds: Shape) -> str:
+    if holds.many and holds.choices:
+        return "NAME"
+    if holds.choices:
+        return "{" + ",".join(holds.choices) + "}"
+    words = {int: "N", float: "X", Path: "DIR"}
+    return words.get(holds.kind, name.rsplit("_", 1)[-1].upper())
+
+
+def show(value: Any) -> str:
+    """A value as it would be written on the command line."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (tuple, list)):
+        return " ".join(show(part) for part in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that the command line gives."""
+    given = {name: value for name, value in vars(arguments).items() if name in _fields()}
+    return {name: convert(name, value, flag(name)) for name, value in given.items()}
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """The settings that a TOML file gives, keys in kebab or snake case. Raises BadInputError."""
+    import tomllib
+
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise BadInputError(f"cannot read --config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path} is not TOML: {error}") from None
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in _fields():
+            style = (lambda n: n) if "_" in key else (lambda n: n.replace("_", "-"))
+            close = nearest(key, [style(field) for field in _fields()])
+            raise BadInputError(f"{path}: unknown key {key!r}.{close} See outpace train --help.")
+        if name in values:
+            raise BadInputError(f"{path}: {key!r} is given twice, with - and with _")
+        values[name] = convert(name, value, f"{path}: {key}")
+    return values
+
+
+def convert(name: str, value: Any, where: str) -> Any:
+    """Read the words of one setting as what its field holds. Raises BadInputError."""
+    holds = shape(_fields()[name].annotation)
+    if not holds.many:
+        return _convert_one(holds, value, where)
+    words = value if isinstance(value, (list, tuple)) else [value]
+    if holds.kind is not str or holds.choices:  # a comma may be part of a path
+        words = [
+            part.strip()
+            for word in words
+            for part in (word.split(",") if isinstance(word, str) else [word])
+            if not isinstance(part, str) or part.strip()
+        ]
+    return tuple(_convert_one(holds, word, where) for word in words)
+
+
+def _convert_one(holds: Shape, value: Any, where: str) -> Any:
+    if holds.choices and value not in holds.choices:
+        raise BadInputError(
+            f"{where}: {value!r} is not one of {', '.join(holds.choices)}."
+            f"{nearest(str(value), holds.choices)}"
+        )
+    if not isinstance(value, str) or holds.kind not in (int, float):
+        return value
+    reader = whole_number if holds.kind is int else float
+    try:
+        return reader(value)
+    except ValueError:
+        example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
+        raise BadInputError(f"{where}: {value!r} is not {example}") from None
+
+
+def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
+    """Merge layers, origin -> values, the first that has a value winning.
+
+    Returns the settings and each field's origin. Raises BadInputError naming both the value and
+    where it came from.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for origin, layer in layers.items():
+        for name, value in layer.items():
+            if name not in values:
+                values[name], origins[name] = value, origin
+    _one_length(values, origins, list(layers))
+    try:
+        settings = TrainSettings.model_validate(values)
+    except ValidationError as error:
+        raise BadInputError("\n".join(map(partial(_sentence, origins), error.errors()))) from None
+    return settings, {name: origins.get(name, DEFAULT) for name in _fields()}
+
+
+def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
+    """A length given nearer to the person replaces another kind of length given further away."""
+    given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
+    nearest_layer = min((order.index(origins[name]) for name in given), default=0)
+    for name in given:
+        if order.index(origins[name]) > nearest_layer:
+            del values[name], origins[name]
+
+
+def _sentence(origins: Mapping[str, str], problem: Any) -> str:
+    if not problem["loc"]:
+        return str(problem["ctx"]["error"])
+    name = str(problem["loc"][0])
+    origin = origins.get(name, DEFAULT)
+    where = flag(name) if origin == COMMAND_LINE else f"{origin}: {name}"
+    message = problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        return f"{origin}: unknown key {name!r}.{nearest(name, _fields())}"
+    return f"{where} {problem['input']}: {message[0].lower()}{message[1:]}"
+
+
+def _fields() -> Any:
+    return TrainSettings.model_fields

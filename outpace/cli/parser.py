@@ -1,0 +1,104 @@
+"""An argument parser whose errors are sentences with the nearest right name."""
+
+import argparse
+import shutil
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from outpace.records.errors import BadInputError, nearest
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+
+
+class Parser:
+    """argparse for one command: no abbreviations, no exits; bad input raises BadInputError."""
+
+    def __init__(
+        self, command: str, about: str, epilog: str | None = None, usage: str | None = None
+    ) -> None:
+        self.command = command
+        self.arguments = _Argparse(
+            prog=f"outpace {command}",
+            usage=usage and f"outpace {command} {usage}",
+            description=about,
+            epilog=epilog,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=_Formatter,
+        )
+
+    def add_json(self) -> None:
+        """Add --json, which every command has."""
+        self.arguments.add_argument(
+            "--json",
+            action="store_true",
+            default=False,
+            help="print one JSON document on standard output and nothing else there",
+        )
+
+    def read(self, argv: list[str]) -> argparse.Namespace:
+        """Parse. Raises BadInputError for what is unknown or missing; --help prints and exits 0."""
+        found, unknown = self.arguments.parse_known_args(argv)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            flags = [flag for flag in self.arguments.flags() if flag.startswith("--")]
+            close = nearest(word, flags) if word.startswith("-") else ""
+            kind = "option" if word.startswith("-") else "argument"
+            raise BadInputError(
+                f"outpace {self.command} has no {kind} {word!r}.{close} "
+                f"See outpace {self.command} --help."
+            )
+        return found
+
+
+class _Argparse(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message}. See {self.prog} --help.")
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Option names in one column, their help in the other, as wide as the terminal up to 100."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(100, shutil.get_terminal_size().columns)
+        super().__init__(prog, max_help_position=34, width=width)
+
+
+def whole_number(text: str) -> int:
+    """Read '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError when it is no whole number."""
+    word = text.strip().lower()
+    factor = _SUFFIXES.get(word[-1:], 1)
+    digits = word[:-1] if factor != 1 else word
+    try:
+        return int(digits) * factor
+    except ValueError:
+        number = float(digits) * factor
+    if not number.is_integer():  # OverflowError is for int(inf); is_integer(inf) is False
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(number)
+
+
+def number_type(
+    kind: type[int] | type[float], low: float | None = None, high: float | None = None
+) -> Callable[[str], Any]:
+    """A converter for argparse that says which numbers are allowed. Bounds are inclusive."""
+
+    def convert(text: str) -> int | float:
+        try:
+            value = whole_number(text) if kind is int else float(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
+        return value
+
+    return convert
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    words = [f"at least {low:g}"] if low is not None else []
+    return " and ".join(words + ([f"at most {high:g}"] if high is not None else []))

@@ -1,0 +1,80 @@
+"""The settings of a run that is resumed, and what may not change on the way."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.cli.options import RUN_FILE, flag, show
+from outpace.records.errors import BadInputError
+from outpace.records.settings import TrainSettings
+
+# What determines the samples, their order, or the model: another value would be another run.
+FIXED = (
+    "model",
+    "init",
+    "dropout",
+    "data",
+    "data_weights",
+    "eval_data",
+    "eval_fraction",
+    "text_field",
+    "tokenizer",
+    "document_attention",
+    "seq_len",
+    "global_batch",
+    "optimizer",
+    "seed",
+)
+_PATHS = ("model", "data", "eval_data", "tokenizer")
+# Not of the run but of the moment.
+_LEFT_OUT = ("resume", "out")
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    """The settings recorded in DIR/run.json. Raises BadInputError when there are none.
+
+    The sequence length is the one that was used, also where it had been left to outpace.
+    """
+    path = run / RUN_FILE
+    if not run.is_dir():
+        raise BadInputError(f"--resume: there is no directory {run}; --out names the run to resume")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        recorded = {**document["settings"]}
+        if recorded.get("seq_len") is None:
+            recorded["seq_len"] = document.get("seq_len")
+    except FileNotFoundError:
+        raise BadInputError(
+            f"--resume: {run} holds no run ({RUN_FILE} is missing). Give --out the directory of a "
+            "run, or leave --resume out to start one there."
+        ) from None
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise BadInputError(f"{path} is damaged: it holds no settings of a run") from None
+    parsed = TrainSettings.parse(recorded, str(path))
+    return {name: value for name, value in parsed if name not in _LEFT_OUT}
+
+
+def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Path) -> None:
+    """Refuse to change what makes the run what it is. Raises BadInputError naming the run's value.
+
+    `asked` holds what the person gives now, on the command line or in a file.
+    """
+    for name in FIXED:
+        if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):
+            kept = of_run.get(name)
+            was = "left to outpace" if kept is None else show(kept)
+            raise BadInputError(
+                f"{flag(name)} {show(asked[name])}: the run in {run} was started with "
+                f"{flag(name)} {was}, and another value would make it another run. Leave "
+                f"{flag(name)} out to go on, or start a new run with another --out."
+            )
+
+
+def _normal(name: str, value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_normal(name, part) for part in value]
+    return os.path.normpath(value) if name in _PATHS and isinstance(value, str) else value

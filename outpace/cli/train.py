@@ -1,0 +1,152 @@
+"""`outpace train`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from outpace.cli import options, resume
+from outpace.cli.parser import Parser
+from outpace.launch.environment import ranks_from, restart_count
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import Measurement
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+_ABOUT = "Train a transformer. Without options: a small GPT on Python's own source, in minutes."
+_EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, saved, --resume works."
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Train as the arguments say; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    settings, origins = _settings(arguments)
+    if arguments.print_config:
+        print_config(settings, origins, arguments.json)
+        return 0
+    command = ["outpace", "train", *argv]
+    ranks = ranks_from(environ)
+    if ranks is None and (settings.nproc or 1) > 1:
+        from outpace.launch import local
+
+        local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "train", *argv])
+        return 0
+    ranks = ranks or Ranks()
+    _check_nproc(settings, origins, ranks)
+    measurement = train_here(settings, origins, command, ranks, environ)
+    if ranks.rank == 0:
+        show_measurement(measurement, arguments.json)
+    return 0
+
+
+def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks) -> None:
+    """Refuse --nproc that contradicts the launcher; a resumed run's is of another time."""
+    if origins["nproc"] in (options.DEFAULT, options.RUN_FILE):
+        return
+    if settings.nproc not in (None, ranks.local_world_size):
+        raise BadInputError(
+            f"--nproc {settings.nproc}, but the launcher has started {ranks.local_world_size} "
+            "processes on this host. Leave --nproc out, or start the command without a launcher."
+        )
+
+
+def train_here(
+    settings: TrainSettings,
+    origins: dict[str, str],
+    command: list[str],
+    ranks: Ranks,
+    environ: Mapping[str, str],
+) -> Measurement:
+    """Train in this process, as one rank, with progress on standard error."""
+    from outpace.launch import job
+    from outpace.report.progress import Progress
+
+    return job.train(
+        settings,
+        ranks=ranks,
+        origins=origins,
+        command=command,
+        callbacks=[Progress()] if ranks.rank == 0 else [],
+        cache_dir=settings.cache_dir or default_cache(environ),
+        restart=restart_count(environ),
+    )
+
+
+def default_cache(environ: Mapping[str, str]) -> Path:
+    """Where prepared data is kept when nobody says: the person's cache directory."""
+    base = environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "outpace"
+
+
+def show_measurement(measurement: Measurement, as_json: bool) -> None:
+    """Print the outcome of a run on standard output."""
+    if as_json:
+        print(measurement.model_dump_json(indent=2), flush=True)
+        return
+    from rich.console import Console
+
+    from outpace.report.summary import summary
+
+    Console().print(summary(measurement))
+
+
+def print_config(settings: TrainSettings, origins: dict[str, str], as_json: bool) -> None:
+    """Print every setting, its value and where it came from."""
+    values = settings.model_dump(mode="json")
+    if as_json:
+        table = {name: {"value": values[name], "origin": origins[name]} for name in values}
+        print(json.dumps(table, indent=2))
+        return
+    from rich.console import Console
+
+    from outpace.report.config import config_table
+
+    Console().print(config_table(settings, origins))
+
+
+def _parser() -> Parser:
+    parser = Parser("train", _ABOUT, _EPILOG, usage="[options]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add(
+        "--config",
+        type=Path,
+        default=None,
+        metavar="FILE.toml",
+        help="settings by their names below; the command line wins over the file",
+    )
+    add(
+        "--print-config",
+        action="store_true",
+        default=False,
+        help="show each setting and where it came from, and train nothing",
+    )
+    # Settings and their origins as outpace.train hands them over.
+    add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
+    options.add_settings(parser)
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str]]:
+    """Merge command line, file, the resumed run and defaults."""
+    if arguments.handed_over is not None:
+        handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
+        return TrainSettings.parse(handed["settings"], "outpace.train"), handed["origins"]
+    layers = {options.COMMAND_LINE: options.from_flags(arguments)}
+    if arguments.config is not None:
+        layers[str(arguments.config)] = options.from_toml(arguments.config)
+    return merge(layers)
+
+
+def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
+    """Merge layers, nearest to the person first; with `resume`, the run's own come after them."""
+    asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
+    if not asked.get("resume"):
+        return options.build(layers)
+    if asked.get("out") is None:
+        raise BadInputError("--resume: which run? Name its directory with --out DIR")
+    run = Path(str(asked["out"]))
+    of_run = resume.settings_of(run)
+    resume.check_unchanged(asked, of_run, run)
+    return options.build({**layers, options.RUN_FILE: of_run})

@@ -1,0 +1,33 @@
+"""`outpace version`: versions, found without importing what they are of."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+
+import outpace
+from outpace.cli.parser import Parser
+
+_SHOWN = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Print the versions; returns 0."""
+    parser = Parser("version", "Versions of outpace and of what it stands on.")
+    parser.add_json()
+    arguments = parser.read(argv)
+    versions: dict[str, str | None] = {
+        "outpace": outpace.__version__,
+        "python": platform.python_version(),
+    }
+    for name in _SHOWN:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    if arguments.json:
+        print(json.dumps(versions, indent=2))
+    else:
+        for name, version in versions.items():
+            print(f"{name:<13} {version or 'not installed'}")
+    return 0

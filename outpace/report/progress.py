@@ -1,0 +1,205 @@
+"""A run as it goes on, for a person: live in a terminal, lines of text anywhere else.
+
+All of it goes to standard error; standard output is for results.
+"""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report.summary import show_whole
+from outpace.train.callbacks import Callback
+
+# Seconds between lines where nobody watches live.
+_LINE_EVERY_S = 5.0
+# Weight of the newest step in the time left.
+_NEWEST = 0.1
+
+
+class Progress(Callback):
+    """Shows stages, tokenising, the training line, evaluations and hints on standard error."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True, highlight=False)
+        self._bars: Bars | None = None
+        self._task: TaskID | None = None
+        self._stage: tuple[str, float] | None = None
+        self._last_line_s = float("-inf")
+        self._step_time_s: float | None = None
+        self._total_steps = 0
+        self._hints: set[str] = set()
+
+    def on_stage(self, message: str) -> None:
+        """A phase begins; the one before is ticked off with the time it took."""
+        self._end_stage()
+        self._stage = (message, time.monotonic())
+        if self.console.is_terminal:
+            self._bars = self._open(
+                SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False)
+            )
+            self._task = self._bars.add_task(message, total=None)
+
+    def on_progress(self, what: str, done: int, total: int | None) -> None:
+        """Part of a phase is done."""
+        share = f" {100 * done / total:.0f} %" if total else ""
+        counts = show_count(done) + (f" of {show_count(total)}" if total else "")
+        if self._bars is not None and self._task is not None:
+            if total and len(self._bars.columns) == 2:
+                self._bars.columns = (*self._bars.columns, BarColumn(bar_width=None))
+            self._bars.update(
+                self._task, description=f"{what}  {counts}", completed=done, total=total
+            )
+        elif self._line_is_due():
+            self._line(f"{what}: {counts}{share and ',' + share}")
+
+    def on_start(self, info: RunInfo) -> None:
+        """The run is set up: say what will be trained, then show the training line."""
+        self._end_stage()
+        self._total_steps = info.total_steps
+        for hint in info.hints:
+            self.on_hint(hint)
+        for line in _headlines(info):
+            self.console.print(line, soft_wrap=True)
+        if self.console.is_terminal:
+            self._bars = self._open(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}", markup=False),
+            )
+            self._task = self._bars.add_task(
+                _steps(info.start_step, info.total_steps),
+                total=info.total_steps,
+                completed=info.start_step,
+                figures="first step …",
+            )
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is done."""
+        before = self._step_time_s
+        # The first step warms up (allocation, compilation): it says little about the next.
+        if before is None or record.step_time_s < before / 4:
+            self._step_time_s = record.step_time_s
+        else:
+            self._step_time_s = before + _NEWEST * (record.step_time_s - before)
+        left_s = self._step_time_s * max(0, self._total_steps - record.step)
+        if self._bars is not None and self._task is not None:
+            self._bars.update(
+                self._task,
+                completed=record.step,
+                description=_steps(record.step, self._total_steps),
+                figures=_figures(record, left_s, short=True),
+            )
+        elif self._line_is_due() or record.step == self._total_steps:
+            steps = _steps(record.step, self._total_steps)
+            self._line(f"{steps}  {_figures(record, left_s, short=False)}")
+
+    def on_eval(self, evaluation: Evaluation, final: bool) -> None:
+        """The held-out loss was measured."""
+        line = Text(f"  validation after step {evaluation.step:,}: loss ")
+        line.append(f"{evaluation.loss:.4f}", style="bold green" if final else "bold")
+        line.append(f", perplexity {evaluation.perplexity:,.4g}", style="dim")
+        self.console.print(line, soft_wrap=True)
+
+    def on_checkpoint(self, path: Path) -> None:
+        """A checkpoint is whole on disk."""
+        self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
+
+    def on_hint(self, sentence: str) -> None:
+        """Something a person may want to change; each is said once."""
+        if sentence not in self._hints:
+            self._hints.add(sentence)
+            line = Text("  hint: ", style="yellow").append(sentence, style="default")
+            self.console.print(line, soft_wrap=True)
+
+    def on_end(self, measurement: Measurement) -> None:
+        """The run reached its last step."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the live line away; what was printed stays."""
+        self._close_bars()
+        self._stage = None
+
+    def _open(self, *columns: BarColumn | SpinnerColumn | TextColumn) -> Bars:
+        bars = Bars(
+            TextColumn(""),
+            *columns,
+            console=self.console,
+            transient=True,
+            expand=True,
+            redirect_stdout=False,
+        )
+        bars.columns = bars.columns[1:]
+        bars.start()
+        return bars
+
+    def _close_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+        self._bars = self._task = None
+
+    def _end_stage(self) -> None:
+        self._close_bars()
+        if self._stage is not None:
+            message, since_s = self._stage
+            self._stage = None
+            line = Text("  ✓ ", style="green").append(message, style="default")
+            line.append(f"  {show_seconds(time.monotonic() - since_s)}", style="dim")
+            self.console.print(line, soft_wrap=True)
+
+    def _line_is_due(self) -> bool:
+        return time.monotonic() - self._last_line_s >= _LINE_EVERY_S
+
+    def _line(self, text: str) -> None:
+        self._last_line_s = time.monotonic()
+        self.console.print(Text(f"  {text}"), soft_wrap=True)
+
+
+def _headlines(info: RunInfo) -> tuple[Text, ...]:
+    plan = info.plan
+    how = [plan.precision, *([plan.strategy] if plan.strategy != "single" else [])]
+    if plan.world_size > 1:
+        how.append(f"{plan.world_size} processes")
+    if plan.checkpointing != "none":
+        how.append(f"{plan.checkpointing} activation checkpointing")
+    if plan.compile:
+        how.append("compiled")
+    title = Text("  ").append(info.model, style="bold")
+    title.append(f", {show_count(info.parameters)} parameters, on {info.device}")
+    title.append(f" ({', '.join(how)})")
+    went_on = f", from step {info.start_step:,}" if info.start_step else ""
+    return (
+        title,
+        Text(f"  {info.identity}", style="dim"),
+        Text(f"  {info.total_steps:,} steps{went_on}, into {info.run}", style="dim"),
+    )
+
+
+def _steps(done: int, total: int) -> str:
+    return f"step {done:>{len(str(total))}}/{total}"
+
+
+def _figures(record: StepRecord, left_s: float, short: bool) -> str:
+    """The figures of a training line; `short` fits 80 columns together with a bar."""
+    rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
+    words = [f"loss {record.loss:.3f}", rate]
+    if record.mfu is not None or not short:
+        words.append(f"MFU {show_share(record.mfu)}")
+    if record.peak_memory_bytes is not None:
+        words.append(show_bytes(record.peak_memory_bytes))
+    if record.loss_scale is not None and not short:
+        words.append(f"loss scale {record.loss_scale:g}")
+    words.append(f"{_clock(left_s)} left")
+    return "  ".join(words)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,141 @@
+"""What a person sees at the end of a run."""
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.measurement import PARTS, Evaluation, Measurement, TimeParts
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+
+_BAR_CELLS = 34
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def summary(measurement: Measurement) -> RenderableType:
+    """Losses, speed, where the time went, a sample and the run's path, for 80 columns or more.
+
+    Text that a model wrote, and paths, are shown as they are: never read as markup.
+    """
+    above = Table.grid(padding=(0, 4))
+    above.add_row(_losses(measurement), _speed(measurement))
+    parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
+    if measurement.parts.total_s > 0:
+        parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
+    if measurement.sample:
+        parts += [Text(), _sample(measurement.sample)]
+    parts += [Text(), _path(measurement.run)]
+    return Group(*parts)
+
+
+def evaluation_table(evaluation: Evaluation) -> RenderableType:
+    """Loss, perplexity and speed on held-out data."""
+    table = _pairs("Evaluation")
+    table.add_row("loss", f"{evaluation.loss:.4f} nats per token")
+    table.add_row("perplexity", _perplexity(evaluation.perplexity))
+    table.add_row("tokens", f"{evaluation.tokens:,}")
+    table.add_row("speed", show_whole(evaluation.tokens_per_s, "tokens/s"))
+    table.add_row("after step", f"{evaluation.step:,}")
+    return Padding(table, (1, 2))
+
+
+def _pairs(title: str) -> Table:
+    """A table of names and right-aligned values under a title."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
+    )
+    table.add_column(Text(title), style="dim", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    return table
+
+
+def _losses(measurement: Measurement) -> Table:
+    table = _pairs("Loss, nats per token")
+    table.add_row("first step", _loss(measurement.first_loss))
+    table.add_row("last step", _loss(measurement.final_loss))
+    first, last = measurement.initial_eval, measurement.final_eval
+    if first is not None:
+        table.add_row("validation before", _loss(first.loss))
+    if last is not None:
+        table.add_row("validation after", Text(_loss(last.loss), style="bold green"))
+        table.add_row("perplexity", _perplexity(last.perplexity))
+    if measurement.unigram_entropy is not None:
+        table.add_row("unigram entropy", _loss(measurement.unigram_entropy))
+    return table
+
+
+def _speed(measurement: Measurement) -> Table:
+    table = _pairs("Speed and memory")
+    tokens_per_s = Text(show_whole(measurement.tokens_per_s, "tokens/s"), style="bold green")
+    table.add_row("throughput", tokens_per_s)
+    table.add_row("model FLOP/s", show_count(measurement.model_flops_per_s, "FLOP/s"))
+    table.add_row("MFU", show_share(measurement.mfu))
+    table.add_row("peak memory", show_bytes(measurement.peak_memory_bytes))
+    table.add_row("time per step", show_seconds(measurement.step_time_s))
+    table.add_row("steps", f"{measurement.steps:,}")
+    table.add_row("tokens", show_whole(measurement.tokens))
+    table.add_row("time in all", _duration(measurement))
+    if measurement.skipped_steps:
+        table.add_row("skipped steps", f"{measurement.skipped_steps:,}")
+    return table
+
+
+def _duration(measurement: Measurement) -> str:
+    processes = f" on {measurement.world_size} processes" if measurement.world_size > 1 else ""
+    return show_seconds(measurement.wall_s or measurement.train_runtime) + processes
+
+
+def _time(parts: TimeParts) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
+    )
+    table.add_column("Where the time went", style="dim", no_wrap=True)
+    table.add_column("", width=_BAR_CELLS, no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("per step", justify="right", no_wrap=True)
+    for part in PARTS:
+        seconds = getattr(parts, f"{part}_s")
+        share = seconds / parts.total_s
+        bar = Text(_bar(share), style="cyan")
+        table.add_row(part, bar, show_share(share), show_seconds(seconds))
+    return table
+
+
+def show_whole(count: float | None, unit: str = "") -> str:
+    """A count or rate in full where it is short enough: 22222.2 -> '22,222'. None -> 'n/a'."""
+    if count is None or abs(count) >= 1e9:
+        return show_count(count, unit)
+    return f"{count:,.0f} {unit}".rstrip()
+
+
+def _bar(share: float) -> str:
+    """A horizontal bar of at most `_BAR_CELLS` cells, in eighths of a cell."""
+    eighths = round(min(max(share, 0.0), 1.0) * _BAR_CELLS * 8)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _sample(text: str) -> Padding:
+    panel = Panel(
+        Text(text.strip("\n"), overflow="fold"),
+        title="[bold]Sample[/bold]",
+        title_align="left",
+        border_style="dim",
+        box=box.ROUNDED,
+    )
+    return Padding(panel, (0, 1))
+
+
+def _path(run: str) -> Padding:
+    line = Text("Run  ", style="bold").append(Text(run, style="cyan"))
+    line.append(Text(f"\n     outpace generate --run {run} 'def '", style="dim"))
+    return Padding(line, (0, 2, 1, 2))
+
+
+def _loss(loss: float | None) -> str:
+    return "n/a" if loss is None else f"{loss:.4f}"
+
+
+def _perplexity(perplexity: float) -> str:
+    return f"{perplexity:,.1f}" if perplexity < 1e6 else f"{perplexity:.2e}"
