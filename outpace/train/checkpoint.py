@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -37,6 +38,14 @@ class Progress(Record):
     scaler: dict[str, Any] | None
     first_loss: float | None
     world_size: int
+
+
+def _reason(error: BaseException) -> str:
+    """The first rank's error in a line. DCP wraps the ranks' errors in a BaseException."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (inner, _) = min(error.failures.items())
+        return f"{_reason(inner)} (rank {rank})"
+    return " ".join(str(error).split())[:300]
 
 
 def _checksum(path: Path) -> str:
@@ -175,7 +184,7 @@ class Checkpointer:
         self._pending = None
         try:
             future.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             self._fail(folder, error)
             return False
         if self._rank == 0:
@@ -183,12 +192,11 @@ class Checkpointer:
             self._prune()
         return True
 
-    def _fail(self, folder: Path, error: Exception) -> None:
+    def _fail(self, folder: Path, error: BaseException) -> None:
         """Leave nothing half-written; the checkpoints before stay."""
         if self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            reason = " ".join(str(error).split())[-300:]
-            self._on_trouble(f"checkpoint {folder.name} could not be saved: {reason}")
+            self._on_trouble(f"checkpoint {folder.name} could not be saved: {_reason(error)}")
 
     def _prune(self) -> None:
         whole = whole_checkpoints(self.directory)
@@ -203,11 +211,10 @@ class Checkpointer:
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         try:
             load_distributed(state, checkpoint_id=folder, process_group=self._group)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise BadInputError(
-                f"checkpoint {folder} does not fit this model and optimizer: "
-                f"{' '.join(str(error).split())[:300]}"
-            ) from error
+                f"checkpoint {folder} does not fit this model and optimizer: {_reason(error)}"
+            ) from None
         set_state_dict(
             model,
             optimizer,

@@ -81,6 +81,16 @@ class RunDir:
                     break  # the last line of a killed run may be cut short
             path.write_text("".join(kept), encoding="utf-8")
 
+    def evaluation(self, step: int) -> Evaluation | None:
+        """The evaluation that was logged at `step`, None when there is none."""
+        path = self.path / EVALS_FILE
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line in lines:
+            found = Evaluation.model_validate_json(line)
+            if found.step == step:
+                return found
+        return None
+
 
 class MetricsWriter(Callback):
     """One JSON object a step, in metrics.jsonl; one an evaluation, in evals.jsonl."""

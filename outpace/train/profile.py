@@ -1,0 +1,54 @@
+"""A Chrome trace of a few steps; torch's memory snapshot."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+# Two steps let caches and compilers settle; three are shown.
+_SKIPPED, _WARM, _SHOWN = 1, 1, 3
+_SNAPSHOT_EVENTS = 200_000
+
+
+@contextmanager
+def profiler(
+    directory: Path, device: torch.device, rank: int, steps: int
+) -> Iterator[Callable[[], None]]:
+    """Write `trace-rank<r>.json`, which chrome://tracing and Perfetto open.
+
+    What is given is to be called after each of the run's `steps`. A run too short to skip its
+    first steps is traced whole.
+    """
+    short = steps < _SKIPPED + _WARM + _SHOWN
+    wait, warm, shown = (0, 0, steps) if short else (_SKIPPED, _WARM, _SHOWN)
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    path = directory / f"trace-rank{rank}.json"
+
+    def write(finished: profile) -> None:
+        finished.export_chrome_trace(str(path))
+
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=wait, warmup=warm, active=shown, repeat=1),
+        on_trace_ready=write,
+        record_shapes=True,
+    ) as running:
+        yield running.step
+
+
+@contextmanager
+def memory_history(wanted: bool, directory: Path, rank: int) -> Iterator[None]:
+    """Write `memory-rank<r>.pickle` for pytorch.org/memory_viz, also when the run fails."""
+    if not wanted:
+        yield
+        return
+    torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(str(directory / f"memory-rank{rank}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,152 @@
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.records.errors import BadInputError
+from outpace.train.checkpoint import (
+    MARKER,
+    Checkpointer,
+    Progress,
+    clear_partial,
+    damage,
+    newest_intact,
+    whole_checkpoints,
+)
+
+
+def make(tmp_path, group, keep=2):
+    whole, trouble = [], []
+    saver = Checkpointer(tmp_path / "checkpoints", keep, 0, group, whole.append, trouble.append)
+    return saver, whole, trouble
+
+
+def trained(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.randn(5, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def progress(step):
+    return Progress(
+        step=step, tokens=step * 10, samples=step, loss_sum=1.5, skipped_steps=0,
+        scaler={"scale": 2.0}, first_loss=3.0, world_size=1,
+    )  # fmt: skip
+
+
+def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, group):
+    saver, whole, _ = make(tmp_path, group)
+    model, optimizer = trained()
+    weights = [p.detach().clone() for p in model.parameters()]
+    moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    saver.save(model, optimizer, progress(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)
+    assert saver.wait()
+    assert [path.name for path in whole] == ["step-3"]
+    other, other_optimizer = trained(seed=1)
+    assert saver.load(whole[0], other, other_optimizer) == progress(3)
+    for loaded, saved in zip(other.parameters(), weights, strict=True):
+        assert torch.equal(loaded, saved)
+    for state, saved in zip(other_optimizer.state.values(), moments, strict=True):
+        assert torch.equal(state["exp_avg"], saved)
+        assert state["step"] == 3
+
+
+def test_keeps_the_newest(tmp_path, group):
+    saver, _, _ = make(tmp_path, group, keep=2)
+    model, optimizer = trained()
+    for step in (1, 2, 10, 11):
+        saver.save(model, optimizer, progress(step))
+    saver.wait()
+    assert [p.name for p in whole_checkpoints(saver.directory)] == ["step-11", "step-10"]
+    assert len(list(saver.directory.iterdir())) == 2
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove", "marker"])
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(tmp_path, group, harm):
+    saver, _, _ = make(tmp_path, group)
+    model, optimizer = trained()
+    for step in (1, 2):
+        saver.save(model, optimizer, progress(step))
+    saver.wait()
+    folder = saver.directory / "step-2"
+    file = next(folder.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    if harm == "flip":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif harm == "cut":
+        file.write_bytes(content[:-1])
+    elif harm == "remove":
+        file.unlink()
+    else:
+        (folder / MARKER).write_text("{")
+    said = []
+    assert newest_intact(saver.directory, said.append) == saver.directory / "step-1"
+    assert len(said) == 1
+    assert "step-2" in said[0]
+
+
+def test_only_damaged_ones_is_an_error(tmp_path, group):
+    saver, _, _ = make(tmp_path, group)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    next((saver.directory / "step-1").glob("*.distcp")).write_bytes(b"")
+    with pytest.raises(BadInputError, match="damaged"):
+        newest_intact(saver.directory, lambda _: None)
+
+
+def test_without_its_marker_a_checkpoint_does_not_exist(tmp_path, group):
+    saver, _, _ = make(tmp_path, group)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    shutil.copytree(saver.directory / "step-1", saver.directory / "step-2")
+    (saver.directory / "step-2" / MARKER).unlink()
+    assert newest_intact(saver.directory, lambda _: None) == saver.directory / "step-1"
+    clear_partial(saver.directory)
+    assert not (saver.directory / "step-2").exists()
+
+
+def test_the_marker_lists_every_file(tmp_path, group):
+    saver, _, _ = make(tmp_path, group)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    folder = saver.directory / "step-1"
+    listed = set(json.loads((folder / MARKER).read_text()))
+    assert listed == {p.name for p in folder.iterdir()} - {MARKER}
+    assert damage(folder) is None
+
+
+def test_a_disk_that_takes_no_files_leaves_the_earlier_checkpoint(tmp_path, group, monkeypatch):
+    saver, _, trouble = make(tmp_path, group)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    (saver.directory / "step-2").write_text("a file where a folder must go")
+    saver.save(model, optimizer, progress(2))
+    assert saver.wait()
+    assert len(trouble) == 1
+    assert "step-2" in trouble[0]
+    assert newest_intact(saver.directory, lambda _: None) == saver.directory / "step-1"
+
+
+def test_another_model_is_refused(tmp_path, group):
+    saver, whole, _ = make(tmp_path, group)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    other = nn.Sequential(nn.Linear(8, 99), nn.Linear(99, 4), nn.Linear(4, 4))
+    with pytest.raises(BadInputError, match="does not fit"):
+        saver.load(whole[0], other, torch.optim.AdamW(other.parameters()))

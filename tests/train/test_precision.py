@@ -1,0 +1,71 @@
+"""Autocast's weight-cast cache: one cast per weight and forward, made anew for each forward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.train.precision import make_mixed, shape_hints
+
+
+class CastsOf(TorchDispatchMode):
+    """Counts the casts of tensors of one shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.casts = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.casts += 1
+        return func(*args, **(kwargs or {}))
+
+
+class UsesTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(24, 24, bias=False)
+
+    def forward(self, x):
+        return self.linear(self.linear(x))
+
+
+@pytest.mark.parametrize(("cache", "casts_per_forward"), [(True, 1), (False, 2)])
+def test_weight_casts_live_for_one_forward(cache, casts_per_forward):
+    model, x = UsesTwice(), torch.randn(3, 24)
+    mixed = make_mixed("bf16", torch.device("cpu"), cache)
+    for _ in range(3):
+        with CastsOf(torch.Size((24, 24))) as counted, mixed.cast():
+            out = model(x)
+        assert counted.casts == casts_per_forward
+        out.float().sum().backward()
+
+
+def test_a_cast_is_made_anew_after_the_weights_change():
+    model, x = UsesTwice(), torch.randn(3, 24)
+    mixed = make_mixed("bf16", torch.device("cpu"), True)
+    with mixed.cast():
+        before = model(x)
+    with torch.no_grad():
+        model.linear.weight.mul_(2)
+    with mixed.cast():
+        after = model(x)
+    torch.testing.assert_close(after, before * 4)
+
+
+def test_only_fp16_has_a_scaler():
+    cpu = torch.device("cpu")
+    assert make_mixed("fp32", cpu, True).dtype is None
+    assert make_mixed("bf16", cpu, True).scaler is None
+    assert make_mixed("fp16", cpu, True).scaler is not None
+
+
+def test_hints_name_the_nearest_better_size():
+    spec = ModelSpec(family="gpt2", layers=1, hidden=96, heads=8, vocab=50257, max_positions=64)
+    hints = shape_hints(Plan(precision="bf16", micro_batch=3), spec, 64)
+    assert any("50257" in hint and "50264" in hint for hint in hints)
+    assert any("head_dim 12" in hint and "16" in hint for hint in hints)
+    assert any("micro-batch 3" in hint and "8" in hint for hint in hints)
+    assert shape_hints(Plan(precision="fp32", micro_batch=3), spec, 64) == []
