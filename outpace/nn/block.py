@@ -1,0 +1,150 @@
+"""One block of a transformer: attention and MLP around a residual stream.
+
+Legend: B batch, S queries, T keys, D hidden width, H query heads, K key/value heads, C head width.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.nn.cache import LayerCache
+from outpace.nn.masks import Visibility
+from outpace.nn.rotary import Tables, rotate
+from outpace.records.model import ModelSpec
+
+
+class Linear(nn.Linear):
+    """nn.Linear whose values come from the model's `reset_parameters(seed)`, not from here."""
+
+    def reset_parameters(self) -> None:
+        """Leave memory as it is: drawing values here would be thrown away."""
+
+
+def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
+    """The spec's norm over the hidden width."""
+    kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
+    return kind(spec.hidden, eps=spec.norm_eps)
+
+
+def activate(spec: ModelSpec, x: Tensor) -> Tensor:
+    """The spec's activation function."""
+    if spec.activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if spec.activation == "gelu_tanh" else "none")
+
+
+def lowered(x: Tensor) -> Tensor:
+    """`x` in autocast's dtype where autocast is on.
+
+    Autocast casts an activation anew for each matrix product that reads it; cast once before
+    several, one copy is made and one is saved for backward.
+    """
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+class Attention(nn.Module):
+    """Multi-head attention, with fewer key/value heads where the spec says so.
+
+    Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        query_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.q = Linear(spec.hidden, query_width, bias=spec.qkv_bias)
+        self.k = Linear(spec.hidden, kv_width, bias=spec.qkv_bias)
+        self.v = Linear(spec.hidden, kv_width, bias=spec.qkv_bias)
+        self.out = Linear(query_width, spec.hidden, bias=spec.out_bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
+
+    def forward(
+        self, x_BSD: Tensor, sees: Visibility, rotary: Tables | None, cache: LayerCache | None
+    ) -> Tensor:
+        """Attend; (B, S, D) to (B, S, D)."""
+        x_BSD = lowered(x_BSD)
+        q_BHSC, k_BKSC, v_BKSC = (self._heads(part(x_BSD)) for part in (self.q, self.k, self.v))
+        dtype = v_BKSC.dtype
+        if self.spec.qk_norm:
+            q_BHSC, k_BKSC = self.q_norm(q_BHSC.float()), self.k_norm(k_BKSC.float())
+        if rotary is not None:
+            q_BHSC, k_BKSC = rotate(q_BHSC, rotary), rotate(k_BKSC, rotary)
+        k_BKTC, v_BKTC = k_BKSC.to(dtype), v_BKSC
+        if cache is not None:
+            k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC)
+        mixed_BHSC = F.scaled_dot_product_attention(
+            q_BHSC.to(dtype),
+            k_BKTC,
+            v_BKTC,
+            attn_mask=sees.mask,
+            is_causal=sees.is_causal,
+            dropout_p=self.spec.dropout if self.training else 0.0,
+            enable_gqa=self.spec.kv_heads != self.spec.heads,
+        )
+        out: Tensor = self.out(mixed_BHSC.transpose(1, 2).flatten(2))
+        return out
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.spec.head_dim).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """down(act(up(x))), or gated: down(act(gate(x)) × up(x)) (Shazeer, arXiv 2002.05202, eq. 5)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.up = Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+        if spec.gated:
+            self.gate = Linear(spec.hidden, spec.ffn, bias=spec.mlp_bias)
+        self.down = Linear(spec.ffn, spec.hidden, bias=spec.mlp_bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """(B, S, D) to (B, S, D)."""
+        x_BSD = lowered(x_BSD)
+        if self.spec.gated:
+            inner = activate(self.spec, self.gate(x_BSD)) * self.up(x_BSD)
+        else:
+            inner = activate(self.spec, self.up(x_BSD))
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream.
+
+    With `norm_first` each reads a normalised copy (Radford et al. 2019, GPT-2, §2.3); without,
+    each sum is normalised (Vaswani et al., §3.1; BERT).
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.norm_first = spec.norm_first
+        self.attention_norm = make_norm(spec)
+        self.attention = Attention(spec)
+        self.mlp_norm = make_norm(spec)
+        self.mlp = MLP(spec)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        sees: Visibility,
+        rotary: Tables | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """(B, S, D) to (B, S, D)."""
+        if self.norm_first:
+            normed = self.attention_norm(x_BSD)
+            x_BSD = x_BSD + self.dropout(self.attention(normed, sees, rotary, cache))
+            fed: Tensor = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+            return fed
+        attended = self.dropout(self.attention(x_BSD, sees, rotary, cache))
+        x_BSD = self.attention_norm(x_BSD + attended)
+        summed: Tensor = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
+        return summed

@@ -1,0 +1,187 @@
+"""Cross-entropy over the vocabulary, whole or in chunks that never hold all logits.
+
+Legend: N tokens (B·S), D hidden width, V vocabulary.
+
+Chunked, `F.linear_cross_entropy` computes the gradients of a chunk of rows in the forward, right
+after its logits, and drops the logits (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
+Two facts about torch 2.13's chunked operator decide how it is called here:
+
+- It gives the loss in the dtype of its input and adds the chunks up in it: a bf16 sum over 2,048
+  tokens is off by up to 0.4 %, and an fp16 sum above 65,504 is infinite (6,000 tokens at ln V).
+- On CPU it multiplies in fp32 whatever the input's dtype, and fp32 input is the fastest.
+
+So it is given fp32 wherever that costs nothing (CPU, or fp32 asked for). For 16-bit products on
+an accelerator the same chunking is done around the whole-logits form, whose sums are fp32.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn import functional as F
+
+from outpace.nn.transformer import Transformer
+
+IGNORED = -100
+LossKind = Literal["auto", "plain", "chunked"]
+
+CHUNK_ROWS = 512
+_OPTIONS = LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS, chunking_method=None)
+# From where on "auto" takes chunks, by the bytes of fp32 logits. Measured on a 2-core Xeon (fp32,
+# D 256): plain and chunked are equal at 8 MiB (V 512 × 4,096 tokens), chunked takes 0.52 of the
+# time at 64 MiB (V 4,096) and 0.58 at 128 MiB (V 8,192): below, the logits fit the caches.
+CHUNK_FROM_BYTES_CPU = 32 * 2**20
+# An accelerator wants large products: chunks only where the memory is worth having.
+CHUNK_FROM_BYTES_ACCELERATOR = 512 * 2**20
+CHUNK_BYTES_ACCELERATOR = 128 * 2**20
+
+
+class LanguageModelObjective(nn.Module):
+    """A transformer with its loss: what a strategy wraps.
+
+    `compute_dtype` is the dtype of the head's products (None: fp32), since the chunked operator
+    does not see autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" takes
+    whichever suits their size.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        loss: LossKind = "auto",
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.compute_dtype = compute_dtype
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of the losses in nats (fp32, with gradient) and the number of targets (int64).
+
+        `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
+        and optionally `documents` (B, S), `segments` (B, S) and `padding_mask` (B, S).
+        """
+        hidden_BSD = self.model(
+            batch["tokens"],
+            batch.get("documents"),
+            batch.get("segments"),
+            batch.get("padding_mask"),
+        )
+        targets_N = batch["targets"].flatten()
+        loss_sum = linear_loss_sum(
+            hidden_BSD.flatten(0, -2),
+            self.model.head_weight,
+            self.model.head_bias,
+            targets_N,
+            self.loss,
+            self.compute_dtype,
+        )
+        return loss_sum, (targets_N != IGNORED).sum()
+
+
+def linear_loss_sum(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    kind: LossKind = "auto",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum over targets of −log softmax(hidden · weightᵀ + bias)[target], fp32, with gradient.
+
+    Targets of −100 count nothing; if all are, the loss is 0. `dtype` is that of the products.
+    """
+    rows, vocab, device = hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device
+    on_cpu = device.type in ("cpu", "meta")
+    low = None if dtype in (None, torch.float32) else dtype
+    if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab, device)):
+        return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
+    if low is None or on_cpu:
+        # The operator ignores autocast, except in the casts that lead to it.
+        with torch.autocast(device.type, enabled=False):
+            return F.linear_cross_entropy(
+                hidden_ND.float(),
+                weight_VD,
+                targets_N,
+                linear_bias=bias_V,
+                reduction="sum",
+                ignore_index=IGNORED,
+                options=_OPTIONS,
+            )
+    chunk_rows = max(CHUNK_ROWS, CHUNK_BYTES_ACCELERATOR // (4 * vocab))
+    track = torch.is_grad_enabled()
+    loss_sum: Tensor = ChunkedSum.apply(  # type: ignore[no-untyped-call]
+        hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, low, track
+    )
+    return loss_sum
+
+
+def prefers_chunks(rows: int, vocab: int, device: torch.device) -> bool:
+    """Whether "auto" takes chunks for this many tokens and this vocabulary."""
+    limit = CHUNK_FROM_BYTES_CPU if device.type == "cpu" else CHUNK_FROM_BYTES_ACCELERATOR
+    return rows > CHUNK_ROWS and 4 * rows * vocab > limit
+
+
+def _plain_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, low: torch.dtype | None
+) -> Tensor:
+    """All logits at once. Products in `low`, softmax and sum in fp32 (autocast sees to that)."""
+    with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
+        if low is None:
+            hidden = hidden.float()
+        return F.linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            linear_bias=bias,
+            reduction="sum",
+            ignore_index=IGNORED,
+            options=None,
+        )
+
+
+class ChunkedSum(torch.autograd.Function):
+    """The sum of losses by chunks of rows: 16-bit products, fp32 sums and weight gradients.
+
+    Costs the three matrix products of the plain loss; the gradients are made in the forward and
+    only scaled in the backward, so a second backward raises.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk_rows: int,
+        dtype: torch.dtype,
+        track: bool,
+    ) -> Tensor:
+        """The loss; with `track` also the gradients of all three operands."""
+        operands = [weight.to(dtype)] + ([] if bias is None else [bias.to(dtype)])
+        operands = [operand.detach().requires_grad_(track) for operand in operands]
+        sums = [torch.zeros_like(o, dtype=torch.float32) for o in operands if track]
+        hidden_grad = torch.empty_like(hidden) if track else None
+        loss_sum = torch.zeros((), device=hidden.device)
+        with torch.set_grad_enabled(track):
+            for start in range(0, hidden.shape[0], chunk_rows):
+                rows = slice(start, start + chunk_rows)
+                chunk = hidden[rows].detach().requires_grad_(track)
+                part = _plain_sum(chunk, operands[0], (*operands, None)[1], targets[rows], dtype)
+                loss_sum += part.detach()
+                if hidden_grad is not None:
+                    hidden_grad[rows], *grads = torch.autograd.grad(part, [chunk, *operands])
+                    torch._foreach_add_(sums, grads)
+        ctx.grads = (hidden_grad, *sums)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale what the forward made."""
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss has no second backward; use the plain loss")
+        hidden, weight, *bias = (grad.mul_(loss_grad) for grad in ctx.grads)
+        ctx.grads = None
+        return hidden, weight, (*bias, None)[0], None, None, None, None

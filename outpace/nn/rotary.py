@@ -1,0 +1,54 @@
+"""Rotary positions: Su et al., "RoFormer", arXiv 2104.09864, eq. 34, in the half-split layout.
+
+Legend: B batch, S positions, H heads, C width of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from outpace.records.model import ModelSpec, RopeScaling
+
+Tables = tuple[Tensor, Tensor]
+
+
+def rotary_frequencies(spec: ModelSpec, device: torch.device) -> Tensor:
+    """Angles per position step, radians, fp32, shape (C/2,)."""
+    exponents = torch.arange(0, spec.head_dim, 2, device=device, dtype=torch.float32)
+    frequencies = 1.0 / spec.rope_theta ** (exponents / spec.head_dim)
+    return frequencies if spec.rope_scaling is None else _scaled(frequencies, spec.rope_scaling)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow down the low frequencies by `factor`, keep the high ones, blend between them.
+
+    Llama-3's rule (arXiv 2407.21783 §3.4.2 and the reference code of Llama 3.1).
+    """
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = (scaling.original_max_positions / wavelengths - low) / (high - low)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+def rotary_tables(spec: ModelSpec, positions: Tensor) -> Tables:
+    """Cosines and sines for `positions` of shape (S,) or (B, S).
+
+    Each comes back as (1 or B, 1, S, C) in fp32, the sine with its first half negated, so that
+    a rotation is x·cos + swapped(x)·sin.
+    """
+    with torch.autocast(positions.device.type, enabled=False):
+        frequencies = rotary_frequencies(spec, positions.device)
+        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        cos = torch.cat((cos, cos), dim=-1).unsqueeze(-3)
+        sin = torch.cat((-sin, sin), dim=-1).unsqueeze(-3)
+    return (cos, sin) if cos.dim() == 4 else (cos.unsqueeze(0), sin.unsqueeze(0))
+
+
+def rotate(x_BHSC: Tensor, tables: Tables) -> Tensor:
+    """Turn each pair (x_i, x_{i+C/2}) by its position's angle; computed and returned in fp32."""
+    cos, sin = tables
+    first, second = x_BHSC.chunk(2, dim=-1)
+    return x_BHSC * cos + torch.cat((second, first), dim=-1) * sin

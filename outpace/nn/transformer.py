@@ -1,0 +1,182 @@
+"""The transformer, built from a ModelSpec: GPT-2, Llama, Mistral, Qwen and BERT in one.
+
+Legend: B batch, S sequence, D hidden width, V vocabulary.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.nn.block import Block, Linear, activate, make_norm
+from outpace.nn.cache import KVCache
+from outpace.nn.masks import Visibility, positions_in_documents, visibility
+from outpace.nn.rotary import rotary_tables
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+
+INIT_STD = 0.02
+
+
+class Embedding(nn.Embedding):
+    """nn.Embedding whose values come from the model's `reset_parameters(seed)`."""
+
+    def reset_parameters(self) -> None:
+        """Leave memory as it is: drawing values here would be thrown away."""
+
+
+class Embeddings(nn.Module):
+    """Tokens, and where the spec has them positions, segments and a norm."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.tokens = Embedding(spec.vocab, spec.hidden)
+        self.positions = (
+            Embedding(spec.max_positions, spec.hidden) if spec.positions == "learned" else None
+        )
+        self.segments = Embedding(spec.segments, spec.hidden) if spec.segments else None
+        self.norm = None if spec.norm_first else make_norm(spec)
+        self.dropout = nn.Dropout(spec.dropout)
+
+    def forward(self, tokens_BS: Tensor, positions: Tensor, segments_BS: Tensor | None) -> Tensor:
+        """(B, S) token numbers, (S,) or (B, S) positions, to (B, S, D)."""
+        x_BSD: Tensor = self.tokens(tokens_BS)
+        if self.segments is not None:
+            if segments_BS is None:
+                segments_BS = torch.zeros_like(tokens_BS)
+            x_BSD = x_BSD + self.segments(segments_BS)
+        if self.positions is not None:
+            x_BSD = x_BSD + self.positions(positions)
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
+        dropped: Tensor = self.dropout(x_BSD)
+        return dropped
+
+
+class HeadTransform(nn.Module):
+    """What BERT does before it predicts masked tokens (Devlin et al., arXiv 1810.04805)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dense = Linear(spec.hidden, spec.hidden)
+        self.norm = make_norm(spec)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """(B, S, D) to (B, S, D)."""
+        transformed: Tensor = self.norm(activate(self.spec, self.dense(x_BSD)))
+        return transformed
+
+
+class Transformer(nn.Module):
+    """A transformer with its head. Parameters are fp32; autocast lowers the computation.
+
+    Weights are a pure function of (spec, seed). On the meta device none are drawn: give real
+    memory with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
+    """
+
+    head_bias: nn.Parameter | None
+
+    def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = Embeddings(spec)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.final_norm = make_norm(spec) if spec.norm_first else None
+        self.head_transform = None if spec.norm_first else HeadTransform(spec)
+        self.head = None if spec.tied else Linear(spec.hidden, spec.vocab, bias=False)
+        bias = None if spec.norm_first else nn.Parameter(torch.zeros(spec.vocab))
+        self.register_parameter("head_bias", bias)
+        if not self.embed.tokens.weight.is_meta:
+            self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Draw all weights from N(0, 0.02), on the CPU, each from its own stream of `seed`.
+
+        So they depend on no device, rank or order. Biases are 0, norms 1, and the projections
+        into the residual stream are divided by √(2·layers) (Radford et al. 2019, §2.3).
+        """
+        residual_std = INIT_STD / math.sqrt(2 * self.spec.layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                std = residual_std if into_stream and self.spec.norm_first else INIT_STD
+                drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                parameter.copy_(drawn.normal_(0.0, std, generator=_stream(seed, name)))
+
+    @property
+    def head_weight(self) -> nn.Parameter:
+        """(V, D); the token embedding's own when tied."""
+        owner = self.embed.tokens if self.head is None else self.head
+        weight: nn.Parameter = owner.weight  # type: ignore[assignment]
+        return weight
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        documents_BS: Tensor | None = None,
+        segments_BS: Tensor | None = None,
+        padding_mask_BS: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Hidden states (B, S, D), ready for `logits`.
+
+        `documents_BS`: number of the document of each token; attention stays within equal
+        numbers, and positions count from each document's start. `padding_mask_BS`: True for
+        real tokens. `cache`: holds the tokens before these; is extended. Raises BadInputError
+        for sequences longer than the model's positions.
+        """
+        past = 0 if cache is None else cache.length
+        self._check_length(past + tokens_BS.shape[1])
+        positions = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+        if documents_BS is not None:
+            positions = positions_in_documents(documents_BS)
+        x_BSD = self.embed(tokens_BS, positions, segments_BS)
+        rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
+        lengths = (tokens_BS.shape[1], past + tokens_BS.shape[1])
+        seen = self._visibilities(lengths, documents_BS, padding_mask_BS, tokens_BS.device)
+        for index, block in enumerate(self.blocks):
+            layer_cache = None if cache is None else cache.layers[index]
+            x_BSD = block(x_BSD, seen[self.spec.layer_window(index)], rotary, layer_cache)
+        last = self.final_norm if self.head_transform is None else self.head_transform
+        hidden_BSD: Tensor = x_BSD if last is None else last(x_BSD)
+        return hidden_BSD
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next (or masked) token, (…, V), from hidden states (…, D)."""
+        return F.linear(hidden, self.head_weight, self.head_bias)
+
+    def _visibilities(
+        self,
+        lengths: tuple[int, int],
+        documents_BS: Tensor | None,
+        padding_mask_BS: Tensor | None,
+        device: torch.device,
+    ) -> dict[int | None, Visibility]:
+        """What the layers see, made once for each window that occurs."""
+        windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
+        causal = self.spec.causal
+        return {
+            window: visibility(*lengths, causal, window, documents_BS, padding_mask_BS, device)
+            for window in windows
+        }
+
+    def _check_length(self, length: int) -> None:
+        if length > self.spec.max_positions:
+            raise BadInputError(
+                f"a sequence of {length} tokens is longer than the model's "
+                f"{self.spec.max_positions} positions; use at most {self.spec.max_positions}"
+            )
+
+
+def _stream(seed: int, name: str) -> torch.Generator:
+    """A generator of its own for each parameter."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
