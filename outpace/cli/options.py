@@ -125,8 +125,8 @@ def from_toml(path: Path) -> dict[str, Any]:
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in _fields():
-            style = (lambda n: n) if "_" in key else (lambda n: n.replace("_", "-"))
-            close = nearest(key, [style(field) for field in _fields()])
+            between = "_" if "_" in key else "-"
+            close = nearest(key, [field.replace("_", between) for field in _fields()])
             raise BadInputError(f"{path}: unknown key {key!r}.{close} See outpace train --help.")
         if name in values:
             raise BadInputError(f"{path}: {key!r} is given twice, with - and with _")

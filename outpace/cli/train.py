@@ -68,15 +68,8 @@ def train_here(
         origins=origins,
         command=command,
         callbacks=[Progress()] if ranks.rank == 0 else [],
-        cache_dir=settings.cache_dir or default_cache(environ),
         restart=restart_count(environ),
     )
-
-
-def default_cache(environ: Mapping[str, str]) -> Path:
-    """Where prepared data is kept when nobody says: the person's cache directory."""
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "outpace"
 
 
 def show_measurement(measurement: Measurement, as_json: bool) -> None:
