@@ -9,9 +9,11 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
-    _terminate_like_interrupt()
     try:
-        return _dispatch(arguments, environ)
+        with _terminate_like_interrupt():
+            return _dispatch(arguments, environ)
     except SystemExit as done:  # argparse has printed its help
         return done.code if isinstance(done.code, int) else 0
     except OutpaceError as error:
@@ -131,17 +133,22 @@ def _disk_sentence(error: BaseException | None) -> str | None:
     return None
 
 
-def _terminate_like_interrupt() -> None:
+@contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
     """Let SIGTERM unwind the program as Ctrl-C does, until training installs its own handler."""
 
     def terminate(signum: int, _frame: object) -> NoReturn:
         raise TerminatedError(f"stopped by {signal.Signals(signum).name}", 128 + signum)
 
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    if ours and before is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
     try:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, terminate)
-    except ValueError:  # not the main thread: signals are somebody else's
-        return
+        yield
+    finally:
+        if ours and before is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, before)
 
 
 class TerminatedError(OutpaceError):

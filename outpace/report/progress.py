@@ -163,7 +163,7 @@ class Progress(Callback):
 
 def _headlines(info: RunInfo) -> tuple[Text, ...]:
     plan = info.plan
-    how = [plan.precision, *([plan.strategy] if plan.strategy != "single" else [])]
+    how: list[str] = [plan.precision, *([plan.strategy] if plan.strategy != "single" else [])]
     if plan.world_size > 1:
         how.append(f"{plan.world_size} processes")
     if plan.checkpointing != "none":

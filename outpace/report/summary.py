@@ -84,7 +84,7 @@ def _speed(measurement: Measurement) -> Table:
 
 def _duration(measurement: Measurement) -> str:
     processes = f" on {measurement.world_size} processes" if measurement.world_size > 1 else ""
-    return show_seconds(measurement.wall_s or measurement.train_runtime) + processes
+    return show_seconds(measurement.train_runtime) + processes
 
 
 def _time(parts: TimeParts) -> Table:

@@ -1,0 +1,134 @@
+"""Real processes, started by torch's elastic launcher in a process of its own."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gloo
+
+LAUNCHER = """
+import sys
+from outpace.launch import local
+
+try:
+    local.start(2, [sys.executable, "-c", sys.argv[1]])
+except local.WorkerError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+# A worker that works until a signal, then saves, then ends as `outpace train` does.
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+rank, folder = os.environ["RANK"], Path({folder!r})
+signals = []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: signals.append(number))
+(folder / f"ready-{{rank}}").touch()
+while not signals:
+    time.sleep(0.01)
+time.sleep({saving_s} if rank == "0" else 0)
+(folder / f"saved-{{rank}}").write_text(str(signals))
+from outpace.cli.main import _fail
+sys.exit(_fail("interrupted; saved", 75, [], os.environ))
+"""
+
+
+def launch(worker: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, worker],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(launcher: subprocess.Popen[str]) -> tuple[int, str]:
+    output, errors = launcher.communicate(timeout=60)
+    assert "Traceback" not in errors
+    return launcher.returncode, output
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline, f"{paths} did not come"
+        time.sleep(0.02)
+
+
+def test_every_rank_knows_its_place(tmp_path: Path) -> None:
+    worker = f"""
+import os
+from pathlib import Path
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(" ".join(os.environ[n] for n in names))
+"""
+    assert end(launch(worker)) == (0, "")
+    words = [(tmp_path / str(rank)).read_text().split() for rank in range(2)]
+    assert [w[:4] for w in words] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+    assert words[0][4] == words[1][4]
+
+
+def test_a_signal_reaches_each_worker_once_and_the_slow_one_may_finish(tmp_path: Path) -> None:
+    launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=1.5))
+    wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+    launcher.send_signal(signal.SIGINT)
+    launcher.send_signal(signal.SIGINT)  # the same press of a key, arriving twice
+    code, output = end(launcher)
+    assert (code, output) == (75, "interrupted; saved\n")
+    for rank in (0, 1):
+        assert (tmp_path / f"saved-{rank}").read_text() == f"[{signal.SIGINT.value}]"
+
+
+def test_a_second_signal_ends_the_workers_at_once(tmp_path: Path) -> None:
+    launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=60))
+    wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+    launcher.send_signal(signal.SIGTERM)
+    wait_for(tmp_path / "saved-1")
+    time.sleep(0.6)
+    launcher.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, output = end(launcher)
+    assert code == 128 + signal.SIGTERM
+    assert "second SIGTERM" in output
+    assert time.monotonic() - began < 20
+    assert not (tmp_path / "saved-0").exists()
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    worker = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    code, output = end(launch(worker))
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in output
+
+
+def test_one_rank_s_error_is_shown_with_its_rank() -> None:
+    worker = """
+import os, sys, time
+from outpace.cli.main import _fail
+if os.environ["RANK"] == "1":
+    sys.exit(_fail("shard 3 is damaged", 2, [], os.environ))
+time.sleep(60)
+"""
+    assert end(launch(worker)) == (2, "rank 1: shard 3 is damaged\n")
+
+
+def test_what_all_ranks_say_is_said_once() -> None:
+    worker = """
+import os, sys, time
+from outpace.cli.main import _fail
+sys.exit(_fail("no such model", 2, [], os.environ))
+"""
+    code, output = end(launch(worker))
+    assert code == 2
+    assert output in ("no such model\n", "rank 1: no such model\n")

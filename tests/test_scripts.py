@@ -1,0 +1,100 @@
+"""The scripts' own work, with an interpreter that only records what it is asked to do."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+RECORDER = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case "$*" in
+    --version) echo "Python $FAKE_VERSION" ;;
+    *version_info*) [ "$FAKE_VERSION" = 3.12.1 ] ;;
+    '-m venv --clear .venv')
+        mkdir -p .venv/bin
+        cp "$0" .venv/bin/python
+        echo "VIRTUAL_ENV=$PWD/.venv" >.venv/bin/activate
+        printf '#!/bin/sh\\necho outpace "$@"\\n' >.venv/bin/outpace
+        chmod +x .venv/bin/outpace ;;
+esac
+"""
+
+
+def checkout(folder: Path) -> Path:
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        (programs / name).write_text(RECORDER)
+        (programs / name).chmod(0o755)
+    return folder
+
+
+def quickstart(folder: Path, version: str, *options: str) -> subprocess.CompletedProcess[str]:
+    environ = {
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+        "FAKE_VERSION": version,
+    }
+    return subprocess.run(
+        [folder / "scripts" / "quickstart", *options],
+        capture_output=True,
+        text=True,
+        env=environ,
+        cwd="/",
+        check=False,
+    )
+
+
+def installs(folder: Path) -> list[str]:
+    return [line for line in (folder / "calls").read_text().splitlines() if "pip install" in line]
+
+
+def test_quickstart_installs_once_and_passes_options_on(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    for _ in range(2):
+        done = quickstart(folder, "3.12.1", "--steps", "7")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "outpace train --steps 7\n"
+    (install,) = installs(folder)
+    assert "-c constraints.txt -e ." in install
+
+
+def test_quickstart_installs_again_when_the_pins_change(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    quickstart(folder, "3.12.1")
+    with (folder / "constraints.txt").open("a") as file:
+        file.write("left-pad==1.0\n")
+    quickstart(folder, "3.12.1")
+    assert len(installs(folder)) == 2
+
+
+def test_an_old_python_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    # Without the machine's own pythons: only the recorder, and the tools that the script needs.
+    for tool in ("sh", "dirname", "cat", "cksum", "cp", "grep", "mkdir", "rm"):
+        found = shutil.which(tool)
+        assert found is not None
+        (folder / "bin" / tool).symlink_to(found)
+    done = subprocess.run(
+        [folder / "scripts" / "quickstart"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(folder / "bin"), "CALLS": str(folder / "calls"), "FAKE_VERSION": "3.9.2"},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "needs Python 3.11 or newer" in done.stderr
+    assert "Python 3.9.2" in done.stderr
+    assert not (folder / ".venv").exists()
+
+
+def test_ci_runs_the_test_script_and_nothing_else() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    (command,) = [line for line in lines if line and not line.startswith("#")]
+    assert command == 'exec "$(dirname -- "$0")/../scripts/test"'
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
