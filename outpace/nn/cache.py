@@ -1,35 +1,37 @@
-"""Keys and values of the tokens seen so far, so that generation computes each token once."""
+"""Keys and values of the tokens seen so far, so that generation computes each token once.
 
-import torch
+Legend: B batch, K key/value heads, S new tokens, T tokens so far, C head width.
+"""
+
 from torch import Tensor
-
-from outpace.records.model import ModelSpec
 
 
 class LayerCache:
-    """One block's keys and values, (B, K, capacity, C) each, of which `length` are filled."""
+    """One block's keys and values, with room for `capacity` tokens, of which `length` are there."""
 
-    def __init__(self, batch: int, spec: ModelSpec, capacity: int, like: Tensor) -> None:
-        shape = (batch, spec.kv_heads, capacity, spec.head_dim)
-        self.keys = torch.empty(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.empty(shape, dtype=like.dtype, device=like.device)
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self.length = 0
+        self._room: tuple[Tensor, Tensor] | None = None
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, K, S, C) and return all keys and values so far."""
-        end = self.length + keys.shape[2]
-        self.keys[:, :, self.length : end] = keys
-        self.values[:, :, self.length : end] = values
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+    def extend(self, keys_BKSC: Tensor, values_BKSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to the cache; return all keys and values so far, (B, K, T, C) each."""
+        if self._room is None:
+            batch, heads, _, width = keys_BKSC.shape
+            shape = (batch, heads, self.capacity, width)
+            self._room = keys_BKSC.new_empty(shape), values_BKSC.new_empty(shape)
+        keys, values = self._room
+        start, self.length = self.length, self.length + keys_BKSC.shape[2]
+        keys[:, :, start : self.length] = keys_BKSC
+        values[:, :, start : self.length] = values_BKSC
+        return keys[:, :, : self.length], values[:, :, : self.length]
 
 
 class KVCache:
-    """The caches of all blocks. `capacity` is in tokens, at most the model's positions."""
+    """The caches of all blocks."""
 
-    def __init__(self, spec: ModelSpec, batch: int, capacity: int, like: Tensor) -> None:
-        self.capacity = min(capacity, spec.max_positions)
-        self.layers = [LayerCache(batch, spec, self.capacity, like) for _ in range(spec.layers)]
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.layers = [LayerCache(capacity) for _ in range(layers)]
 
     @property
     def length(self) -> int:

@@ -1,0 +1,103 @@
+"""Text from a causal model, one token after the other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from outpace.nn.cache import KVCache
+from outpace.nn.transformer import Transformer
+from outpace.records.errors import BadInputError
+
+
+def generate(
+    model: Transformer,
+    tokens: list[int],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> list[int]:
+    """`tokens` and what the model writes after them, up to `stop_id` (left out).
+
+    Temperature 0 takes the likeliest token; otherwise one is drawn from
+    softmax(logits / temperature), of the `top_k` likeliest if given. The draw is on the CPU, the
+    same on every device that gives the same logits. When the model's positions are used up it
+    goes on from the newest half of them. Raises BadInputError for models that are not causal,
+    an empty prompt, tokens outside the vocabulary, and bad sampling values.
+    """
+    _check(model, tokens, max_new_tokens, temperature, top_k)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    written = list(tokens)
+    context, cache = _start(model, written)
+    with _quiet(model):
+        for _ in range(max_new_tokens):
+            if cache.length + len(context) > model.spec.max_positions:
+                context, cache = _start(model, written)
+            logits_V = _last_logits(model, context, cache)
+            token = _choose(logits_V, temperature, top_k, generator)
+            if token == stop_id:
+                break
+            written.append(token)
+            context = [token]
+    return written
+
+
+def _start(model: Transformer, written: list[int]) -> tuple[list[int], KVCache]:
+    """What to read first, and an empty cache."""
+    positions = model.spec.max_positions
+    kept = written if len(written) <= positions else written[-max(1, positions // 2) :]
+    return kept, KVCache(model.spec.layers, positions)
+
+
+def _last_logits(model: Transformer, context: list[int], cache: KVCache) -> Tensor:
+    tokens = torch.tensor([context], device=model.head_weight.device)
+    hidden_BSD = model(tokens, cache=cache)
+    return model.logits(hidden_BSD[0, -1]).float().cpu()
+
+
+def _choose(
+    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    scores, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    drawn = torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)
+    return int(ids[drawn])
+
+
+@contextmanager
+def _quiet(model: Transformer) -> Iterator[None]:
+    """No dropout, no gradients, and no compilation for lengths that change at each token."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(training)
+
+
+def _check(
+    model: Transformer, tokens: list[int], count: int, temperature: float, top_k: int | None
+) -> None:
+    if not model.spec.causal:
+        raise BadInputError(
+            f"a {model.spec.family} model reads in both directions and cannot write text; "
+            "use a causal one (gpt2, llama, mistral, qwen2, qwen3)"
+        )
+    if not tokens:
+        raise BadInputError("the prompt has no tokens; give at least one")
+    worst = max(tokens) if max(tokens) >= model.spec.vocab else min(tokens)
+    if not 0 <= worst < model.spec.vocab:
+        raise BadInputError(
+            f"token {worst} is outside the model's vocabulary of {model.spec.vocab}; "
+            "use the tokenizer that the model was trained with"
+        )
+    if count < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+        raise BadInputError(
+            f"max_new_tokens {count}, temperature {temperature}, top_k {top_k}: the first two "
+            "must not be negative, and top_k is at least 1 (or none)"
+        )

@@ -1,0 +1,112 @@
+"""Levers on any model made of repeated blocks: activation checkpointing and torch.compile.
+
+Both work in place, block by block, and leave parameter names as they are. Where both are used,
+checkpointing comes first, so that the compiler sees what is recomputed.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Checkpointing
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model.
+
+    Of all ModuleLists, and Sequentials with a class that occurs more than once, the one whose
+    members of its commonest class hold the most parameters. Raises BadInputError if there is
+    none.
+    """
+    found: list[nn.Module] = []
+    for container in module.modules():
+        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+            blocks = _alike(container)
+            if len(blocks) > isinstance(container, nn.Sequential) and _size(blocks) > _size(found):
+                found = blocks
+    if not found:
+        raise BadInputError(
+            f"{type(module).__name__} has no repeated blocks: checkpointing and compilation work "
+            "on the members of an nn.ModuleList or nn.Sequential; put the model's layers into "
+            "one, or use neither"
+        )
+    return found
+
+
+def _alike(container: nn.Module) -> list[nn.Module]:
+    """The members of the class that most members with parameters have."""
+    members = [child for child in container.children() if _size([child])]
+    commonest = Counter(type(child) for child in members).most_common(1)
+    return [child for child in members if type(child) is commonest[0][0]]
+
+
+def _size(modules: list[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def apply_checkpointing(module: nn.Module, mode: Checkpointing) -> None:
+    """Let each block recompute its activations in the backward instead of keeping them.
+
+    Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "selective" also keeps the
+    outputs of matrix products and fused attention, and recomputes what is cheap between them
+    (Korthikanti et al., arXiv 2205.05198, §5, with the choice turned round: fused attention
+    keeps no scores, so its output is cheap to keep). Random numbers are drawn alike again.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+    for block in find_blocks(module):
+        block.forward = partial(_checkpointed, block.forward, options)
+
+
+def _checkpointed(
+    forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _selective() -> Contexts:
+    contexts: Contexts = create_selective_checkpoint_contexts(_keep_products)
+    return contexts
+
+
+# Batched products are left out on purpose: where attention is not fused they make the scores,
+# (B, H, S, S), which is what checkpointing is to be rid of.
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep what is dear to compute again."""
+    if operator in _KEPT:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compile each block in place with torch.compile; equal blocks share the compiled code."""
+    for block in find_blocks(module):
+        block.compile()
