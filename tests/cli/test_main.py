@@ -1,0 +1,125 @@
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import outpace
+import outpace.cli.version
+from outpace.cli import main as command
+from outpace.records.errors import DivergedError, InterruptedRunError
+
+
+def raising(error: BaseException) -> object:
+    def run(argv: list[str], environ: object) -> int:
+        raise error
+
+    return run
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert command.main(argv) == 0
+        shown = capsys.readouterr().out
+        assert all(f"  {name}" in shown for name in ("train", "generate", "eval", "version"))
+
+
+@pytest.mark.parametrize("name", list(command.COMMANDS))
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"usage: outpace {name}" in shown
+    assert "--json" in shown
+
+
+def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["trian"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("outpace: there is no command 'trian'. Did you mean 'train'")
+
+
+def test_version_is_a_json_document_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["version", "--json"]) == 0
+    versions = json.loads(capsys.readouterr().out)
+    assert versions["outpace"] == outpace.__version__
+    assert versions["torch"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (DivergedError("the loss is NaN at step 7"), 3, "the loss is NaN at step 7"),
+        (InterruptedRunError("saved at step 7"), 75, "saved at step 7"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 2, "disk is full"),
+        (SystemExit(5), 5, ""),
+    ],
+)
+def test_errors_become_exit_codes_and_sentences(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(outpace.cli.version, "run", raising(error))
+    assert command.main(["version"]) == code
+    output = capsys.readouterr()
+    assert said in output.err
+    assert "Traceback" not in output.err
+    assert output.out == ""
+
+
+def test_a_full_disk_is_found_beneath_other_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = RuntimeError("cannot save")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(outpace.cli.version, "run", raising(error))
+    assert command.main(["version"]) == 2
+    assert "the disk is full" in capsys.readouterr().err
+
+
+def test_a_bug_shows_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(outpace.cli.version, "run", raising(RuntimeError("a bug")))
+    assert command.main(["version"]) == 1
+    assert "RuntimeError: a bug" in capsys.readouterr().err
+
+
+def test_with_json_an_error_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train", "--json", "--lr", "fast"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["exit_code"] == 2
+    assert "--lr" in document["error"]
+
+
+def test_only_rank_0_speaks_and_every_rank_leaves_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "error.json"
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": path}.items():
+        monkeypatch.setenv(name, str(value))
+    assert command.main(["train", "--json", "--lr", "fast"]) == 2
+    assert capsys.readouterr() == ("", "")
+    message = json.loads(path.read_text())["message"]
+    assert "--lr" in message["message"]
+    assert message["extraInfo"]["exit_code"] == 2
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outpace", "train", "--print-config", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() in (0, 141)
+    assert errors == b""

@@ -1,0 +1,155 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outpace.cli import options
+from outpace.cli.main import main
+from outpace.records.settings import TrainSettings
+
+Config = dict[str, dict[str, Any]]
+
+
+def config(capsys: pytest.CaptureFixture[str], *argv: str) -> Config:
+    assert main(["train", "--print-config", "--json", *argv]) == 0
+    document: Config = json.loads(capsys.readouterr().out)
+    return document
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["train", "--print-config", *argv]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    return output.err
+
+
+def test_every_setting_has_a_flag_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    for name, field in TrainSettings.model_fields.items():
+        assert options.flag(name) in words
+        assert field.description
+
+
+def test_without_options_every_value_is_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = config(capsys)
+    assert {name: entry["value"] for name, entry in shown.items()} == TrainSettings().model_dump(
+        mode="json"
+    )
+    assert {entry["origin"] for entry in shown.values()} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--tokens", "2B"], "tokens", 2 * 10**9),
+        (["--steps", "1e3"], "steps", 1000),
+        (["--lr", "3e-4"], "lr", 3e-4),
+        (["--compile"], "compile", True),
+        (["--no-autocast-cache"], "autocast_cache", False),
+        (["--no-pin-memory"], "pin_memory", False),
+        (["--data", "a", "--data", "b,c"], "data", ["a", "b,c"]),
+        (["--data", "a", "b"], "data", ["a", "b"]),
+        (["--data", "a", "b", "--data-weights", "0.5,2"], "data_weights", [0.5, 2.0]),
+        (["--data", "a", "b", "--data-weights", "0.5", "2"], "data_weights", [0.5, 2.0]),
+        (["--log", "tensorboard,mlflow"], "log", ["tensorboard", "mlflow"]),
+        (["--out=runs/x"], "out", "runs/x"),
+    ],
+)
+def test_flags_are_read_as_what_they_hold(
+    argv: list[str], name: str, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = config(capsys, *argv)
+    assert shown[name] == {"value": value, "origin": "command line"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--stepps", "3"], "no option '--stepps'. Did you mean '--steps'"),
+        (["--steps", "many"], "--steps: 'many' is not a whole number, such as 200, 1e6 or 10M"),
+        (["--steps", "0"], "--steps 0: input should be greater than 0"),
+        (["--lr", "-1"], "--lr -1"),
+        (["--lr", "nan"], "--lr nan"),
+        (
+            ["--schedule", "cosin"],
+            "not one of cosine, linear, wsd, constant. Did you mean 'cosine'",
+        ),
+        (["--log", "wandb,tensorbord"], "Did you mean 'tensorboard'"),
+        (["--steps", "5", "--epochs", "1"], "give one of steps, tokens, epochs"),
+        (["--data-weights", "1,2"], "2 values for 1 sources"),
+        (["--compile", "yes"], "no argument 'yes'"),
+        (["--config", "not-there.toml"], "cannot read --config not-there.toml"),
+    ],
+)
+def test_bad_values_are_named_by_their_flag(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, *argv)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_command_line_wins_over_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(
+        tmp_path / "run.toml",
+        'global-batch = 8\nmin_lr_ratio = 0.2\nsteps = "2k"\ndata = "a"\nlr = 1\ncompile = true\n',
+    )
+    shown = config(capsys, "--config", file, "--global-batch", "32")
+    assert shown["global_batch"] == {"value": 32, "origin": "command line"}
+    assert shown["steps"] == {"value": 2000, "origin": file}
+    assert shown["min_lr_ratio"] == {"value": 0.2, "origin": file}
+    assert shown["data"] == {"value": ["a"], "origin": file}
+    assert shown["compile"] == {"value": True, "origin": file}
+    assert shown["seed"]["origin"] == "default"
+
+
+def test_a_length_on_the_command_line_replaces_another_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "run.toml", "epochs = 2\n")
+    shown = config(capsys, "--config", file, "--steps", "10")
+    assert shown["steps"]["value"] == 10
+    assert shown["epochs"] == {"value": None, "origin": "default"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("global-bach = 8", "unknown key 'global-bach'. Did you mean 'global-batch'"),
+        ("global_bach = 8", "Did you mean 'global_batch'"),
+        ("[train]\nlr = 1", "unknown key 'train'"),
+        ("lr = 1\nlr = 2", "is not TOML"),
+        ("min-lr-ratio = 1\nmin_lr_ratio = 1", "given twice"),
+        ('schedule = "cosin"', "Did you mean 'cosine'"),
+        ("steps = 1.5", "steps 1.5"),
+        ("lr = true\nsteps = -3", "steps -3"),
+        ("compile = 7", "compile 7"),
+    ],
+)
+def test_the_file_s_mistakes_name_the_file(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "run.toml", text)
+    message = refusal(capsys, "--config", file)
+    assert said in message
+    assert file in message
+
+
+def test_print_config_for_a_person_shows_values_and_origins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["train", "--print-config", "--data", "[bold]corpus[/bold]", "--lr", "3e-4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (data,) = [line.split() for line in lines if line.split()[:1] == ["data"]]
+    (lr,) = [line.split() for line in lines if line.split()[:1] == ["lr"]]
+    assert data == ["data", "[bold]corpus[/bold]", "command", "line"]
+    assert lr == ["lr", "0.0003", "command", "line"]
+    assert all(len(line) <= 80 for line in lines)

@@ -1,0 +1,74 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.cli.parser import Parser, number_type, whole_number
+from outpace.records.errors import BadInputError
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("200", 200),
+        ("1e6", 10**6),
+        ("10M", 10**7),
+        ("2B", 2 * 10**9),
+        ("1.5k", 1500),
+        ("3T", 3 * 10**12),
+        ("10_000", 10_000),
+        ("-4", -4),
+        (" 7 ", 7),
+    ],
+)
+def test_whole_numbers_as_people_write_them(text: str, number: int) -> None:
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "M", "abc", "1.5", "1e-3", "nan", "inf", "infk", "0x10"])
+def test_what_is_no_whole_number(text: str) -> None:
+    with pytest.raises(ValueError):
+        whole_number(text)
+
+
+@given(st.integers())
+def test_every_integer_reads_as_itself(number: int) -> None:
+    assert whole_number(str(number)) == number
+
+
+@given(st.integers(0, 10**6), st.sampled_from([("k", 3), ("M", 6), ("B", 9), ("g", 9), ("T", 12)]))
+def test_a_suffix_is_a_power_of_ten(number: int, suffix: tuple[str, int]) -> None:
+    letter, zeros = suffix
+    assert whole_number(f"{number}{letter}") == number * 10**zeros
+
+
+def parser() -> Parser:
+    made = Parser("paint", "Paints.")
+    made.add_json()
+    made.arguments.add_argument("--coats", type=number_type(int, 1, 9))
+    made.arguments.add_argument("--gloss", type=number_type(float, 0))
+    return made
+
+
+def test_what_is_not_given_is_not_there() -> None:
+    assert vars(parser().read([])) == {"json": False}
+    assert vars(parser().read(["--coats", "2"])) == {"json": False, "coats": 2}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--coat", "2"], "no option '--coat'. Did you mean '--coats'"),
+        (["--glos=1"], "no option '--glos'. Did you mean '--gloss'"),
+        (["blue"], "no argument 'blue'"),
+        (["--coats"], "--coats: expected one argument"),
+        (["--coats", "two"], "'two' is not a whole number"),
+        (["--coats", "12"], "12 is not at least 1 and at most 9"),
+        (["--gloss", "nan"], "nan is not at least 0"),
+        (["--gloss", "much"], "'much' is not a number"),
+    ],
+)
+def test_bad_arguments_are_sentences(argv: list[str], said: str) -> None:
+    with pytest.raises(BadInputError) as caught:
+        parser().read(argv)
+    assert said in str(caught.value)
+    assert "outpace paint --help" in str(caught.value)
