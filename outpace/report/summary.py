@@ -76,15 +76,12 @@ def _speed(measurement: Measurement) -> Table:
     table.add_row("time per step", show_seconds(measurement.step_time_s))
     table.add_row("steps", f"{measurement.steps:,}")
     table.add_row("tokens", show_whole(measurement.tokens))
-    table.add_row("time in all", _duration(measurement))
+    table.add_row("time in all", show_seconds(measurement.train_runtime))
+    if measurement.world_size > 1:
+        table.add_row("processes", f"{measurement.world_size:,}")
     if measurement.skipped_steps:
         table.add_row("skipped steps", f"{measurement.skipped_steps:,}")
     return table
-
-
-def _duration(measurement: Measurement) -> str:
-    processes = f" on {measurement.world_size} processes" if measurement.world_size > 1 else ""
-    return show_seconds(measurement.train_runtime) + processes
 
 
 def _time(parts: TimeParts) -> Table:
