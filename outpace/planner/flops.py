@@ -1,0 +1,96 @@
+"""FLOPs of a transformer by formula. The derivation is in docs/flops.md.
+
+Counted are the matrix products and attention, 2·m·n·k for an (m, k) by (k, n) product; norms,
+activations, softmax and the optimizer are left out, as in all published figures of MFU.
+Causal attention is counted in full, not halved, unless `halve_causal` is set; nor do sliding
+windows or document boundaries reduce the count.
+"""
+
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Checkpointing
+
+# Products of (S, C) by (C, S) size per head: scores and mix forward; two gradients of each
+# backward; a fused kernel also computes the scores again in the backward.
+_FORWARD_PRODUCTS = 2
+_BACKWARD_PRODUCTS = 4
+_FUSED_BACKWARD_PRODUCTS = 5
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Parameters of the model with its head; tied ones once."""
+    norm = spec.hidden * (2 if spec.norm == "layernorm" else 1)
+    embedding = spec.vocab * spec.hidden + spec.segments * spec.hidden
+    if spec.positions == "learned":
+        embedding += spec.max_positions * spec.hidden
+    head = 0 if spec.tied else spec.vocab * spec.hidden
+    if spec.norm_first:
+        outside = norm
+    else:  # the embeddings' norm; BERT's transform before the head, and the head's bias
+        outside = norm + spec.hidden**2 + spec.hidden + norm + spec.vocab
+    return embedding + spec.layers * (_block_weights(spec) + _block_rest(spec)) + outside + head
+
+
+def _block_weights(spec: ModelSpec) -> int:
+    """Elements of one block's weight matrices: each is one multiply-add per token."""
+    attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
+
+
+def _block_rest(spec: ModelSpec) -> int:
+    """Elements of one block's biases and norms."""
+    rest = 2 * spec.hidden * (2 if spec.norm == "layernorm" else 1)
+    if spec.qkv_bias:
+        rest += spec.head_dim * (spec.heads + 2 * spec.kv_heads)
+    if spec.out_bias:
+        rest += spec.hidden
+    if spec.mlp_bias:
+        rest += spec.hidden + (2 if spec.gated else 1) * spec.ffn
+    return rest + (2 * spec.head_dim if spec.qk_norm else 0)
+
+
+def _head_weights(spec: ModelSpec) -> int:
+    """Elements of the matrices after the last block."""
+    return spec.vocab * spec.hidden + (0 if spec.norm_first else spec.hidden**2)
+
+
+def _attention_product(spec: ModelSpec, seq_len: int, halve_causal: bool) -> int:
+    """FLOPs of one (S, C) by (C, S) product over all heads and layers, one sample."""
+    whole = 2 * spec.layers * spec.heads * spec.head_dim * seq_len**2
+    return whole // 2 if halve_causal and spec.causal else whole
+
+
+def forward_flops(spec: ModelSpec, seq_len: int, samples: int, halve_causal: bool = False) -> int:
+    """FLOPs of one forward with the head, over `samples` sequences of `seq_len` tokens."""
+    weights = spec.layers * _block_weights(spec) + _head_weights(spec)
+    attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len, halve_causal)
+    return samples * (2 * seq_len * weights + attention)
+
+
+def step_flops(
+    spec: ModelSpec,
+    seq_len: int,
+    samples: int,
+    checkpointing: Checkpointing | None = None,
+    halve_causal: bool = False,
+) -> int:
+    """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
+
+    Without `checkpointing`: what the model needs, three times the forward, for MFU (Chowdhery et
+    al., PaLM, arXiv 2204.02311, appendix B). With it: what the hardware computes, for HFU. That
+    adds the scores that fused attention computes again and, under "full", the blocks' forward
+    (Korthikanti et al., arXiv 2205.05198, appendix A); "selective" keeps all products here.
+    """
+    forward = forward_flops(spec, seq_len, samples, halve_causal)
+    if checkpointing is None:
+        return 3 * forward
+    product = samples * _attention_product(spec, seq_len, halve_causal)
+    extra = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * product
+    if checkpointing == "full":
+        blocks = 2 * samples * seq_len * spec.layers * _block_weights(spec)
+        extra += blocks + _FORWARD_PRODUCTS * product
+    return 3 * forward + extra
+
+
+def model_flops_per_token(spec: ModelSpec, seq_len: int, halve_causal: bool = False) -> float:
+    """FLOPs that training needs per token at this sequence length: 6·N and attention's part."""
+    return step_flops(spec, seq_len, 1, halve_causal=halve_causal) / seq_len
