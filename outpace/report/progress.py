@@ -50,7 +50,7 @@ class Progress(Callback):
         share = f" {100 * done / total:.0f} %" if total else ""
         counts = show_count(done) + (f" of {show_count(total)}" if total else "")
         if self._bars is not None and self._task is not None:
-            if total and len(self._bars.columns) == 2:
+            if total and not isinstance(self._bars.columns[-1], BarColumn):
                 self._bars.columns = (*self._bars.columns, BarColumn(bar_width=None))
             self._bars.update(
                 self._task, description=f"{what}  {counts}", completed=done, total=total
@@ -114,7 +114,7 @@ class Progress(Callback):
         """Something a person may want to change; each is said once."""
         if sentence not in self._hints:
             self._hints.add(sentence)
-            line = Text("  hint: ", style="yellow").append(sentence, style="default")
+            line = Text().append("  hint: ", style="yellow").append(sentence)
             self.console.print(line, soft_wrap=True)
 
     def on_end(self, measurement: Measurement) -> None:
@@ -128,14 +128,13 @@ class Progress(Callback):
 
     def _open(self, *columns: BarColumn | SpinnerColumn | TextColumn) -> Bars:
         bars = Bars(
-            TextColumn(""),
+            TextColumn(" "),
             *columns,
             console=self.console,
             transient=True,
             expand=True,
             redirect_stdout=False,
         )
-        bars.columns = bars.columns[1:]
         bars.start()
         return bars
 
@@ -149,7 +148,7 @@ class Progress(Callback):
         if self._stage is not None:
             message, since_s = self._stage
             self._stage = None
-            line = Text("  ✓ ", style="green").append(message, style="default")
+            line = Text().append("  ✓ ", style="green").append(message)
             line.append(f"  {show_seconds(time.monotonic() - since_s)}", style="dim")
             self.console.print(line, soft_wrap=True)
 

@@ -125,8 +125,8 @@ def _sample(text: str) -> Padding:
 
 
 def _path(run: str) -> Padding:
-    line = Text("Run  ", style="bold").append(Text(run, style="cyan"))
-    line.append(Text(f"\n     outpace generate --run {run} 'def '", style="dim"))
+    line = Text().append("Run  ", style="bold").append(run, style="cyan")
+    line.append(f"\n     outpace generate --run {run} 'def '", style="dim")
     return Padding(line, (0, 2, 1, 2))
 
 
