@@ -13,12 +13,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     if not arguments.run.is_dir():
         raise BadInputError(
-            f"--run {arguments.run}: there is no such directory; give the directory of a run, "
-            "as `outpace train` names it at its end"
+            f"--run {arguments.run}: there is no such directory; give the one that "
+            "`outpace train` named at its end"
         )
-    from outpace.launch import job
+    from outpace.launch import use
 
-    evaluation = job.evaluate(
+    evaluation = use.evaluate(
         arguments.run,
         tuple(arguments.data) if arguments.data else None,
         batches=arguments.batches,
@@ -41,7 +41,7 @@ def _parser() -> Parser:
     parser = Parser("eval", "Loss and perplexity of a run's model on held-out text.")
     parser.add_json()
     add = parser.arguments.add_argument
-    add("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
+    add("--run", type=Path, required=True, metavar="DIR", help="directory of a run")
     add(
         "--data",
         nargs="+",
@@ -59,9 +59,9 @@ def _parser() -> Parser:
     add(
         "--batch-size",
         type=number_type(int, 1),
-        default=16,
+        default=None,
         metavar="N",
-        help="samples per batch (default: 16)",
+        help="samples per batch (default: the run's global batch)",
     )
     add(
         "--text-field",

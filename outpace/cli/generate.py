@@ -15,12 +15,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not arguments.run.is_dir():
         raise BadInputError(
-            f"--run {arguments.run}: there is no such directory; give the directory of a run, "
-            "as `outpace train` names it at its end"
+            f"--run {arguments.run}: there is no such directory; give the one that "
+            "`outpace train` named at its end"
         )
-    from outpace.launch import job
+    from outpace.launch import use
 
-    text = job.generate(
+    text = use.generate(
         arguments.run,
         prompt,
         max_new_tokens=arguments.max_new_tokens,
@@ -41,7 +41,7 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("prompt", metavar="TEXT", help="the text to go on from; - reads it from standard input")
-    add("--run", type=Path, required=True, metavar="DIR", help="directory of the run")
+    add("--run", type=Path, required=True, metavar="DIR", help="directory of a run")
     add(
         "--max-new-tokens",
         type=number_type(int, 1),

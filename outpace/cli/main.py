@@ -98,7 +98,8 @@ def _fail(message: str, exit_code: int, arguments: list[str], environ: Mapping[s
         # stop the other ranks at the first exit code that is not 0: those still saving must not be.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
     if environ.get("RANK", "0") == "0":
-        print(message if exit_code == 1 else f"outpace: {message}", file=sys.stderr)
+        if "--handed-over" not in arguments:  # else outpace.train raises it
+            print(message if exit_code == 1 else f"outpace: {message}", file=sys.stderr)
         if "--json" in arguments:
             print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code

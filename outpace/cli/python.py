@@ -10,7 +10,7 @@ from torch import nn
 
 from outpace.cli import options
 from outpace.cli.train import merge
-from outpace.launch import job, local
+from outpace.launch import job, local, use
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.measurement import Evaluation, Measurement
@@ -47,7 +47,7 @@ def train(
     ranks = ranks_from(os.environ)
     if ranks is None and (merged.nproc or 1) > 1:
         _check_startable(live, callbacks, merged.nproc or 1)
-        return local.start_settings(merged, origins, merged.nproc or 1)
+        return local.start_settings(merged, origins, merged.nproc or 1, progress)
     heard = [*_progress(progress), *callbacks]
     return job.train(
         merged,
@@ -71,7 +71,7 @@ def generate(
     device: str = "auto",
 ) -> str:
     """Continue `prompt` with the model of a run, and return the text. Raises BadInputError."""
-    return job.generate(
+    return use.generate(
         Path(run),
         prompt,
         max_new_tokens=max_new_tokens,
@@ -87,15 +87,16 @@ def evaluate(
     data: str | Path | Iterable[str | Path] | None = None,
     *,
     batches: int | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     text_field: str | None = None,
     device: str = "auto",
 ) -> Evaluation:
     """Measure the loss of a run's model on `data`, or on what the run held out.
 
-    `batches` of `batch_size` samples are read, all there are by default. Raises BadInputError.
+    `batches` of `batch_size` samples are read; by default all there are, in the run's batches.
+    Raises BadInputError.
     """
-    return job.evaluate(
+    return use.evaluate(
         Path(run),
         None if data is None else _words(data),
         batches=batches,

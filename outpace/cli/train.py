@@ -21,7 +21,7 @@ _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, sav
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Train as the arguments say; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    settings, origins = _settings(arguments)
+    settings, origins, progress = _settings(arguments)
     if arguments.print_config:
         print_config(settings, origins, arguments.json)
         return 0
@@ -34,7 +34,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     ranks = ranks or Ranks()
     _check_nproc(settings, origins, ranks)
-    measurement = train_here(settings, origins, command, ranks, environ)
+    measurement = _train_here(settings, origins, command, ranks, environ, progress)
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
@@ -51,12 +51,13 @@ def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks)
         )
 
 
-def train_here(
+def _train_here(
     settings: TrainSettings,
     origins: dict[str, str],
     command: list[str],
     ranks: Ranks,
     environ: Mapping[str, str],
+    progress: bool,
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
     from outpace.launch import job
@@ -67,7 +68,7 @@ def train_here(
         ranks=ranks,
         origins=origins,
         command=command,
-        callbacks=[Progress()] if ranks.rank == 0 else [],
+        callbacks=[Progress()] if progress and ranks.rank == 0 else [],
         restart=restart_count(environ),
     )
 
@@ -121,15 +122,16 @@ def _parser() -> Parser:
     return parser
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge command line, file, the resumed run and defaults."""
+def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str], bool]:
+    """Merge command line, file, the resumed run and defaults; and whether to show progress."""
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
-        return TrainSettings.parse(handed["settings"], "outpace.train"), handed["origins"]
+        settings = TrainSettings.parse(handed["settings"], "outpace.train")
+        return settings, handed["origins"], handed["progress"]
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
-    return merge(layers)
+    return *merge(layers), True
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:

@@ -84,10 +84,12 @@ def start(nproc: int, command: list[str]) -> None:
         _conclude(failures, _reports(Path(logs)), signals)
 
 
-def start_settings(settings: TrainSettings, origins: Mapping[str, str], nproc: int) -> Measurement:
+def start_settings(
+    settings: TrainSettings, origins: Mapping[str, str], nproc: int, progress: bool = True
+) -> Measurement:
     """Train on `nproc` processes of this host, from inside any Python program.
 
-    Progress goes to standard error. Raises WorkerError, or KeyboardInterrupt after the workers
+    Progress, if wanted, goes to standard error. Raises WorkerError, or KeyboardInterrupt after the workers
     have finished their step and saved.
     """
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
@@ -95,6 +97,7 @@ def start_settings(settings: TrainSettings, origins: Mapping[str, str], nproc: i
         values = {
             "settings": settings.model_copy(update={"nproc": nproc}).model_dump(mode="json"),
             "origins": dict(origins),
+            "progress": progress,
         }
         handed_over.write_text(json.dumps(values), encoding="utf-8")
         command = [sys.executable, "-m", "outpace", "train", "--json"]

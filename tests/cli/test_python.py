@@ -1,0 +1,104 @@
+"""outpace from a Python program."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import outpace
+
+TINY = {
+    "seq_len": 32,
+    "global_batch": 8,
+    "steps": 3,
+    "eval_batches": 1,
+    "sample_tokens": 0,
+    "precision": "fp32",
+    "device": "cpu",
+    "progress": False,
+}
+
+
+class Steps(outpace.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_step(self, record: outpace.StepRecord) -> None:
+        self.losses.append(record.loss)
+
+
+def test_train_returns_a_measurement_and_tells_callbacks(
+    corpus: Path, token_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Steps()
+    result = outpace.train(
+        model="outpace-tiny",
+        data=corpus,
+        cache_dir=token_cache,
+        out=tmp_path / "run",
+        callbacks=[steps],
+        **TINY,
+    )
+    assert isinstance(result, outpace.Measurement)
+    assert len(steps.losses) == 3
+    assert result.final_loss == steps.losses[-1]
+    assert capsys.readouterr() == ("", "")
+    origins = json.loads(Path(result.run, "run.json").read_text())["origins"]
+    assert origins["steps"] == "python"
+    assert origins["lr"] == "default"
+
+    evaluation = outpace.evaluate(result.run, [corpus], batches=1, device="cpu")
+    assert evaluation.loss > 0
+    text = outpace.generate(result.run, "def ", max_new_tokens=4, device="cpu")
+    assert text.startswith("def ")
+
+
+def test_a_live_module_is_trained(corpus: Path, token_cache: Path, tmp_path: Path) -> None:
+    class Bigrams(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(512, 512)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.table(tokens)
+            return logits
+
+    model = Bigrams()
+    before = model.table.weight.detach().clone()
+    outpace.train(model=model, data=[corpus], cache_dir=token_cache, out=tmp_path / "run", **TINY)
+    assert not torch.equal(before, model.table.weight)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"stepps": 3}, "no keyword 'stepps'. Did you mean 'steps'"),
+        ({"steps": "many"}, "outpace.train: steps: 'many' is not a whole number"),
+        ({"schedule": "cosin"}, "Did you mean 'cosine'"),
+        ({"steps": 3, "epochs": 2}, "give one of steps, tokens, epochs"),
+        ({"steps": -1}, "python: steps -1"),
+        ({"resume": True}, "--out DIR"),
+        ({"nproc": 2, "model": nn.Linear(1, 1)}, "a live model cannot be carried there"),
+        ({"nproc": 2, "callbacks": [Steps()]}, "callbacks stay in this one"),
+    ],
+)
+def test_mistakes_are_sentences(keywords: dict[str, object], said: str) -> None:
+    with pytest.raises(outpace.BadInputError) as caught:
+        outpace.train(**keywords)  # type: ignore[arg-type]
+    assert said in str(caught.value)
+
+
+@pytest.mark.gloo
+def test_two_processes_from_python(
+    corpus: Path, token_cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {**TINY, "nproc": 2, "out": str(tmp_path / "run"), "cache_dir": token_cache}
+    result = outpace.train(model="outpace-tiny", data=str(corpus), **settings)
+    assert capfd.readouterr() == ("", "")
+    assert result.world_size == 2
+    assert result.run == str(tmp_path / "run")
+    with pytest.raises(outpace.OutpaceError, match="already holds a run") as caught:
+        outpace.train(model="outpace-tiny", data=str(corpus), **settings)
+    assert caught.value.exit_code == 2
