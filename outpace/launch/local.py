@@ -89,8 +89,8 @@ def start_settings(
 ) -> Measurement:
     """Train on `nproc` processes of this host, from inside any Python program.
 
-    Progress, if wanted, goes to standard error. Raises WorkerError, or KeyboardInterrupt after the workers
-    have finished their step and saved.
+    Progress, if wanted, goes to standard error. Raises WorkerError, or KeyboardInterrupt after the
+    workers have finished their step and saved.
     """
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         handed_over = Path(folder) / "settings.json"
