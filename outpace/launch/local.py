@@ -22,7 +22,13 @@ from typing import Any
 
 import psutil
 
-from outpace.records.errors import EXIT_INTERRUPTED, OutpaceError
+from outpace.records.errors import (
+    EXIT_INTERRUPTED,
+    BadInputError,
+    DivergedError,
+    InterruptedRunError,
+    OutpaceError,
+)
 from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
 
@@ -89,8 +95,8 @@ def start_settings(
 ) -> Measurement:
     """Train on `nproc` processes of this host, from inside any Python program.
 
-    Progress, if wanted, goes to standard error. Raises WorkerError, or KeyboardInterrupt after the
-    workers have finished their step and saved.
+    Progress, if wanted, goes to standard error. Raises what training here would raise, WorkerError
+    when a rank failed, KeyboardInterrupt after the workers have finished their step and saved.
     """
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         handed_over = Path(folder) / "settings.json"
@@ -105,8 +111,16 @@ def start_settings(
     document = _last_document(output)
     if code != 0:
         message = document.get("error", f"training ended with exit code {code}")
-        raise WorkerError(str(message), code)
+        raise _error_of(str(message), code)
     return Measurement.parse(document, "the workers' result")
+
+
+def _error_of(message: str, exit_code: int) -> OutpaceError:
+    """The error that training in this process would have raised."""
+    for kind in (BadInputError, DivergedError, InterruptedRunError):
+        if kind.exit_code == exit_code:
+            return kind(message)
+    return WorkerError(message, exit_code)
 
 
 def _run_to_end(command: list[str]) -> tuple[str, int]:
