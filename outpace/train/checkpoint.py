@@ -192,6 +192,12 @@ class Checkpointer:
             self._prune()
         return True
 
+    def settle(self) -> bool:
+        """As `wait`, and until every rank has come here: a rank that ends early ends the others."""
+        saved = self.wait()
+        dist.barrier(self._group)
+        return saved
+
     def _fail(self, folder: Path, error: BaseException) -> None:
         """Leave nothing half-written; the checkpoints before stay."""
         if self._rank == 0:

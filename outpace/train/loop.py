@@ -46,6 +46,11 @@ class Loop:
         Raises InterruptedRunError when a signal ended the run early (a checkpoint is saved), and
         DivergedError when the loss is no number.
         """
+        for _ in self.iterate():
+            pass
+
+    def iterate(self) -> Iterator[int]:
+        """As `run`, giving the number of each step that was done to whoever drives the loop."""
         waiting: deque[RawStep] = deque()
         self.stop.stepping = True
         with self.watch or nullcontext(lambda: None) as after_step:
@@ -53,16 +58,14 @@ class Loop:
                 for step in range(self.start_step + 1, self.total_steps + 1):
                     raw = self._step(step)
                     waiting.append(raw)
-                    if not self.asynchronous or step == self.total_steps:
-                        self._settle(waiting, 0)
-                    else:
-                        self._settle(waiting, 1)
+                    behind = self.asynchronous and step < self.total_steps
+                    self._settle(waiting, int(behind))
                     after_step()
-                    if self._pause(step, raw, waiting):
-                        break
+                    self._between(step, raw, waiting)
+                    yield step
             except DivergedError as error:
                 raise self._diverged(error) from None
-        self.checkpointer.wait()
+        self.checkpointer.settle()
 
     def _step(self, step: int) -> RawStep:
         settings = self.settings
@@ -78,8 +81,8 @@ class Loop:
             record = self.ledger.record(waiting.popleft())
             tell(self.callbacks, "on_step", record)
 
-    def _pause(self, step: int, raw: RawStep, waiting: deque[RawStep]) -> bool:
-        """Between two steps: evaluate and save when due. True when the run ends here."""
+    def _between(self, step: int, raw: RawStep, waiting: deque[RawStep]) -> None:
+        """Evaluate and save when due; end the run when a signal asked for it."""
         settings = self.settings
         stopping = raw.gathered.stop and step < self.total_steps
         last = step == self.total_steps
@@ -97,10 +100,9 @@ class Loop:
             self.checkpointer.poll()
         if stopping:
             self._interrupted(step)
-        return last
 
     def _interrupted(self, step: int) -> None:
-        saved = self.checkpointer.wait()
+        saved = self.checkpointer.settle()
         where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"
         raise InterruptedRunError(
             f"interrupted, {where}. Go on with --resume --out {self.checkpointer.directory.parent}"

@@ -1,0 +1,91 @@
+"""Write the recorded figures into README.md and docs, between their markers.
+
+    python benchmarks/figures.py            # rewrite
+    python benchmarks/figures.py --check    # exit 1 when a page does not say what is recorded
+
+A page holds `<!-- figures: NAME -->` and `<!-- end -->`; what is between comes from results/NAME.json.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("README.md", "docs/benchmarks.md")
+_MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def stand(result: dict[str, Any]) -> str:
+    """When, where and with what a result was recorded."""
+    machine, versions = result["machine"], result["versions"]
+    dirty = " with uncommitted changes" if result["uncommitted_changes"] else ""
+    return (
+        f"\nRecorded {result['date'][:10]} at commit {str(result['commit'])[:10]}{dirty}: "
+        f"{machine['host_cores']} cores of {machine['cpu']}, torch {versions['torch']}, "
+        f"Python {versions['python']}. Command: `{' '.join(result['command'])}`.\n"
+    )
+
+
+def overhead(result: dict[str, Any]) -> str:
+    """outpace's loop against a bare one."""
+    rows = [
+        [
+            case,
+            f"{r['median_bare_step_s'] * 1000:.1f} ms",
+            f"{r['median_outpace_step_s'] * 1000:.1f} ms",
+            f"{r['ratio']:.4f}",
+            f"{r['low']:.4f} – {r['high']:.4f}",
+            f"{len(r['pairs_s'])}",
+            "yes" if r["reached"] else "no",
+        ]
+        for case, r in result["cases"].items()
+    ]
+    target = f"upper bound ≤ {result['target']}"
+    head = ["case", "bare step", "outpace step", "ratio", "95 % interval", "pairs", target]
+    return table(head, rows) + stand(result)
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead}
+
+
+def fill(text: str) -> str:
+    """The page with every marked part made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        path = RESULTS / f"{match[2]}.json"
+        return match[1] + WRITERS[match[2]](json.loads(path.read_text())) + match[3]
+
+    return _MARKED.sub(made, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    stale = []
+    for name in PAGES:
+        page = ROOT / name
+        filled = fill(page.read_text(encoding="utf-8"))
+        if filled != page.read_text(encoding="utf-8"):
+            stale.append(name)
+            if not arguments.check:
+                page.write_text(filled, encoding="utf-8")
+    if arguments.check and stale:
+        print(f"{', '.join(stale)}: run python benchmarks/figures.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

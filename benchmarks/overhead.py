@@ -1,0 +1,199 @@
+"""What `outpace train` adds to a bare PyTorch loop.
+
+    python benchmarks/overhead.py            # all four cases, records results/overhead.json
+    python benchmarks/overhead.py --case single-fp32
+
+The same model, kernels and batches are trained twice in one process: by outpace's own loop, with
+its metrics, accounting and guards, and by a loop written by hand below. Blocks of steps alternate,
+A B B A, and pairs are added until the half-width of the 95 % interval of the mean log ratio is at
+most 0.7 %, or the pairs run out (said so in the result). Target: upper bound <= 1.02.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+CASES = {
+    "single-fp32": (1, "fp32"),
+    "single-bf16": (1, "bf16"),
+    "ddp-fp32": (2, "fp32"),
+    "ddp-bf16": (2, "bf16"),
+}
+HALF_WIDTH = 0.007
+TARGET = 1.02
+LEAST_PAIRS, MOST_PAIRS = 12, 240
+STEPS_PER_BLOCK = 3
+GLOBAL_BATCH, SEQ_LEN = 8, 256
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Geometric mean of the ratios and its 95 % interval (Student's t)."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    # t quantile by Cornish-Fisher, within 0.1 % of the table from 10 degrees of freedom on.
+    z, n = 1.959964, len(logs) - 1
+    t = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    half = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def worker(case: str, out: Path) -> None:
+    """One rank: builds both loops and alternates them."""
+    import torch
+    import torch.distributed as dist
+
+    from outpace.launch.environment import ranks_from
+    from outpace.launch.job import prepared
+    from outpace.records.ranks import Ranks
+    from outpace.records.settings import TrainSettings
+
+    _, precision = CASES[case]
+    ranks = ranks_from(os.environ) or Ranks()
+    settings = TrainSettings(
+        model="outpace-small",
+        seq_len=SEQ_LEN,
+        global_batch=GLOBAL_BATCH,
+        steps=(MOST_PAIRS + 3) * STEPS_PER_BLOCK,
+        precision=precision,
+        out=out / "run",
+        eval_batches=1,
+        sample_tokens=0,
+    )
+    with prepared(settings, ranks=ranks, origins={}, command=[]) as ready:
+        ours = ready.loop.iterate()
+        bare = bare_loop(ready, torch.device("cpu"))
+        control = ready.job.groups.control
+
+        def block(loop: Iterator[object]) -> float:
+            dist.barrier(control)
+            began = time.perf_counter()
+            for _ in range(STEPS_PER_BLOCK):
+                next(loop)
+            return time.perf_counter() - began
+
+        for loop in (ours, bare):
+            block(loop)
+        pairs: list[tuple[float, float]] = []
+        while len(pairs) < MOST_PAIRS:
+            if len(pairs) % 2:
+                b, a = block(bare), block(ours)
+            else:
+                a, b = block(ours), block(bare)
+            pairs.append((a, b))
+            if len(pairs) >= LEAST_PAIRS and ready.job.groups.once(lambda: _narrow(pairs)):
+                break
+    if ranks.rank == 0:
+        (out / "pairs.json").write_text(json.dumps(pairs))
+
+
+def _narrow(pairs: list[tuple[float, float]]) -> bool:
+    middle, low, high = interval([a / b for a, b in pairs])
+    return (high - low) / 2 <= HALF_WIDTH * middle
+
+
+def bare_loop(ready, device) -> Iterator[None]:
+    """What a person would write: the same model class, loss kernel, optimizer and batches."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+
+    from outpace.launch.job import job_loader
+    from outpace.nn.loss import LanguageModelObjective
+    from outpace.nn.transformer import Transformer
+
+    job = ready.job
+    model = Transformer(job.materials.spec)
+    model.load_state_dict(ready.loop.model.state_dict())
+    dtype = {"fp32": None, "bf16": torch.bfloat16}[job.plan.precision]
+    objective = LanguageModelObjective(model, "auto", dtype)
+    wrapped = objective
+    if job.plan.world_size > 1:
+        wrapped = DistributedDataParallel(objective, gradient_as_bucket_view=True)
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
+        lr=1e-3, betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+    data = job.materials.train_data
+    share = job.plan.micro_batch
+    tokens = torch.stack([data[i]["tokens"] for i in range(64 + GLOBAL_BATCH)])
+    targets = torch.stack([data[i]["targets"] for i in range(64 + GLOBAL_BATCH)])
+    _ = F, job_loader
+    step = 0
+    while True:
+        begin = (step * GLOBAL_BATCH) % 64 + job.ranks.rank * share
+        batch = {
+            "tokens": tokens[begin : begin + share].to(device),
+            "targets": targets[begin : begin + share].to(device),
+        }
+        cast = torch.autocast("cpu", dtype=dtype) if dtype else nullcontext()
+        with cast:
+            loss_sum, count = wrapped(batch)
+        (loss_sum / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss_sum.item()
+        step += 1
+        yield
+
+
+def run_case(case: str) -> dict:
+    """Start the case's processes and sum up their pairs."""
+    nproc, precision = CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        inner = [__file__, "--worker", case, "--out", str(out)]
+        command = [sys.executable, *inner]
+        if nproc > 1:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       f"--nproc-per-node={nproc}", *inner]  # fmt: skip
+        subprocess.run(command, check=True)
+        pairs = json.loads((out / "pairs.json").read_text())
+    ratio, low, high = interval([a / b for a, b in pairs])
+    return {
+        "processes": nproc,
+        "precision": precision,
+        "ratio": ratio,
+        "low": low,
+        "high": high,
+        "narrow_enough": (high - low) / 2 <= HALF_WIDTH * ratio,
+        "reached": high <= TARGET,
+        "median_outpace_step_s": statistics.median(a for a, _ in pairs) / STEPS_PER_BLOCK,
+        "median_bare_step_s": statistics.median(b for _, b in pairs) / STEPS_PER_BLOCK,
+        "pairs_s": pairs,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, arguments.out)
+        return
+    from recording import save
+
+    cases = {}
+    for case in arguments.case or CASES:
+        cases[case] = run_case(case)
+        summary = {key: value for key, value in cases[case].items() if key != "pairs_s"}
+        print(case, json.dumps(summary, indent=1), flush=True)
+    shape = {"global_batch": GLOBAL_BATCH, "seq_len": SEQ_LEN, "model": "outpace-small"}
+    print(save("overhead", {"target": TARGET, "shape": shape, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()

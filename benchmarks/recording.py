@@ -1,0 +1,33 @@
+"""How a benchmark's result is kept: command, versions, machine, every repeat."""
+
+import json
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.probe.machine import identify
+from outpace.probe.versions import commit, versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def save(name: str, result: Mapping[str, Any]) -> Path:
+    """Write results/NAME.json and return its path."""
+    head, dirty = commit()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    document = {
+        "benchmark": name,
+        "command": ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": head,
+        "uncommitted_changes": dirty,
+        "versions": versions(),
+        "machine": identify(find_accelerator).model_dump(mode="json"),
+        **result,
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path

@@ -1,0 +1,139 @@
+"""Sources prepared for training: memory-mapped tokens of one split."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import xxhash
+
+from outpace.data.hashes import remembered_fingerprint
+from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
+from outpace.data.sources import Source, open_source, pieces
+from outpace.data.stream import Stream, cached_stream, megatron_stream, nanogpt_stream
+from outpace.data.tokenizer import Tokenizer
+from outpace.records.errors import BadInputError
+
+Split = Literal["train", "validation", "all"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One split of one source or several. `weights` are None for a mixture by size."""
+
+    streams: tuple[Stream, ...]
+    weights: tuple[float, ...] | None
+    fingerprint: str
+
+    @property
+    def n_tokens(self) -> int:
+        """All tokens."""
+        return sum(len(stream) for stream in self.streams)
+
+    @property
+    def vocab_needed(self) -> int:
+        """One more than the largest token id; reads all tokens."""
+        return 1 + max(stream.largest() for stream in self.streams)
+
+
+def _quiet(what: str, done: int, total: int | None) -> None:
+    pass
+
+
+def prepare(
+    sources: tuple[str, ...],
+    *,
+    weights: tuple[float, ...] | None,
+    text_field: str,
+    tokenizer: Tokenizer | None,
+    cache_dir: Path,
+    split: Split,
+    eval_fraction: float,
+    processes: int,
+    progress: Progress = _quiet,
+) -> Corpus:
+    """Tokenise what is not in the cache yet and open it.
+
+    `tokenizer` may be None for sources that are tokens already. Raises BadInputError for missing,
+    empty, undecodable or damaged data.
+    """
+    streams, hashes = [], []
+    for reference in sources:
+        source = open_source(reference)
+        content = remembered_fingerprint(source, text_field, cache_dir)
+        hashes.append(content)
+        if source.kind in ("nanogpt", "megatron"):
+            streams.append(_tokens_of(source, split, eval_fraction))
+            continue
+        if tokenizer is None:
+            raise BadInputError(f"{reference} is text, which needs a tokenizer")
+        fraction = 0.0 if split == "all" else eval_fraction
+        entry = entry_path(cache_dir, content, tokenizer, fraction, text_field)
+        index = ensure_entry(entry, source, tokenizer, text_field, fraction, processes, progress)
+        streams.append(_choose(entry, index, split, eval_fraction))
+    for reference, stream in zip(sources, streams, strict=True):
+        if len(stream) == 0:
+            raise BadInputError(f"the data at {reference} holds no text")
+    name = tokenizer.fingerprint if tokenizer else "tokens"
+    joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
+    return Corpus(tuple(streams), weights, xxhash.xxh3_128_hexdigest(joined.encode()))
+
+
+def _choose(entry: Path, index: dict[str, object], split: Split, eval_fraction: float) -> Stream:
+    """A split of an entry; where hashing held no document out, the end of the tokens is."""
+    train = cached_stream(entry, index, "train")
+    held_out = cached_stream(entry, index, "validation")
+    if split == "all" or (len(train) and len(held_out)):
+        return held_out if split == "validation" else train
+    return _tail(train if len(train) else held_out, split, eval_fraction)
+
+
+def _tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
+    border = round(len(whole) * (1 - eval_fraction))
+    return whole.cut(0, border) if split == "train" else whole.cut(border, len(whole))
+
+
+def _tokens_of(source: Source, split: Split, eval_fraction: float) -> Stream:
+    path = source.files[0]
+    whole = megatron_stream(path) if source.kind == "megatron" else nanogpt_stream(path)
+    return whole if split == "all" else _tail(whole, split, eval_fraction)
+
+
+def is_tokens(reference: str) -> bool:
+    """Whether a source is tokens already, so that it needs no tokenizer."""
+    return open_source(reference).kind in ("nanogpt", "megatron")
+
+
+def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Path) -> str:
+    """One hash of all that the sources hold."""
+    parts = [remembered_fingerprint(open_source(s), text_field, cache_dir) for s in sources]
+    return xxhash.xxh3_128_hexdigest("|".join(parts).encode())
+
+
+def read_documents(
+    sources: tuple[str, ...], text_field: str, split: Split, eval_fraction: float
+) -> Iterator[str]:
+    """The text of a split, for training a tokenizer; long documents come in pieces."""
+    for reference in sources:
+        source = open_source(reference)
+        if source.kind in ("nanogpt", "megatron"):
+            continue
+        wanted = True
+        for piece in pieces(source, text_field):
+            if piece.first and split != "all":
+                wanted = split_of(piece.text, eval_fraction) == split
+            if wanted:
+                yield piece.text
+
+
+def unigram_entropy(corpus: Corpus) -> float:
+    """Entropy of the corpus's token frequencies, nats: what a model that only counts achieves."""
+    counts = np.zeros(0, dtype=np.int64)
+    for stream in corpus.streams:
+        for block in stream.blocks():
+            found = np.bincount(block, minlength=len(counts))
+            found[: len(counts)] += counts
+            counts = found
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())

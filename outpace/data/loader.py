@@ -1,0 +1,178 @@
+"""The micro-batches of one rank, step by step, from any step on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from outpace.data.order import samples_at
+
+Batch = Any
+
+
+class Loader:
+    """Iterates over steps; an item is the list of this rank's micro-batches of that step.
+
+    Slot s of a global batch goes to accumulation pass a and rank r with
+    s // micro_batch = a · data_parallel + r. So the samples of a step do not depend on the number
+    of ranks, of workers, or on where training was resumed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        data_parallel: int,
+        start_step: int,
+        total_steps: int,
+        workers: int,
+        pin_memory: bool,
+        device: torch.device,
+    ) -> None:
+        self._dataset = dataset
+        self._slots = _Slots(
+            dataset, seed, global_batch, micro_batch, rank, data_parallel, start_step, total_steps
+        )
+        self._workers = workers
+        self._pin = pin_memory
+        self._device = device
+        self._collate = _as_it_is if hasattr(dataset, "__getitems__") else default_collate
+        self._running: Any = None
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        batches = self._background() if self._workers else self._foreground()
+        if self._device.type == "cuda":
+            yield from self._ahead(self._steps(batches))
+        else:
+            for step in self._steps(batches):
+                yield [to_device(batch, self._device) for batch in step]
+
+    def _steps(self, batches: Iterator[Batch]) -> Iterator[list[Batch]]:
+        """Group micro-batches by step."""
+        while True:
+            step = [batch for _, batch in zip(range(self._slots.passes), batches, strict=False)]
+            if len(step) < self._slots.passes:
+                return
+            yield step
+
+    def _foreground(self) -> Iterator[Batch]:
+        for keys in self._slots:
+            batch = self._collate(fetch(self._dataset, keys))
+            yield pinned(batch) if self._pin else batch
+
+    def _background(self) -> Iterator[Batch]:
+        self._running = iter(
+            DataLoader(
+                self._dataset,
+                batch_sampler=self._slots,
+                num_workers=self._workers,
+                collate_fn=self._collate,
+                pin_memory=self._pin,
+                prefetch_factor=2,
+            )
+        )
+        yield from self._running
+
+    def _ahead(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Copy the next step to the device while this one is computed with."""
+        side = torch.cuda.Stream(self._device)
+
+        def copied(step: list[Batch] | None) -> list[Batch] | None:
+            if step is None:
+                return None
+            with torch.cuda.stream(side):
+                return [to_device(batch, self._device) for batch in step]
+
+        following = copied(next(steps, None))
+        while following is not None:
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            for batch in following:
+                _each_tensor(batch, lambda t: t.record_stream(torch.cuda.current_stream()))
+            current, following = following, copied(next(steps, None))
+            yield current
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._running is not None and hasattr(self._running, "_shutdown_workers"):
+            self._running._shutdown_workers()
+        self._running = None
+
+
+class _Slots:
+    """The keys of each micro-batch of one rank, in order; a batch sampler."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        data_parallel: int,
+        start_step: int,
+        total_steps: int,
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._global_batch = global_batch
+        self._steps = range(start_step, total_steps)
+        self.passes = global_batch // (micro_batch * data_parallel)
+        firsts = (np.arange(self.passes) * data_parallel + rank) * micro_batch
+        self._slots = firsts[:, None] + np.arange(micro_batch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for step in self._steps:
+            for slots in self._slots:
+                yield locate(self._dataset, self._seed, step * self._global_batch + slots)
+
+    def __len__(self) -> int:
+        return len(self._steps) * self.passes
+
+
+def locate(dataset: Any, seed: int, positions: Any) -> list[Any]:
+    """Keys of the samples at positions of training; a plain data set's are its indices."""
+    if hasattr(dataset, "locate"):
+        return list(dataset.locate(seed, positions))
+    return [int(i) for i in samples_at(seed, positions, len(dataset))]
+
+
+def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
+    """The samples at `keys`, as torch's own fetcher gets them."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(keys)
+    return [dataset[key] for key in keys]
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _each_tensor(batch: Batch, change: Any) -> Batch:
+    """Apply `change` to every tensor of a nested batch."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: _each_tensor(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_each_tensor(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_each_tensor(value, change) for value in batch)
+    return batch
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on `device`; asynchronously where its memory is pinned."""
+    if device.type == "cpu":
+        return batch
+    return _each_tensor(batch, lambda t: t.to(device, non_blocking=True))
+
+
+def pinned(batch: Batch) -> Batch:
+    """The batch in page-locked memory."""
+    return _each_tensor(batch, lambda t: t.pin_memory())

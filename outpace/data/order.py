@@ -1,0 +1,89 @@
+"""The order of samples: a pure function of (seed, step, slot), so a position is just a number.
+
+A pass over n samples is a permutation given by a Feistel network over the smallest square that
+holds n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
+2002, §4): any element of the permutation is computed alone, in constant memory.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.int64]
+_ROUNDS = 6
+
+
+def sample_indices(seed: int, step: int, global_batch: int, n_samples: int) -> Index:
+    """Samples of the step numbered `step` from 0: (global_batch,) in [0, n_samples).
+
+    Slots are numbered through all steps; each run of `n_samples` slots is a pass over all samples
+    in an order of its own.
+    """
+    positions = step * global_batch + np.arange(global_batch, dtype=np.int64)
+    return samples_at(seed, positions, n_samples)
+
+
+def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
+    """The sample at each of the `positions` since the start of training."""
+    passes, places = np.divmod(positions, n_samples)
+    found = np.empty_like(positions)
+    for number in np.unique(passes):
+        chosen = passes == number
+        found[chosen] = permute(places[chosen], n_samples, _key(seed, int(number)))
+    return found
+
+
+def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
+    """Where a keyed permutation of [0, size) sends each of the `places`."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half_bits) - 1)
+    values = places.astype(np.uint64)
+    outside = np.ones(len(values), dtype=bool)
+    # The network permutes a power of four; walk on while the value lies beyond the size.
+    while outside.any():
+        left, right = values[outside] >> np.uint64(half_bits), values[outside] & mask
+        for round_key in key:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        values[outside] = (left << np.uint64(half_bits)) | right
+        outside = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+def _key(seed: int, number: int) -> NDArray[np.uint64]:
+    return np.random.SeedSequence((seed, number)).generate_state(_ROUNDS, np.uint64)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, §4)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[Index, Index]:
+    """Which source each position takes its sample from, and how many it took from there before.
+
+    Every block of sum(counts) positions has exactly counts[k] of source k, in a shuffled order.
+    """
+    block_size = sum(counts)
+    pattern = np.repeat(np.arange(len(counts)), counts)
+    blocks, places = np.divmod(positions, block_size)
+    source, rank = np.empty_like(positions), np.empty_like(positions)
+    for number in np.unique(blocks):
+        order = permute(np.arange(block_size), block_size, _key(seed ^ 0x6D6978, int(number)))
+        shuffled = pattern[order]
+        ranks = np.empty(block_size, dtype=np.int64)
+        for k, count in enumerate(counts):
+            ranks[shuffled == k] = int(number) * count + np.arange(count)
+        chosen = blocks == number
+        source[chosen], rank[chosen] = shuffled[places[chosen]], ranks[places[chosen]]
+    return source, rank
+
+
+def block_counts(weights: tuple[float, ...], block_size: int = 1000) -> tuple[int, ...]:
+    """Whole numbers in proportion to `weights` that add up to `block_size` (largest remainder)."""
+    shares = np.asarray(weights, dtype=float) / sum(weights) * block_size
+    counts = np.floor(shares).astype(int)
+    left = block_size - int(counts.sum())
+    for k in np.argsort(counts - shares, kind="stable")[:left]:
+        counts[k] += 1
+    return tuple(int(count) for count in counts)

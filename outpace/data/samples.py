@@ -1,0 +1,145 @@
+"""Samples of a fixed length from a corpus, as batches of tensors."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from outpace.data.corpus import Corpus
+from outpace.data.order import Index, block_counts, mixture_at, samples_at
+from outpace.data.stream import Array
+from outpace.data.tokenizer import Tokenizer
+from outpace.records.errors import BadInputError
+
+IGNORED = -100
+# Devlin et al. 2019, §3.1: of the 15 % to predict, 80 % are masked and 10 % replaced at random.
+_PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
+
+# Where a sample lies, and the place in training at which it is used.
+Key = tuple[int, int, int]  # stream, sample within it, position since the start of training
+Batch = dict[str, torch.Tensor]
+
+
+class TokenDataset(Dataset[Batch]):
+    """Sample i of a stream is its tokens [i·S, i·S + S], the last only as a target.
+
+    `locate` says which samples are used at given positions of training; `__getitems__` makes them
+    a batch: `tokens` and `targets` (B, S) int64, and `documents` (B, S) int32 if asked for.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        seq_len: int,
+        *,
+        objective: Literal["causal", "masked"],
+        seed: int,
+        document_attention: bool,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._streams = corpus.streams
+        self._seq_len = seq_len
+        self._seed = seed
+        self._document_attention = document_attention
+        self._mask = None if objective == "causal" else _MaskIds(tokenizer)
+        self._sizes = tuple((len(stream) - 1) // seq_len for stream in self._streams)
+        for stream, size in zip(self._streams, self._sizes, strict=True):
+            if size < 1:
+                raise BadInputError(
+                    f"the data has {len(stream)} tokens, which is less than one sample of "
+                    f"{seq_len} + 1. Give more data or a shorter --seq-len."
+                )
+        self._counts = None if corpus.weights is None else block_counts(corpus.weights)
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    def locate(self, seed: int, positions: Index) -> list[Key]:
+        """The sample for each position since the start of training."""
+        if self._counts is None:
+            flat = samples_at(seed, positions, len(self))
+            borders = np.cumsum(self._sizes)
+            source = np.searchsorted(borders, flat, side="right")
+            index = flat - np.concatenate(([0], borders))[source]
+        else:
+            source, rank = mixture_at(seed, positions, self._counts)
+            index = np.empty_like(rank)
+            for k, size in enumerate(self._sizes):
+                chosen = source == k
+                index[chosen] = samples_at(seed + k + 1, rank[chosen], size)
+        keys = zip(source.tolist(), index.tolist(), positions.tolist(), strict=True)
+        return [(int(s), int(i), int(p)) for s, i, p in keys]
+
+    def __getitem__(self, index: int) -> Batch:
+        """Sample `index` of all streams in order, (S,) each."""
+        borders = np.cumsum(self._sizes)
+        source = int(np.searchsorted(borders, index, side="right"))
+        first = int(borders[source - 1]) if source else 0
+        batch = self.__getitems__([(source, index - first, index)])
+        return {name: tensor[0] for name, tensor in batch.items()}
+
+    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+        """A batch of the samples at `keys`."""
+        length = self._seq_len
+        rows = np.stack([self._streams[s].read(i * length, length + 1) for s, i, _ in keys])
+        if self._mask is None:
+            batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+        else:
+            places = [position for _, _, position in keys]
+            batch = self._mask.apply(rows[:, :-1], self._seed, places)
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in batch.items()}
+        if self._document_attention:
+            numbers = [self._streams[s].documents(i * length, length) for s, i, _ in keys]
+            tensors["documents"] = torch.from_numpy(np.stack(numbers))
+        return tensors
+
+
+class _MaskIds:
+    """Masks tokens at random, by a pure function of (seed, position)."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is None or tokenizer.mask_id is None:
+            raise BadInputError(
+                "a masked language model needs a tokenizer with a [MASK] token; give one with "
+                "--tokenizer, or let one be trained on the data"
+            )
+        self._mask_id = tokenizer.mask_id
+        self._vocab = tokenizer.vocab_size
+        ids = (tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id, tokenizer.eos_id)
+        self._special = np.array([i for i in ids if i is not None])
+
+    def apply(self, rows: Array, seed: int, positions: list[int]) -> dict[str, Array]:
+        tokens, targets = rows.copy(), np.full_like(rows, IGNORED)
+        for row, position in enumerate(positions):
+            draw = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, position))))
+            chosen = draw.random(rows.shape[1]) < _PREDICTED
+            chosen &= ~np.isin(rows[row], self._special)
+            fate = draw.random(rows.shape[1])
+            other = draw.integers(0, self._vocab, rows.shape[1])
+            targets[row, chosen] = rows[row, chosen]
+            tokens[row, chosen & (fate < _MASKED)] = self._mask_id
+            replaced = chosen & (fate >= _MASKED) & (fate < _MASKED + _REPLACED)
+            tokens[row, replaced] = other[replaced]
+        return {"tokens": tokens, "targets": targets}
+
+
+def make_dataset(
+    corpus: Corpus,
+    seq_len: int,
+    *,
+    objective: Literal["causal", "masked"],
+    seed: int,
+    document_attention: bool,
+    tokenizer: Tokenizer | None,
+) -> TokenDataset:
+    """The samples of a corpus. Raises BadInputError when it has less than one."""
+    return TokenDataset(
+        corpus,
+        seq_len,
+        objective=objective,
+        seed=seed,
+        document_attention=document_attention,
+        tokenizer=tokenizer,
+    )

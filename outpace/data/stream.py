@@ -1,0 +1,114 @@
+"""Tokens in memory-mapped files, read as one long array."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.records.errors import BadInputError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_SCANNED_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens [start, stop) of some shards. `document_starts` are within the same range, sorted."""
+
+    shards: Sequence[Array]
+    ends: Array  # cumulative lengths of the shards
+    start: int
+    stop: int
+    document_starts: Array
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, begin: int, count: int) -> Array:
+        """`count` tokens from place `begin` of this stream, as int64."""
+        begin += self.start
+        found = np.empty(count, dtype=np.int64)
+        filled = 0
+        shard = int(np.searchsorted(self.ends, begin, side="right"))
+        while filled < count:
+            offset = begin + filled - (int(self.ends[shard - 1]) if shard else 0)
+            part = self.shards[shard][offset : offset + count - filled]
+            found[filled : filled + len(part)] = part
+            filled += len(part)
+            shard += 1
+        return found
+
+    def documents(self, begin: int, count: int) -> Array:
+        """The number of the document that each of those tokens belongs to, int32 from 0 on."""
+        places = np.arange(begin, begin + count) + self.start
+        numbers = np.searchsorted(self.document_starts, places, side="right")
+        return (numbers - numbers[0]).astype(np.int32)
+
+    def cut(self, begin: int, end: int) -> "Stream":
+        """The part from `begin` to `end`."""
+        return Stream(
+            self.shards, self.ends, self.start + begin, self.start + end, self.document_starts
+        )
+
+    def blocks(self) -> Iterator[Array]:
+        """All tokens, a few at a time."""
+        for begin in range(0, len(self), _SCANNED_TOKENS):
+            yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin))
+
+    def largest(self) -> int:
+        """The largest token id; −1 without tokens."""
+        return max((int(block.max()) for block in self.blocks()), default=-1)
+
+
+def _stream(shards: Sequence[Array], document_starts: Array) -> Stream:
+    ends = np.cumsum([len(shard) for shard in shards]) if shards else np.zeros(1, dtype=np.int64)
+    return Stream(shards, ends, 0, int(ends[-1]), document_starts)
+
+
+def cached_stream(entry: Path, index: dict[str, Any], split: str) -> Stream:
+    """One split of a cache entry."""
+    part = index["splits"][split]
+    dtype = np.dtype(index["dtype"])
+    shards = [np.memmap(entry / name, dtype=dtype, mode="r") for name in part["shards"]]
+    starts = np.load(entry / part["documents"], allow_pickle=False)
+    return _stream(shards, starts)
+
+
+def nanogpt_stream(path: Path) -> Stream:
+    """A nanoGPT .bin: raw uint16 ids, no header. Raises BadInputError for an odd size."""
+    if path.stat().st_size % 2:
+        raise BadInputError(
+            f"{path} has an odd number of bytes, so it is no nanoGPT file (uint16 ids), or it was "
+            "cut short"
+        )
+    return _stream([np.memmap(path, dtype="<u2", mode="r")], np.zeros(1, dtype=np.int64))
+
+
+def megatron_stream(path: Path) -> Stream:
+    """A Megatron-LM .bin with its .idx (MMIDIDX, version 1). Raises BadInputError."""
+    idx = path.with_suffix(".idx")
+    try:
+        header = idx.read_bytes()
+        if header[:9] != _MEGATRON_MAGIC:
+            raise ValueError("it does not begin with MMIDIDX")
+        version, code = int.from_bytes(header[9:17], "little"), header[17]
+        if version != 1 or code not in _MEGATRON_DTYPES or code in (6, 7):
+            raise ValueError(f"version {version} with dtype {code} is not supported")
+        sequences, documents = (int(n) for n in np.frombuffer(header, "<u8", 2, 18))
+        sizes = np.frombuffer(header, "<i4", sequences, 34)
+        pointers = np.frombuffer(header, "<i8", sequences, 34 + 4 * sequences)
+        borders = np.frombuffer(header, "<i8", documents, 34 + 12 * sequences)
+        dtype = np.dtype(_MEGATRON_DTYPES[code])
+        starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        if (pointers != starts[:-1] * dtype.itemsize).any():
+            raise ValueError("its sequences do not follow each other")
+        if path.stat().st_size != starts[-1] * dtype.itemsize:
+            raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not what it says")
+        document_starts = starts[borders[:-1]]
+    except (OSError, ValueError, IndexError) as error:
+        raise BadInputError(f"{idx} is not a readable Megatron index: {error}") from None
+    return _stream([np.memmap(path, dtype=dtype, mode="r")], document_starts)

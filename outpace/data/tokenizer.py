@@ -1,0 +1,206 @@
+"""Tokenizers: read from what is there, or trained on the data."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+
+from outpace.records.errors import BadInputError
+
+END_OF_TEXT = "<|endoftext|>"
+MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+# Merges learnt from this much text are as good as from more: counts of the frequent pairs settle.
+TRAINING_CHARACTERS = 32_000_000
+# Names under which families keep the token that ends a text, best first.
+_END_NAMES = (
+    END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "<|end|>", "<|eot_id|>",
+)  # fmt: skip
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` and the ids that data and models need of it.
+
+    `eos_id` ends a document. `vocab_size` is one more than the largest id.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, eos: str | None = None) -> None:
+        self.inner = inner
+        inner.no_truncation()
+        inner.no_padding()
+        vocab = inner.get_vocab(with_added_tokens=True)
+        if not vocab:
+            raise BadInputError("the tokenizer has no tokens")
+        self.vocab_size = max(vocab.values()) + 1
+        self._vocab = vocab
+        self.eos_token = eos if eos in vocab else next((n for n in _END_NAMES if n in vocab), None)
+        if self.eos_token is None:
+            raise BadInputError(
+                "the tokenizer has no end-of-text token; give it one of " + ", ".join(_END_NAMES)
+            )
+        self.eos_id: int = vocab[self.eos_token]
+        self.mask_id = vocab.get("[MASK]", vocab.get("<mask>"))
+        self.pad_id = vocab.get("[PAD]", vocab.get("<pad>"))
+        self.cls_id = vocab.get("[CLS]")
+        self.sep_id = vocab.get("[SEP]")
+        self.fingerprint = hashlib.blake2b(
+            inner.to_str().encode(), digest_size=16, person=b"outpace-token"
+        ).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without special tokens."""
+        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
+        """Ids of many texts, in parallel, without special tokens."""
+        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens."""
+        return str(self.inner.decode(ids, skip_special_tokens=True))
+
+    def save(self, directory: Path) -> None:
+        """Write a Hugging Face tokenizer directory, which AutoTokenizer loads."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.inner.save(str(directory / "tokenizer.json"))
+        special = {"eos_token": self.eos_token}
+        names = {"mask_token": "[MASK]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+                 "sep_token": "[SEP]", "unk_token": "[UNK]"}  # fmt: skip
+        special |= {role: name for role, name in names.items() if name in self._vocab}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+        _write_json(directory / "tokenizer_config.json", config)
+        _write_json(directory / "special_tokens_map.json", special)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def train_tokenizer(
+    documents: Iterable[str], vocab_size: int, *, masked: bool = False
+) -> Tokenizer:
+    """A byte-level BPE (Radford et al. 2019, §2.2) learnt from the first 32 M characters.
+
+    `masked` adds the special tokens of masked language models. Deterministic. Raises
+    BadInputError when there is no text, or the vocabulary cannot hold all bytes.
+    """
+    specials = [END_OF_TEXT, *(MASKED_SPECIALS if masked else ())]
+    least = 256 + len(specials)
+    if vocab_size < least:
+        raise BadInputError(
+            f"a byte-level tokenizer needs a vocabulary of at least {least}, not {vocab_size}; "
+            "use a model with a larger vocabulary or give --tokenizer"
+        )
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    taken = list(_at_most(documents, TRAINING_CHARACTERS))
+    if not taken:
+        raise BadInputError("there is no text to train a tokenizer on")
+    inner.train_from_iterator(taken, trainer)
+    return Tokenizer(inner, END_OF_TEXT)
+
+
+def _at_most(documents: Iterable[str], characters: int) -> Iterator[str]:
+    for text in documents:
+        if text:
+            yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def load_tokenizer(reference: str) -> Tokenizer:
+    """Read a tokenizer from a Hugging Face directory, tokenizer.json, GPT-2's encoder.json with
+    vocab.bpe (or vocab.json with merges.txt), or BERT's vocab.txt.
+
+    Raises BadInputError when there is none, or it cannot be read.
+    """
+    path = Path(reference)
+    try:
+        return _load(path)
+    except BadInputError:
+        raise
+    except Exception as error:
+        raise BadInputError(f"the tokenizer {path} cannot be read: {error}") from None
+
+
+def _load(path: Path) -> Tokenizer:
+    if path.is_file() and path.name == "vocab.txt":
+        return _word_pieces(path)
+    if path.is_file() and path.suffix == ".json":
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    if (path / "tokenizer.json").is_file():
+        return Tokenizer(
+            tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")), _eos_of(path)
+        )
+    for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
+        if (path / vocab).is_file() and (path / merges).is_file():
+            return _byte_pairs(path / vocab, path / merges)
+    if (path / "vocab.txt").is_file():
+        return _word_pieces(path / "vocab.txt")
+    if (path / "tokenizer_config.json").is_file():
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return Tokenizer(slow.backend_tokenizer, slow.eos_token)
+    raise BadInputError(
+        f"no tokenizer at {path}: expected tokenizer.json, encoder.json with vocab.bpe, "
+        "vocab.json with merges.txt, or vocab.txt"
+    )
+
+
+def _eos_of(directory: Path) -> str | None:
+    """The end-of-text token that a Hugging Face directory names."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        if path.is_file():
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+            if isinstance(token, dict):
+                token = token.get("content")
+            if isinstance(token, str):
+                return token
+    return None
+
+
+def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:
+    """GPT-2's format: a JSON of tokens, and merges one a line."""
+    inner = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    known = json.loads(vocab.read_text(encoding="utf-8"))
+    inner.add_special_tokens([name for name in _END_NAMES if name in known] or [END_OF_TEXT])
+    return Tokenizer(inner)
+
+
+def _word_pieces(vocab: Path) -> Tokenizer:
+    """BERT's format: a token a line; lower-cased unless the vocabulary has capitals."""
+    known = vocab.read_text(encoding="utf-8").splitlines()
+    cased = any(token != token.lower() and not token.startswith("[") for token in known)
+    inner = tokenizers.Tokenizer(models.WordPiece.from_file(str(vocab), unk_token="[UNK]"))
+    inner.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    specials = [token for token in MASKED_SPECIALS if token in known]
+    inner.add_special_tokens(specials)
+    tokenizer = Tokenizer(inner, "[SEP]")
+    if tokenizer.cls_id is not None and tokenizer.sep_id is not None:
+        inner.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", tokenizer.cls_id), ("[SEP]", tokenizer.sep_id)],
+        )
+    return tokenizer

@@ -1,0 +1,83 @@
+"""A job in writing: its run.json, and what is shown before the first step."""
+
+from datetime import UTC, datetime
+
+from outpace.launch.context import Job
+from outpace.probe.versions import commit, versions
+from outpace.records.measurement import RunInfo
+from outpace.records.run import RunRecord
+from outpace.train.checkpoint import clear_partial
+from outpace.train.precision import shape_hints
+
+# fp16 matrix products on a CPU take over a hundred times as long as bf16's.
+_TOY_PARAMETERS = 1_000_000
+
+
+def claim(job: Job, record: RunRecord) -> None:
+    """On rank 0: make the directory this run's, or take it up again."""
+    if not job.settings.resume:
+        job.run_dir.require_free()
+        job.run_dir.begin(record)
+        return
+    earlier = job.run_dir.require_run()
+    resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
+    job.run_dir.begin(
+        record.model_copy(
+            update={"started": earlier.started, "resumes": (*earlier.resumes, resumed)}
+        )
+    )
+    clear_partial(job.run_dir.checkpoints)
+
+
+def run_record(
+    job: Job, origins: dict[str, str], command: list[str], threads: int, parameters: int
+) -> RunRecord:
+    """Everything that determines the run."""
+    materials, (head, dirty) = job.materials, commit()
+    return RunRecord(
+        outpace=versions()["outpace"],
+        command=tuple(command),
+        settings=job.settings,
+        origins=origins,
+        plan=job.plan,
+        identity=job.plan.identity(job.settings.global_batch),
+        model=materials.spec,
+        parameters=parameters,
+        total_steps=job.total_steps,
+        seq_len=materials.seq_len,
+        tokenizer=materials.tokenizer.fingerprint if materials.tokenizer else None,
+        train_data=materials.train_fingerprint,
+        eval_data=materials.eval_fingerprint,
+        versions=versions(),
+        commit=head,
+        uncommitted_changes=dirty,
+        machine=job.machine,
+        device=str(job.device.type),
+        threads=threads,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> RunInfo:
+    """What is about to be trained, with hints on what may be better otherwise."""
+    hints = shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
+    slow = job.plan.precision == "fp16" and job.device.type == "cpu"
+    if slow and parameters > _TOY_PARAMETERS:
+        hints.append(
+            "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
+            "--precision bf16"
+        )
+    name = job.device.type
+    if job.device.type == "cuda":
+        name = job.machine.devices[job.device.index or 0].name
+    return RunInfo(
+        run=str(job.run_dir.path),
+        plan=job.plan,
+        identity=record.identity,
+        model=job.materials.name,
+        parameters=parameters,
+        device=name,
+        total_steps=job.total_steps,
+        start_step=start_step,
+        hints=tuple(hints),
+    )

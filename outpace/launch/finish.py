@@ -1,0 +1,121 @@
+"""The end of a run: the model exported, a sample of its text, the result written."""
+
+from torch import nn
+
+from outpace.data.corpus import unigram_entropy
+from outpace.interop.huggingface import write_model
+from outpace.interop.own import write_own
+from outpace.launch.context import Job
+from outpace.nn.generate import generate
+from outpace.nn.transformer import Transformer
+from outpace.records.measurement import Evaluation, Measurement
+from outpace.train.callbacks import tell
+from outpace.train.loop import Loop
+from outpace.train.run_dir import RESULT_FILE
+
+SAMPLE_PROMPT = "def "
+
+
+def finish(
+    job: Job,
+    loop: Loop,
+    parameters: int,
+    initial: Evaluation | None,
+    final: Evaluation | None,
+    train_s: float,
+) -> Measurement:
+    """Export, sample and sum up. Rank 0 writes; all ranks get the measurement."""
+
+    def sum_up() -> Measurement:
+        if final is not None:
+            tell(job.callbacks, "on_eval", final, True)
+        tell(job.callbacks, "on_stage", "writing the model")
+        _export(job, loop.model)
+        measurement = _measurement(job, loop, parameters, initial, final, train_s)
+        measurement.save(job.run_dir.path / RESULT_FILE)
+        tell(job.callbacks, "on_end", measurement)
+        return measurement
+
+    return job.groups.once(sum_up)
+
+
+def _export(job: Job, model: nn.Module) -> None:
+    materials, directory = job.materials, job.run_dir.model
+    if isinstance(model, Transformer):
+        tokenizer = materials.tokenizer
+        write_model(
+            directory, model.spec, model.state_dict(), tokenizer.save if tokenizer else None
+        )
+    else:
+        write_own(directory, model, job.settings.model)
+
+
+def _sample(job: Job, model: nn.Module) -> str | None:
+    """Text that the model writes, where it is a causal one with a tokenizer."""
+    tokenizer, count = job.materials.tokenizer, job.settings.sample_tokens
+    if tokenizer is None or count == 0 or not isinstance(model, Transformer):
+        return None
+    if not model.spec.causal:
+        return None
+    prompt = tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
+    ids = generate(
+        model,
+        prompt,
+        max_new_tokens=count,
+        temperature=0.8,
+        top_k=50,
+        seed=job.settings.seed,
+        stop_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode(ids)
+
+
+def _measurement(
+    job: Job,
+    loop: Loop,
+    parameters: int,
+    initial: Evaluation | None,
+    final: Evaluation | None,
+    train_s: float,
+) -> Measurement:
+    ledger = loop.ledger
+    costs, step_time_s = ledger.costs, ledger.median_step_time_s()
+    steps = job.total_steps - loop.start_step
+    corpus = job.materials.eval_corpus
+    last = ledger.steady[-1] if ledger.steady else None
+
+    def rate(amount: float | None) -> float | None:
+        return None if amount is None or step_time_s is None else amount / step_time_s
+
+    def share(flops: float | None) -> float | None:
+        peak, flops_per_s = costs.peak_flops_per_s, rate(flops)
+        return None if peak is None or flops_per_s is None else flops_per_s / peak
+
+    return Measurement(
+        run=str(job.run_dir.path),
+        steps=job.total_steps,
+        tokens=ledger.tokens,
+        samples=ledger.samples,
+        parameters=parameters,
+        world_size=job.plan.world_size,
+        step_time_s=step_time_s,
+        tokens_per_s=rate(costs.tokens),
+        samples_per_s=rate(costs.samples),
+        model_flops_per_s=rate(costs.model_flops),
+        hardware_flops_per_s=rate(costs.hardware_flops),
+        mfu=share(costs.model_flops),
+        hfu=share(costs.hardware_flops),
+        peak_memory_bytes=ledger.peak_memory_bytes,
+        parts=ledger.median_parts(),
+        first_loss=ledger.first_loss,
+        final_loss=last.loss if last else None,
+        initial_eval=initial,
+        final_eval=final,
+        unigram_entropy=unigram_entropy(corpus) if corpus is not None else None,
+        sample=_sample(job, loop.model),
+        skipped_steps=ledger.skipped_steps,
+        train_runtime=train_s,
+        train_samples_per_second=steps * costs.samples / train_s,
+        train_steps_per_second=steps / train_s,
+        train_loss=ledger.loss_sum / job.total_steps,
+    )

@@ -1,0 +1,321 @@
+"""A training job on one rank, put together from its settings and taken to its end."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.data.loader import Loader
+from outpace.launch.context import Job
+from outpace.launch.describe import claim, run_info, run_record
+from outpace.launch.finish import finish
+from outpace.launch.group import process_groups
+from outpace.launch.materials import build_objective, gather
+from outpace.launch.resolve import (
+    peak_flops_per_s,
+    resolve_device,
+    resolve_out,
+    resolve_plan,
+    resolve_steps,
+)
+from outpace.nn.levers import apply_checkpointing, compile_blocks
+from outpace.parallel import apply
+from outpace.planner.flops import step_flops
+from outpace.probe.machine import identify, usable_cores
+from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.accounting import Costs, Ledger
+from outpace.train.callbacks import Callback, tell
+from outpace.train.checkpoint import Checkpointer, Progress, newest_intact
+from outpace.train.evaluate import evaluate
+from outpace.train.guards import StopSignal
+from outpace.train.loggers import make_loggers, require_loggers
+from outpace.train.loop import Loop
+from outpace.train.optimizer import make_optimizer
+from outpace.train.precision import Mixed, make_mixed
+from outpace.train.profile import memory_history, profiler
+from outpace.train.run_dir import MetricsWriter, RunDir
+from outpace.train.step import Stepper
+from outpace.train.threads import set_threads
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job with everything live and ready for its first step."""
+
+    job: Job
+    loop: Loop
+    parameters: int
+    initial: Evaluation | None
+    measure: Callable[[int], Evaluation | None]
+
+    def run(self) -> Measurement:
+        """Train to the end and sum up."""
+        began_s = time.perf_counter()
+        wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
+        with memory_history(wanted, self.job.run_dir.path, rank):
+            self.loop.run()
+        train_s = time.perf_counter() - began_s
+        final = self.measure(self.job.total_steps)
+        return finish(self.job, self.loop, self.parameters, self.initial, final, train_s)
+
+
+def train(
+    settings: TrainSettings,
+    *,
+    ranks: Ranks,
+    origins: dict[str, str],
+    command: list[str],
+    callbacks: Sequence[Callback] = (),
+    restart: int = 0,
+    model: nn.Module | Callable[[], Any] | None = None,
+) -> Measurement:
+    """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
+
+    `model` is a live module or a function that builds one, in place of `settings.model`.
+    `callbacks` are heard on rank 0. Raises BadInputError, DivergedError, InterruptedRunError.
+    """
+    with prepared(
+        settings,
+        ranks=ranks,
+        origins=origins,
+        command=command,
+        callbacks=callbacks,
+        restart=restart,
+        model=model,
+    ) as ready:
+        return ready.run()
+
+
+@contextmanager
+def prepared(
+    settings: TrainSettings,
+    *,
+    ranks: Ranks,
+    origins: dict[str, str],
+    command: list[str],
+    callbacks: Sequence[Callback] = (),
+    restart: int = 0,
+    model: nn.Module | Callable[[], Any] | None = None,
+) -> Iterator[Prepared]:
+    """Everything up to the first step, as `train` does it, for who drives the loop by hand."""
+    heard = list(callbacks) if ranks.rank == 0 else []
+    with ExitStack() as stack:
+        stack.callback(lambda: tell(heard, "close"))
+        stop = stack.enter_context(StopSignal())
+        device = resolve_device(settings, ranks)
+        threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
+        machine = identify(find_accelerator)
+        plan = resolve_plan(settings, ranks, device, machine)
+        require_loggers(settings.log)
+        tell(heard, "on_stage", "preparing data")
+        cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+        materials = gather(settings, model, cache_dir, usable_cores(), heard)
+        total_steps = resolve_steps(settings, len(materials.train_data), materials.seq_len)
+        groups = stack.enter_context(
+            process_groups(ranks, device, settings.comm_timeout_s, restart)
+        )
+        run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
+        job = Job(
+            settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir, heard
+        )
+        yield _prepare(job, origins, command, threads, stop, stack)
+
+
+def _prepare(
+    job: Job,
+    origins: dict[str, str],
+    command: list[str],
+    threads: int,
+    stop: StopSignal,
+    stack: ExitStack,
+) -> Prepared:
+    settings, plan, device = job.settings, job.plan, job.device
+    tell(job.callbacks, "on_stage", "building the model")
+    mixed = make_mixed(plan.precision, device, settings.autocast_cache)
+    objective = build_objective(job.materials, settings, mixed.dtype, device)
+    parameters = sum(p.numel() for p in objective.model.parameters())
+    record = run_record(job, origins, command, threads, parameters)
+    job.groups.once(lambda: claim(job, record))
+    if job.ranks.rank == 0:
+        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
+    if settings.checkpointing != "none":
+        apply_checkpointing(objective.model, settings.checkpointing)
+    if settings.compile:
+        compile_blocks(objective.model)
+    optimizer = make_optimizer(objective.model.named_parameters(), settings)
+    checkpointer = _checkpointer(job)
+    progress = _restore(job, checkpointer, objective.model, optimizer, mixed)
+    start_step = progress.step if progress else 0
+    stepper = _stepper(job, objective, optimizer, mixed)
+    loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)
+    stack.callback(loader.close)
+
+    def measure(step: int) -> Evaluation | None:
+        return _evaluate(job, objective, mixed, step)
+
+    tell(job.callbacks, "on_start", run_info(job, record, parameters, start_step))
+    initial = _initial_evaluation(job, start_step, measure)
+    loop = Loop(
+        settings=settings,
+        stepper=stepper,
+        model=objective.model,
+        optimizer=optimizer,
+        steps=iter(loader),
+        ledger=_ledger(job, progress),
+        checkpointer=checkpointer,
+        evaluate=measure,
+        callbacks=job.callbacks,
+        stop=stop,
+        rank=job.ranks.rank,
+        world_size=job.ranks.world_size,
+        total_steps=job.total_steps,
+        start_step=start_step,
+        asynchronous=device.type == "cuda",
+        watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
+        if settings.profile
+        else None,
+    )
+    return Prepared(job, loop, parameters, initial, measure)
+
+
+def _stepper(
+    job: Job, objective: nn.Module, optimizer: torch.optim.Optimizer, mixed: Mixed
+) -> Stepper:
+    targets = job.materials.targets_per_sample
+    return Stepper(
+        applied=apply(objective, job.plan, job.ranks, job.device),
+        optimizer=optimizer,
+        parameters=[p for p in objective.parameters() if p.requires_grad],
+        mixed=mixed,
+        plan=job.plan,
+        clip=job.settings.clip,
+        device=job.device,
+        control=job.groups.control,
+        expected_targets=job.settings.global_batch * (targets or 1),
+        targets_known=targets is not None,
+    )
+
+
+def _checkpointer(job: Job) -> Checkpointer:
+    return Checkpointer(
+        job.run_dir.checkpoints,
+        job.settings.keep,
+        job.ranks.rank,
+        job.groups.saving,
+        on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
+        on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
+    )
+
+
+def _restore(
+    job: Job,
+    checkpointer: Checkpointer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mixed: Mixed,
+) -> Progress | None:
+    """Load the newest intact checkpoint of a run that is resumed."""
+    if not job.settings.resume:
+        return None
+
+    def say(sentence: str) -> None:
+        tell(job.callbacks, "on_hint", sentence)
+
+    folder = job.groups.once(lambda: newest_intact(job.run_dir.checkpoints, say))
+    if folder is None:
+        say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
+        job.groups.once(lambda: job.run_dir.cut_metrics(0))
+        return None
+    progress = checkpointer.load(folder, model, optimizer)
+    if mixed.scaler is not None and progress.scaler is not None:
+        mixed.scaler.load_state_dict(progress.scaler)
+    job.groups.once(lambda: job.run_dir.cut_metrics(progress.step))
+    return progress
+
+
+def _ledger(job: Job, progress: Progress | None) -> Ledger:
+    spec, seq_len = job.materials.spec, job.materials.seq_len
+    samples = job.settings.global_batch
+    model_flops = hardware_flops = None
+    if spec is not None and seq_len is not None:
+        model_flops = step_flops(spec, seq_len, samples)
+        hardware_flops = step_flops(
+            spec, seq_len, samples, checkpointing=job.settings.checkpointing
+        )
+    costs = Costs(
+        samples=samples,
+        tokens=None if seq_len is None else samples * seq_len,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        peak_flops_per_s=peak_flops_per_s(job.plan, job.machine, job.device),
+    )
+    if progress is None:
+        return Ledger(costs, tokens=None if seq_len is None else 0, samples=0)
+    return Ledger(
+        costs,
+        tokens=progress.tokens,
+        samples=progress.samples,
+        skipped_steps=progress.skipped_steps,
+        loss_sum=progress.loss_sum,
+        first_loss=progress.first_loss,
+    )
+
+
+def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader:
+    """This rank's micro-batches of `data`, step by step."""
+    settings = job.settings
+    pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+    return Loader(
+        data,
+        seed=settings.seed,
+        global_batch=settings.global_batch,
+        micro_batch=job.plan.micro_batch,
+        rank=job.ranks.rank,
+        data_parallel=job.plan.data_parallel,
+        start_step=start_step,
+        total_steps=total_steps,
+        workers=settings.workers,
+        pin_memory=pin,
+        device=job.device,
+    )
+
+
+def _evaluate(job: Job, objective: nn.Module, mixed: Mixed, step: int) -> Evaluation | None:
+    """The held-out loss; None where there is no held-out data."""
+    data = job.materials.eval_data
+    if data is None:
+        return None
+    batches = max(1, min(job.settings.eval_batches, len(data) // job.settings.global_batch))
+    loader = job_loader(job, data, 0, batches)
+    try:
+        return evaluate(
+            objective,
+            loader,
+            step=step,
+            mixed=mixed,
+            device=job.device,
+            group=job.groups.control,
+        )
+    finally:
+        loader.close()
+
+
+def _initial_evaluation(
+    job: Job, start_step: int, measure: Callable[[int], Evaluation | None]
+) -> Evaluation | None:
+    """Before the first step; a resumed run finds it among its evaluations."""
+    if start_step > 0:
+        return job.groups.once(lambda: job.run_dir.evaluation(0))
+    tell(job.callbacks, "on_stage", "measuring the initial loss")
+    initial = measure(0)
+    if initial is not None:
+        tell(job.callbacks, "on_eval", initial, False)
+    return initial

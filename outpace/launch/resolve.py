@@ -1,0 +1,139 @@
+"""From what was asked for to what is done: device, layout, length, place of the run."""
+
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.precision import default_precision
+
+DEFAULT_STEPS = 150
+DEFAULT_SEQ_LEN = 256
+
+
+def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
+    """The device of this rank. Raises BadInputError for what the machine does not have."""
+    choice = settings.device
+    if choice == "auto":
+        if torch.cuda.is_available():
+            choice = "cuda"
+        elif torch.backends.mps.is_available() and ranks.world_size == 1:
+            choice = "mps"
+        else:
+            choice = "cpu"
+    if choice == "cuda":
+        return _cuda(ranks)
+    if choice == "mps" and not torch.backends.mps.is_available():
+        raise BadInputError("--device mps: this machine has no Metal device. Use --device cpu.")
+    if choice == "mps" and ranks.world_size > 1:
+        raise BadInputError("--device mps trains on one process only. Use --nproc 1.")
+    for name in ("pin_memory", "memory_snapshot"):
+        if getattr(settings, name):
+            flag = "--" + name.replace("_", "-")
+            raise BadInputError(f"{flag} needs a CUDA device, but the device is {choice}.")
+    return torch.device(choice)
+
+
+def _cuda(ranks: Ranks) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise BadInputError("--device cuda: no CUDA device is visible. Use --device cpu.")
+    if ranks.local_world_size > count:
+        raise BadInputError(
+            f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
+            f"process needs one. Use --nproc {count} or --device cpu."
+        )
+    device = torch.device("cuda", ranks.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def resolve_plan(
+    settings: TrainSettings, ranks: Ranks, device: torch.device, machine: Machine
+) -> Plan:
+    """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
+    world_size = ranks.world_size
+    strategy = settings.strategy or ("ddp" if world_size > 1 else "single")
+    micro_batch = settings.micro_batch
+    if micro_batch is None:
+        if settings.global_batch % world_size:
+            lower = settings.global_batch // world_size * world_size
+            raise BadInputError(
+                f"global batch {settings.global_batch} cannot be shared by {world_size} "
+                f"data-parallel ranks; {lower or world_size} or {lower + world_size} can."
+            )
+        micro_batch = settings.global_batch // world_size
+    plan = Plan.parse(
+        {
+            "strategy": strategy,
+            "dp_replicate": world_size,
+            "micro_batch": micro_batch,
+            "precision": settings.precision or default_precision(device, machine),
+            "checkpointing": settings.checkpointing,
+            "compile": settings.compile,
+            "loss": settings.loss,
+            "compress_gradients": settings.compress_gradients,
+        },
+        "plan",
+    )
+    plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
+    return plan
+
+
+def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
+    """Tokens per sample. Raises BadInputError when longer than the model's positions."""
+    if settings.seq_len is None:
+        return min(DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN)
+    if positions is not None and settings.seq_len > positions:
+        raise BadInputError(
+            f"--seq-len {settings.seq_len} is longer than the model's {positions} positions. "
+            f"Use --seq-len {positions} or less, or a model with more positions."
+        )
+    return settings.seq_len
+
+
+def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
+    """Optimizer steps from --steps, --tokens or --epochs; `samples` are in one pass."""
+    if settings.tokens is not None:
+        if seq_len is None:
+            raise BadInputError("--tokens needs data made of tokens; use --steps or --epochs.")
+        return math.ceil(settings.tokens / (settings.global_batch * seq_len))
+    if settings.epochs is not None:
+        return max(1, math.ceil(settings.epochs * samples / settings.global_batch))
+    return settings.steps or DEFAULT_STEPS
+
+
+def resolve_out(settings: TrainSettings, model: str) -> Path:
+    """The directory of the run: --out, else one that is not there yet, named after the model."""
+    if settings.out is not None:
+        return settings.out
+    name = "".join(c if c.isalnum() or c in "-._" else "-" for c in Path(model).name)
+    base = Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{name}"
+    path, number = base, 1
+    while path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    return path
+
+
+def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
+    """Dense peak of all devices of the plan in its dtype; None where the catalog has none."""
+    if device.type != "cuda":
+        return None
+    present = machine.devices[device.index or 0]
+    known = find_accelerator(present.name, present.memory_bytes)
+    if known is None:
+        return None
+    dtype = plan.precision
+    if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        peak = known.peak.flops_per_s.get("tf32")
+    else:
+        peak = known.peak.flops_per_s.get(dtype)
+    return None if peak is None else peak * plan.world_size

@@ -1,0 +1,64 @@
+"""Which tokenizer a run uses: the one named, the model's own, or one trained on the data."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import xxhash
+from filelock import FileLock
+
+from outpace.data.corpus import content_fingerprint, is_tokens, read_documents
+from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from outpace.interop.models import OpenedModel
+from outpace.records.settings import TrainSettings
+from outpace.train.callbacks import Callback, tell
+
+# A byte-level BPE for a model whose vocabulary is not known.
+DEFAULT_VOCAB = 8192
+
+
+def tokenizer_for(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    vocab: int | None,
+    objective: Literal["causal", "masked"],
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer | None:
+    """The run's tokenizer; None where all data is tokens already and none is named."""
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer)
+    if all(is_tokens(source) for source in settings.data):
+        return None
+    if opened is not None and opened.tokenizer is not None:
+        return load_tokenizer(str(opened.tokenizer))
+    return _trained(settings, vocab or DEFAULT_VOCAB, objective == "masked", cache_dir, callbacks)
+
+
+def _trained(
+    settings: TrainSettings,
+    vocab: int,
+    masked: bool,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer:
+    """A tokenizer learnt from the training data, kept in the cache beside the tokens."""
+    content = content_fingerprint(settings.data, settings.text_field, cache_dir)
+    split: Literal["all", "train"] = "all" if settings.eval_data is not None else "train"
+    held_out = f"{split}|{settings.eval_fraction!r}"
+    key = xxhash.xxh3_128_hexdigest(
+        f"{content}|{held_out}|{vocab}|{masked}|{settings.text_field}".encode()
+    )
+    folder = cache_dir / "tokenizers" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "tokenizer.json").is_file():
+            tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
+            texts = read_documents(
+                settings.data, settings.text_field, split, settings.eval_fraction
+            )
+            learnt = train_tokenizer(texts, vocab, masked=masked)
+            temporary = folder.with_suffix(".tmp")
+            learnt.save(temporary)
+            temporary.replace(folder)
+        return load_tokenizer(str(folder))
