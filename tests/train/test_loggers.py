@@ -1,0 +1,83 @@
+"""Each logger writes real files, with no network."""
+
+import pytest
+
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.measurement import Evaluation, StepRecord
+from outpace.records.plan import Plan
+from outpace.records.run import RunRecord
+from outpace.records.settings import TrainSettings
+from outpace.train.loggers import make_loggers, require_loggers
+from outpace.train.run_dir import RunDir
+
+
+def record(*names):
+    return RunRecord(
+        outpace="0", command=("outpace", "train"), settings=TrainSettings(log=names), origins={},
+        plan=Plan(), identity="", model=None, parameters=1, total_steps=2, seq_len=8,
+        train_data="x", eval_data=None, versions={}, commit=None, uncommitted_changes=None,
+        machine=Machine(host_cores=1, host_memory_bytes=1, cpu="x"), device="cpu", threads=1,
+        started="2026-01-01",
+    )  # fmt: skip
+
+
+def step(number, loss):
+    return StepRecord(
+        step=number, tokens=8 * number, samples=number, loss=loss, lr=0.1, grad_norm=1.0,
+        step_time_s=0.5, data_s=0, forward_s=0.2, backward_s=0.2, optimizer_s=0.1,
+        communication_s=0, other_s=0, tokens_per_s=16, samples_per_s=2, model_flops_per_s=None,
+        hardware_flops_per_s=None, mfu=None, peak_memory_bytes=100, loss_scale=None,
+        skipped_steps=0,
+    )  # fmt: skip
+
+
+def log(tmp_path, name):
+    (logger,) = make_loggers(RunDir(tmp_path), record(name))
+    for number, loss in ((1, 3.5), (2, 2.5)):
+        logger.on_step(step(number, loss))
+    logger.on_eval(Evaluation(step=2, loss=2.0, perplexity=7.4, tokens=8, tokens_per_s=1), True)
+    logger.close()
+
+
+def test_tensorboard_curves_can_be_read_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 3.5), (2, 2.5)]
+    assert [e.value for e in events.Scalars("eval/loss")] == [2.0]
+    assert "train/mfu" not in events.Tags()["scalars"]
+
+
+def test_mlflow_curves_can_be_read_back(tmp_path):
+    import mlflow
+
+    log(tmp_path, "mlflow")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (experiment,) = client.search_experiments(filter_string="name = 'outpace'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics["train/loss"] == 2.5
+    assert run.data.params["global_batch"] == "16"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(1, 3.5), (2, 2.5)]
+
+
+def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log(tmp_path, "wandb")
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    (events,) = folder.glob("*.wandb")
+    content = events.read_bytes()
+    assert b"train/loss" in content
+    assert b"eval/perplexity" in content
+
+
+def test_a_logger_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(BadInputError, match=r"pip install 'outpace\[wandb\]'"):
+        require_loggers(("wandb",))
