@@ -36,6 +36,16 @@ def _block_weights(spec: ModelSpec) -> int:
     return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
 
 
+def _recomputed_weights(spec: ModelSpec) -> int:
+    """Elements of the weight matrices of a block that full checkpointing multiplies by again.
+
+    torch stops recomputing at the last tensor that the backward reads. A block's last product,
+    the MLP's down, is before it only where a dropout or a norm follows.
+    """
+    last_is_read = spec.dropout > 0 or not spec.norm_first
+    return _block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
+
+
 def _block_rest(spec: ModelSpec) -> int:
     """Elements of one block's biases and norms."""
     rest = 2 * spec.hidden * (2 if spec.norm == "layernorm" else 1)
@@ -86,8 +96,8 @@ def step_flops(
     product = samples * _attention_product(spec, seq_len, halve_causal)
     extra = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * product
     if checkpointing == "full":
-        blocks = 2 * samples * seq_len * spec.layers * _block_weights(spec)
-        extra += blocks + _FORWARD_PRODUCTS * product
+        again = 2 * samples * seq_len * spec.layers * _recomputed_weights(spec)
+        extra += again + _FORWARD_PRODUCTS * product
     return 3 * forward + extra
 
 

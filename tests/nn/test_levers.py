@@ -1,0 +1,172 @@
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from outpace.nn.levers import apply_checkpointing, compile_blocks, find_blocks
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.transformer import Transformer
+from outpace.records.errors import BadInputError
+
+COMPILER = pytest.mark.filterwarnings("default")
+
+
+class Own(nn.Module):
+    """A person's own model: blocks in a Sequential, with small ones inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(9))
+        self.stack = nn.Sequential(
+            nn.Linear(8, 8), *(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3))
+        )
+
+    def forward(self, x):
+        for norm in self.norms:
+            x = norm(x)
+        return self.stack(x)
+
+
+def test_blocks_are_the_largest_repeated_class(make_spec):
+    model = Transformer(make_spec("llama"))
+    assert find_blocks(model) == list(model.blocks)
+    assert find_blocks(Transformer(make_spec("gpt2", layers=1)))  # one block is one, too
+    own = Own()
+    assert find_blocks(own) == list(own.stack)[1:]
+
+
+def test_a_model_without_blocks_gets_a_sentence():
+    with pytest.raises(BadInputError, match="no repeated blocks"):
+        apply_checkpointing(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "full")
+    apply_checkpointing(nn.Linear(2, 2), "none")
+
+
+def _step(objective, tokens, dtype=None):
+    """Gradients of one step with the random state of seed 0."""
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        loss_sum, _ = objective({"tokens": tokens, "targets": tokens})
+    loss_sum.backward()
+    return {
+        name: parameter.grad
+        for name, parameter in objective.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _objective(make_spec, family, **values):
+    return LanguageModelObjective(Transformer(make_spec(family, **values)), "auto", None)
+
+
+def _kept_bytes(objective, tokens):
+    """Bytes that the blocks keep for the backward."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _step(objective, tokens)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [("gpt2", {"dropout": 0.2}), ("mistral", {}), ("qwen3", {}), ("bert", {"dropout": 0.2})],
+)
+def test_checkpointing_leaves_gradients_equal(make_spec, tokens, family, values, mode, dtype):
+    plain = _objective(make_spec, family, **values)
+    recomputed = copy.deepcopy(plain)
+    names = list(recomputed.state_dict())
+    apply_checkpointing(recomputed.model, mode)
+    assert list(recomputed.state_dict()) == names
+    wanted = _step(plain, tokens, dtype)
+    for name, grad in _step(recomputed, tokens, dtype).items():
+        assert torch.equal(grad, wanted[name]), name
+
+
+def test_checkpointing_computes_again_what_it_says(make_spec, tokens):
+    """Full: the blocks' forward but for its last product. Selective: no matrix product."""
+    counts = {}
+    for mode in ("none", "selective", "full"):
+        objective = _objective(make_spec, "llama")
+        apply_checkpointing(objective.model, mode)
+        with FlopCounterMode(display=False) as counter:
+            _step(objective, tokens)
+        counts[mode] = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        objective.model(tokens)
+    last_products = 2 * 2 * tokens.numel() * 48 * 32  # layers, multiply and add, ffn to hidden
+    assert counts["selective"] == counts["none"]
+    assert counts["full"] - counts["none"] == counter.get_total_flops() - last_products
+
+
+def test_checkpointing_keeps_less(make_spec, tokens):
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        objective = _objective(make_spec, "llama", layers=4)
+        apply_checkpointing(objective.model, mode)
+        kept[mode] = _kept_bytes(objective, tokens)
+    assert kept["full"] < 0.5 * kept["none"]
+
+
+def test_checkpointing_takes_a_persons_own_blocks():
+    torch.manual_seed(1)
+    own, x = Own(), torch.randn(2, 5, 8)
+    recomputed = copy.deepcopy(own)
+    apply_checkpointing(recomputed, "selective")
+    for model in (own, recomputed):
+        torch.manual_seed(0)
+        model(x).square().sum().backward()
+    for ours, exact in zip(recomputed.parameters(), own.parameters(), strict=True):
+        assert torch.equal(ours.grad, exact.grad)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointing_works_under_ddp(make_spec, tokens, one_rank, mode):
+    plain = _objective(make_spec, "gpt2", dropout=0.1)
+    recomputed = copy.deepcopy(plain)
+    apply_checkpointing(recomputed.model, mode)
+    wrapped = DistributedDataParallel(recomputed, gradient_as_bucket_view=True)
+    wanted = _step(plain, tokens)
+    for name, grad in _step(wrapped, tokens).items():
+        assert torch.equal(grad, wanted[name.removeprefix("module.")])
+
+
+@COMPILER
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_are_close(make_spec, tokens, one_rank, mode):
+    """One graph for both blocks, no breaks; with checkpointing, autocast and DDP."""
+    plain = _objective(make_spec, "qwen3")
+    compiled = copy.deepcopy(plain)
+    names = list(compiled.state_dict())
+    apply_checkpointing(compiled.model, mode)
+    compile_blocks(compiled.model)
+    assert list(compiled.state_dict()) == names
+    torch._dynamo.reset()
+    counters.clear()
+    wrapped = DistributedDataParallel(compiled, gradient_as_bucket_view=True)
+    for dtype, tolerance in ((None, 1e-4), (torch.bfloat16, 0.05)):
+        plain.zero_grad()
+        wrapped.zero_grad()
+        wanted = _step(plain, tokens, dtype)
+        for name, grad in _step(wrapped, tokens, dtype).items():
+            exact = wanted[name.removeprefix("module.")]
+            assert (grad - exact).norm() <= tolerance * exact.norm()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2  # one for each dtype, shared by the blocks

@@ -1,0 +1,280 @@
+import copy
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outpace.nn.levers import compile_blocks
+from outpace.nn.loss import ChunkedSum, LanguageModelObjective, linear_loss_sum, prefers_chunks
+from outpace.nn.transformer import Transformer
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+def _operands(rows=1300, width=24, vocab=97, bias=False):
+    """More rows than two chunks hold, and a third of them ignored."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=draw)
+    weight = torch.randn(vocab, width, generator=draw) / 4
+    targets = torch.randint(vocab, (rows,), generator=draw)
+    targets[torch.rand(rows, generator=draw) < 0.3] = -100
+    tensors = [hidden, weight] + ([torch.randn(vocab, generator=draw)] if bias else [])
+    return [tensor.requires_grad_() for tensor in tensors], targets
+
+
+def _reference(operands, targets):
+    """Sum of losses and gradients in float64, by the definition."""
+    exact = [operand.detach().double().requires_grad_() for operand in operands]
+    logits = F.linear(*exact)
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    return loss.detach(), torch.autograd.grad(loss, exact)
+
+
+def _ours(operands, targets, kind, dtype=None):
+    hidden, weight, bias = (*operands, None)[:3]
+    loss = linear_loss_sum(hidden, weight, bias, targets, kind, dtype)
+    return loss, torch.autograd.grad(loss, operands)
+
+
+def _error(ours, exact):
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "chunked", "auto"])
+@pytest.mark.parametrize("dtype", [None, *LOW])
+def test_loss_and_gradients_are_cross_entropys(kind, dtype, bias):
+    operands, targets = _operands(bias=bias)
+    exact_loss, exact_grads = _reference(operands, targets)
+    loss, grads = _ours(operands, targets, kind, dtype)
+    assert loss.dtype == torch.float32 and loss.shape == ()
+    tolerance = {None: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    assert _error(loss, exact_loss) < (1e-6 if dtype is None else 2e-4)
+    for ours, exact in zip(grads, exact_grads, strict=True):
+        assert _error(ours, exact) < tolerance
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", LOW)
+def test_what_accelerators_use_is_as_exact_as_the_plain_loss(dtype, bias):
+    operands, targets = _operands(bias=bias)
+    exact_loss, exact_grads = _reference(operands, targets)
+    hidden, weight, given = (*operands, None)[:3]
+    loss = ChunkedSum.apply(hidden, weight, given, targets, 512, dtype, True)
+    grads = torch.autograd.grad(loss, operands)
+    plain_loss, plain_grads = _ours(operands, targets, "plain", dtype)
+    assert _error(loss, exact_loss) < 1.5 * _error(plain_loss, exact_loss) + 1e-6
+    for ours, plain, exact in zip(grads, plain_grads, exact_grads, strict=True):
+        assert ours.dtype == torch.float32
+        assert _error(ours, exact) < 1.2 * _error(plain, exact)
+    with torch.no_grad():
+        silent = ChunkedSum.apply(hidden, weight, given, targets, 512, dtype, False)
+    assert torch.equal(silent, loss.detach())
+
+
+def test_what_accelerators_use_refuses_a_second_backward():
+    (hidden, weight), targets = _operands()
+    loss = ChunkedSum.apply(hidden, weight, None, targets, 512, torch.bfloat16, True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second backward"):
+        loss.backward()
+
+
+def test_torchs_own_chunks_lose_digits_in_16_bits():
+    """Why 16-bit input is kept from the operator; when this fails, `ChunkedSum` can go."""
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=512, chunking_method=None)
+    hidden, weight = torch.zeros(7000, 8), torch.zeros(30000, 8)
+    targets = torch.zeros(7000, dtype=torch.int64)
+    exact = 7000 * math.log(30000)
+    for dtype, wrong in ((torch.bfloat16, lambda x: abs(x / exact - 1) > 1e-3),
+                         (torch.float16, math.isinf)):  # fmt: skip
+        loss = F.linear_cross_entropy(
+            hidden.to(dtype), weight.to(dtype), targets, reduction="sum", options=options
+        )
+        assert wrong(loss.item())
+        ours = linear_loss_sum(hidden, weight, None, targets, "chunked", dtype)
+        assert ours.item() == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "chunked"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_no_targets_no_loss(kind, dtype):
+    operands, targets = _operands()
+    targets.fill_(-100)
+    loss, grads = _ours(operands, targets, kind, dtype)
+    assert loss.item() == 0
+    assert all(grad.abs().max() == 0 for grad in grads)
+    hidden, weight = operands
+    assert ChunkedSum.apply(hidden, weight, None, targets, 512, torch.bfloat16, True).item() == 0
+
+
+def test_auto_takes_chunks_where_logits_weigh():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert prefers_chunks(4096, 4096, cpu)
+    assert prefers_chunks(1024, 50257, cpu)
+    assert not prefers_chunks(4096, 512, cpu)
+    assert not prefers_chunks(512, 50257, cpu)  # one chunk holds them all
+    assert not prefers_chunks(4096, 4096, cuda)
+    assert prefers_chunks(8192, 50257, cuda)
+
+
+@pytest.fixture
+def objective_and_batch(make_spec):
+    model = Transformer(make_spec("llama", vocab=211, max_positions=200))
+    tokens = torch.randint(211, (6, 200), generator=torch.Generator().manual_seed(2))
+    targets = torch.cat((tokens[:, 1:], torch.full((6, 1), -100)), dim=1)
+    return LanguageModelObjective(model, "chunked", None), {"tokens": tokens, "targets": targets}
+
+
+def _gradients(module):
+    return [parameter.grad.clone() for parameter in module.parameters()]
+
+
+def test_the_objective_gives_sum_and_count(objective_and_batch):
+    objective, batch = objective_and_batch
+    loss_sum, count = objective(batch)
+    assert count.dtype == torch.int64 and count.item() == 6 * 199
+    logits = objective.model.logits(objective.model(batch["tokens"]))
+    exact = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+    torch.testing.assert_close(loss_sum, exact)
+    documents = torch.arange(200).expand(6, 200) // 30
+    assert objective(batch | {"documents": documents})[0].item() != loss_sum.item()
+
+
+@pytest.mark.parametrize("kind", ["plain", "chunked"])
+def test_scaling_and_accumulation_are_exact(objective_and_batch, kind):
+    objective, batch = objective_and_batch
+    objective.loss = kind
+    objective(batch)[0].backward()
+    whole = _gradients(objective)
+    objective.zero_grad()
+    for part in (slice(0, 2), slice(2, 6)):
+        loss_sum, _ = objective({key: value[part] for key, value in batch.items()})
+        (loss_sum * 65536.0).backward()
+    for ours, exact in zip(_gradients(objective), whole, strict=True):
+        torch.testing.assert_close(ours / 65536.0, exact, rtol=1e-4, atol=1e-3)
+
+
+def test_the_scaler_finds_an_overflow_and_unscales(objective_and_batch):
+    objective, batch = objective_and_batch
+    objective(batch)[0].backward()
+    plain = _gradients(objective)
+    objective.zero_grad()
+    objective.compute_dtype = torch.float16
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss_sum, count = objective(batch)
+    scaler.scale(loss_sum / count).backward()
+    scaler.unscale_(optimizer)
+    for ours, exact in zip(_gradients(objective), plain, strict=True):
+        assert _error(ours * count, exact.double()) < 0.02
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 65536.0
+    objective.zero_grad()
+    (scaler.scale(objective(batch)[0]) * math.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 32768.0
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+def test_ddp_gets_every_gradient(objective_and_batch, one_rank):
+    objective, batch = objective_and_batch
+    wrapped = DistributedDataParallel(copy.deepcopy(objective), gradient_as_bucket_view=True)
+    objective(batch)[0].backward()
+    with wrapped.no_sync():
+        wrapped(batch)[0].backward()
+    wrapped(batch)[0].backward()
+    for ours, exact in zip(_gradients(wrapped), _gradients(objective), strict=True):
+        torch.testing.assert_close(ours / 2, exact)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements of any tensor that any operator makes, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((out, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+def _largest_allocation(objective, batch, dtype):
+    """Bytes of the largest allocation of a forward and backward, from the allocator's events."""
+    with (
+        torch.profiler.profile(profile_memory=True) as profile,
+        torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
+    ):
+        objective(batch)[0].backward()
+    return max(
+        event.extra_fields.alloc_size
+        for event in _flat(profile.profiler.kineto_results.experimental_event_tree())
+        if event.name == "[memory]"
+    )
+
+
+def _flat(events):
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def _wide(make_spec, kind, dtype):
+    """Logits of 8 × 256 × 1,031 elements: larger than any other tensor of the step."""
+    model = Transformer(make_spec("gpt2", vocab=1031, max_positions=256))
+    tokens = torch.randint(1031, (8, 256), generator=torch.Generator().manual_seed(3))
+    objective = LanguageModelObjective(model, kind, dtype)
+    return objective, {"tokens": tokens, "targets": tokens}, tokens.numel() * 1031
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_no_tensor_holds_all_logits_eager(make_spec, dtype):
+    seen = {}
+    for kind in ("plain", "chunked"):
+        objective, batch, logits = _wide(make_spec, kind, dtype)
+        with (
+            _Largest() as largest,
+            torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
+        ):
+            objective(batch)[0].backward()
+        seen[kind] = largest.elements, _largest_allocation(objective, batch, dtype)
+    assert seen["plain"][0] >= logits and seen["plain"][1] >= logits * 2  # the test can see them
+    assert seen["chunked"][0] < logits and seen["chunked"][1] < logits * 2
+
+
+def test_no_tensor_holds_all_logits_on_accelerators():
+    (hidden, weight), targets = _operands(rows=2048, vocab=1031)
+    with _Largest() as largest:
+        ChunkedSum.apply(hidden, weight, None, targets, 512, torch.bfloat16, True).backward()
+    assert largest.elements == 512 * 1031
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["plain", "chunked"])
+def test_no_tensor_holds_all_logits_compiled(make_spec, kind):
+    objective, batch, logits = _wide(make_spec, kind, None)
+    compile_blocks(objective.model)
+    objective(batch)[0].backward()  # the compiler's own tensors are not of the step
+    held = _largest_allocation(objective, batch, None) >= logits * 2
+    assert held == (kind == "plain")
+    assert os.environ.get("TORCHDYNAMO_DISABLE", "0") != "1"
