@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
@@ -54,11 +56,11 @@ def process_groups(
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks.world_size == 1:
-        store: dist.Store = dist.HashStore()
+        store: Store = HashStore()
         backend = "gloo"
     else:
-        joined = dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
-        store = dist.PrefixStore(f"outpace-{restart}", next(joined)[0])
+        joined = rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+        store = PrefixStore(f"outpace-{restart}", next(joined)[0])
     dist.init_process_group(
         backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
     )

@@ -58,11 +58,13 @@ class Prepared:
 
     def run(self) -> Measurement:
         """Train to the end and sum up."""
+        tell(self.job.callbacks, "on_stage", "training")
         began_s = time.perf_counter()
         wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
         with memory_history(wanted, self.job.run_dir.path, rank):
             self.loop.run()
         train_s = time.perf_counter() - began_s
+        tell(self.job.callbacks, "on_stage", "measuring the final loss")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from outpace.data.corpus import prepare
+from outpace.data.corpus import Corpus, prepare
 from outpace.data.loader import Loader
 from outpace.data.samples import make_dataset
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
@@ -66,31 +66,19 @@ def evaluate(
     model, tokenizer = _open(run, device)
     record = _record(run)
     settings = record.settings if record else TrainSettings()
-    seq_len = (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, model.spec.max_positions)
-    sources, split = data, "all"
-    if sources is None:
-        sources, split = settings.eval_data or settings.data, "validation"
-        split = "all" if settings.eval_data else "validation"
-    corpus = prepare(
-        sources,
-        weights=None,
-        text_field=text_field or settings.text_field,
-        tokenizer=tokenizer,
-        cache_dir=settings.cache_dir or Path.home() / ".cache" / "outpace",
-        split=split,
-        eval_fraction=settings.eval_fraction,
-        processes=usable_cores(),
-    )
+    settings = settings.model_copy(update={"text_field": text_field or settings.text_field})
     dataset = make_dataset(
-        corpus,
-        seq_len,
+        _held_out(data, settings, tokenizer),
+        (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, model.spec.max_positions),
         objective=model.spec.objective,
         seed=settings.seed,
         document_attention=settings.document_attention,
         tokenizer=tokenizer,
     )
     target = next(model.parameters()).device
+    mixed = make_mixed(record.plan.precision if record else "fp32", target, True)
     size = min(batch_size or settings.global_batch, len(dataset))
+    steps = len(dataset) // size
     loader = Loader(
         dataset,
         seed=settings.seed,
@@ -99,24 +87,36 @@ def evaluate(
         rank=0,
         data_parallel=1,
         start_step=0,
-        total_steps=min(batches or len(dataset) // size, len(dataset) // size),
+        total_steps=min(batches or steps, steps),
         workers=0,
         pin_memory=False,
         device=target,
     )
-    mixed = make_mixed(record.plan.precision if record else "fp32", target, True)
-    objective = LanguageModelObjective(model, "auto", mixed.dtype)
-    try:
-        return measure(
-            objective,
-            loader,
-            step=record.total_steps if record else 0,
-            mixed=mixed,
-            device=target,
-            group=None,
-        )
-    finally:
-        loader.close()
+    return measure(
+        LanguageModelObjective(model, "auto", mixed.dtype),
+        loader,
+        step=record.total_steps if record else 0,
+        mixed=mixed,
+        device=target,
+        group=None,
+    )
+
+
+def _held_out(
+    data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer
+) -> Corpus:
+    """The data named, whole; else what the run held out."""
+    named = data or settings.eval_data
+    return prepare(
+        named or settings.data,
+        weights=None,
+        text_field=settings.text_field,
+        tokenizer=tokenizer,
+        cache_dir=settings.cache_dir or Path.home() / ".cache" / "outpace",
+        split="all" if named else "validation",
+        eval_fraction=settings.eval_fraction,
+        processes=usable_cores(),
+    )
 
 
 def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer]:

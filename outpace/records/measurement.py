@@ -102,9 +102,8 @@ class Measurement(Record):
     )
     sample: str | None = Field(default=None, description="text generated at the end")
     skipped_steps: int = 0
-    wall_s: float = 0.0
     # Hugging Face Trainer's names, so that results stand side by side.
     train_runtime: float
     train_samples_per_second: float
     train_steps_per_second: float
-    train_loss: float | None = Field(description="mean over the steps of this invocation")
+    train_loss: float | None = Field(description="mean over the run's steps")

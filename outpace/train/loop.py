@@ -73,7 +73,7 @@ class Loop:
         batches = next(self.steps)
         seed_step(settings.seed, step, self.rank)
         rate = learning_rate(settings, step - 1, self.total_steps)
-        return self.stepper.run(step, rate, batches, self.stop.requested)
+        return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _settle(self, waiting: deque[RawStep], left: int) -> None:
         """Account for steps until `left` are still waiting for the device."""

@@ -1,6 +1,6 @@
 """One optimizer step on one rank, from micro-batches to new weights."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,13 +89,18 @@ class Stepper:
         """Start the clock of the next step: what follows is time spent waiting for data."""
         self._timer.begin()
 
-    def run(self, step: int, lr: float, batches: Iterable[Batch], stop: bool) -> RawStep:
-        """Do step number `step` (from 1) with learning rate `lr`; `begin` was called before."""
+    def run(
+        self, step: int, lr: float, batches: Iterable[Batch], stop: Callable[[], bool]
+    ) -> RawStep:
+        """Do step number `step` (from 1) with learning rate `lr`; `begin` was called before.
+
+        `stop` is asked late, so that a signal during the step is heard by all ranks within it.
+        """
         timer = self._timer
         timer.mark("data")
         totals = self._gradients(list(batches))
         communication_s = self._applied.exposed_communication_s()
-        gathered, pending = self._exchange(totals, stop)
+        gathered, pending = self._exchange(totals, stop())
         if not self._targets_known:
             _wait(pending)
             pending = []

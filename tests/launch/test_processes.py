@@ -1,0 +1,188 @@
+"""Runs of two processes over gloo, started as people start them; runs that are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.gloo
+
+FLAGS = ["--model=outpace-tiny", "--seq-len=32", "--global-batch=8", "--eval-batches=1",
+         "--sample-tokens=0", "--precision=fp32", "--dropout=0"]  # fmt: skip
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture
+def command(corpus, token_cache):
+    """The command line of a tiny run, without its --out."""
+
+    def make(out: Path, *flags: str, launcher=()):
+        outpace = ["-m", "outpace", "train", f"--data={corpus}", f"--cache-dir={token_cache}"]
+        return [sys.executable, *launcher, *outpace, *FLAGS, f"--out={out}", *flags]
+
+    return make
+
+
+def do(arguments, **options):
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=240, **options)
+
+
+def losses(run: Path):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return {json.loads(line)["step"]: json.loads(line)["loss"] for line in lines}
+
+
+def weights(run: Path):
+    return load_file(run / "model" / "model.safetensors")
+
+
+def start(arguments):
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def wait_for_step(run: Path, step: int, process) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        metrics = run / "metrics.jsonl"
+        if metrics.is_file() and len(metrics.read_text().splitlines()) >= step:
+            return
+        if process.poll() is not None:
+            raise AssertionError(process.communicate()[1])
+        time.sleep(0.02)
+    raise AssertionError(f"no step {step} within two minutes")
+
+
+def test_two_ranks_train_as_one_and_a_resume_on_one_goes_on(tmp_path, command):
+    one = do(command(tmp_path / "one", "--steps=6"))
+    assert one.returncode == 0, one.stderr
+    two = do(command(tmp_path / "two", "--steps=6", "--nproc=2", "--save-every=3", "--keep=9"))
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5)
+    # Take the two-rank run back to step 3 and finish it on one process: the same samples follow.
+    for step in (6,):
+        for file in (tmp_path / "two" / "checkpoints" / f"step-{step}").iterdir():
+            file.unlink()
+    resumed = do(command(tmp_path / "two", "--steps=6", "--resume", "--nproc=1"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, command):
+    flags = ("--steps=3", "--json", "--micro-batch=2")
+    done = do(command(tmp_path / "run", *flags, launcher=TORCHRUN))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["world_size"] == 2
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "accumulation 2 × data-parallel 2" in record["identity"]
+
+
+def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
+    whole = do(command(tmp_path / "whole", "--steps=400", "--nproc=2"))
+    assert whole.returncode == 0, whole.stderr
+    process = start(command(tmp_path / "cut", "--steps=400", "--nproc=2"))
+    wait_for_step(tmp_path / "cut", 5, process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75, errors
+    assert "--resume" in errors
+    assert "Traceback" not in errors
+    done = len(losses(tmp_path / "cut"))
+    assert 5 <= done < 400
+    resumed = do(command(tmp_path / "cut", "--steps=400", "--nproc=2", "--resume"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_second_signal_ends_at_once(tmp_path, command):
+    process = start(command(tmp_path / "run", "--steps=100000"))
+    wait_for_step(tmp_path / "run", 3, process)
+    os.kill(process.pid, signal.SIGSTOP)  # so that both are pending, as from an impatient person
+    os.kill(process.pid, signal.SIGCONT)
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.6)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode in (75, 128 + signal.SIGTERM)
+
+
+def test_kill_9_during_saves_never_costs_the_run(tmp_path, command):
+    """Saves at every step, so a kill at any moment lands in or beside one."""
+    flags = ("--steps=40", "--save-every=1")
+    whole = do(command(tmp_path / "whole", *flags))
+    assert whole.returncode == 0, whole.stderr
+    for kill_at in (4, 11, 23):
+        resume = ("--resume",) if (tmp_path / "cut" / "run.json").is_file() else ()
+        process = start(command(tmp_path / "cut", *flags, *resume))
+        wait_for_step(tmp_path / "cut", kill_at, process)
+        time.sleep(0.003 * kill_at)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+    resumed = do(command(tmp_path / "cut", *flags, "--resume"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    partial = [p for p in (tmp_path / "cut" / "checkpoints").iterdir()
+               if not (p / "complete.json").is_file()]  # fmt: skip
+    assert partial == []
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 24 MiB of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = do(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(mount)])
+    if made.returncode != 0:
+        pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
+    yield mount
+    do(["umount", str(mount)])
+
+
+@pytest.mark.root
+def test_a_full_disk_is_said_and_leaves_nothing_half_written(small_disk, command):
+    done = do(command(small_disk / "run", "--steps=6"))
+    assert done.returncode == 0, done.stderr
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (22 << 20))
+    again = do(command(small_disk / "again", "--steps=6"))
+    assert again.returncode == 2, again.stderr
+    assert "full" in again.stderr
+    assert "Traceback" not in again.stderr
+    assert not (small_disk / "again").exists()
+
+
+@pytest.mark.root
+def test_a_disk_that_fills_during_a_run_keeps_the_last_good_checkpoint(small_disk, command):
+    """Training goes on without the checkpoints that do not fit, and says so."""
+    process = start(command(small_disk / "run", "--steps=400", "--save-every=20", "--keep=9"))
+    wait_for_step(small_disk / "run", 45, process)
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (free.f_bavail * free.f_frsize - (300 << 10)))
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 2, errors
+    assert "could not be saved" in errors
+    assert "Traceback" not in errors
+    assert not (small_disk / "run" / "model").exists()
+    checkpoints = small_disk / "run" / "checkpoints"
+    assert all((folder / "complete.json").is_file() for folder in checkpoints.iterdir())

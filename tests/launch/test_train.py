@@ -1,0 +1,221 @@
+"""A run on one process, through its public door: what it leaves, and that it resumes bit for bit."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outpace.launch.job import train
+from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.callbacks import Callback
+
+TINY = {
+    "model": "outpace-tiny",
+    "seq_len": 32,
+    "global_batch": 8,
+    "steps": 8,
+    "eval_batches": 1,
+    "sample_tokens": 4,
+    "precision": "fp32",
+}
+
+
+@pytest.fixture
+def run(tmp_path, corpus, token_cache):
+    """Train tiny things below tmp_path; returns the run's directory."""
+
+    def start(name="run", callbacks=(), **changes):
+        values = {**TINY, "data": (str(corpus),), "cache_dir": token_cache, **changes}
+        settings = TrainSettings(out=tmp_path / name, **values)
+        train(settings, ranks=Ranks(), origins={}, command=["test"], callbacks=callbacks)
+        return tmp_path / name
+
+    return start
+
+
+class StopAt(Callback):
+    """Sends this process SIGTERM so that `step` is the last that is done."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, record):
+        if record.step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def metrics(directory: Path):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(directory: Path):
+    return load_file(directory / "model" / "model.safetensors")
+
+
+def assert_same_run(one: Path, other: Path):
+    for name in ("step", "loss", "grad_norm", "lr", "samples", "tokens", "loss_scale"):
+        assert [m[name] for m in metrics(one)] == [m[name] for m in metrics(other)], name
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_leaves_what_it_promises(run):
+    directory = run()
+    record = json.loads((directory / "run.json").read_text())
+    assert record["settings"]["global_batch"] == 8
+    assert record["train_data"]
+    assert record["versions"]["torch"]
+    assert record["identity"].startswith("global batch 8 = micro-batch 8 × accumulation 1")
+    lines = metrics(directory)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    wanted = (
+        "step tokens samples loss lr grad_norm step_time_s tokens_per_s samples_per_s "
+        "model_flops_per_s hardware_flops_per_s mfu hfu peak_memory_bytes loss_scale skipped_steps "
+        "data_s forward_s backward_s optimizer_s communication_s"
+    ).split()
+    assert set(wanted) <= lines[0].keys()
+    assert lines[-1]["samples"] == 64
+    assert lines[-1]["tokens"] == 64 * 32
+    assert lines[0]["mfu"] is None  # a CPU is not in the catalog
+    parts = ("data_s", "forward_s", "backward_s", "optimizer_s", "communication_s", "other_s")
+    assert sum(lines[3][p] for p in parts) == pytest.approx(lines[3]["step_time_s"])
+    result = json.loads((directory / "result.json").read_text())
+    for name in ("train_runtime", "train_samples_per_second", "train_steps_per_second"):
+        assert result[name] > 0
+    assert result["train_loss"] == pytest.approx(sum(m["loss"] for m in lines) / 8)
+    assert result["final_eval"]["loss"] < result["initial_eval"]["loss"]
+    assert (directory / "checkpoints" / "step-8" / "complete.json").is_file()
+
+
+def test_the_exported_model_loads_in_transformers(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = run(steps=2)
+    model = AutoModelForCausalLM.from_pretrained(directory / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model", local_files_only=True)
+    out = model(**tokenizer("def run(self):", return_tensors="pt"))
+    assert torch.isfinite(out.logits).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stop", [2, 5])
+def test_an_interrupted_run_resumes_bit_for_bit(run, precision, stop):
+    extra = {"precision": precision, "dropout": 0.1, "micro_batch": 4, "schedule": "wsd"}
+    whole = run("whole", **extra)
+    with pytest.raises(InterruptedRunError, match=f"step {stop} of 8") as caught:
+        run("cut", callbacks=[StopAt(stop)], **extra)
+    assert caught.value.exit_code == 75
+    resumed = run("cut", resume=True, **extra)
+    assert_same_run(whole, resumed)
+
+
+def test_fp16_resumes_with_its_loss_scale(run):
+    extra = {"precision": "fp16", "steps": 4, "model": "outpace-tiny", "global_batch": 2}
+    whole = run("whole", **extra)
+    with pytest.raises(InterruptedRunError):
+        run("cut", callbacks=[StopAt(2)], **extra)
+    resumed = run("cut", resume=True, **extra)
+    assert metrics(whole)[0]["loss_scale"] > 0
+    assert_same_run(whole, resumed)
+
+
+def test_accumulation_does_not_change_the_mathematics(run):
+    whole = run("whole", steps=3)
+    split = run("split", steps=3, micro_batch=2)
+    for one, other in zip(metrics(whole), metrics(split), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_a_finished_run_can_be_trained_further_only_with_more_steps(run):
+    directory = run(steps=3)
+    before = weights(directory)
+    again = run(steps=3, resume=True)
+    assert all(torch.equal(before[name], after) for name, after in weights(again).items())
+    assert [m["step"] for m in metrics(again)] == [1, 2, 3]
+
+
+def test_a_directory_with_another_run_is_refused(run):
+    run(steps=1)
+    with pytest.raises(BadInputError, match="already holds a run"):
+        run(steps=1)
+
+
+def test_nothing_to_resume_is_refused(run):
+    with pytest.raises(BadInputError, match="no run to resume"):
+        run(resume=True)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_exports_nothing(run, tmp_path):
+    with pytest.raises(
+        DivergedError, match=r"step \d+.*last good checkpoint is .*step-\d"
+    ) as caught:
+        run(lr=1e30, clip=0, warmup=0, save_every=1, schedule="constant")
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
+    whole = run("whole", save_every=2)
+    with pytest.raises(InterruptedRunError):
+        run("cut", callbacks=[StopAt(5)], save_every=2)
+    file = next((tmp_path / "cut" / "checkpoints" / "step-5").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+    heard = []
+
+    class Hear(Callback):
+        def on_hint(self, sentence):
+            heard.append(sentence)
+
+    resumed = run("cut", callbacks=[Hear()], resume=True, save_every=2)
+    assert any("step-5" in sentence and "passed over" in sentence for sentence in heard)
+    assert_same_run(whole, resumed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch": 7, "micro_batch": 2}, "7 is not a multiple of 2 × 1"),
+        ({"seq_len": 100_000}, "longer than the model's"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"pin_memory": True}, "needs a CUDA device"),
+        ({"init": "pretrained"}, "has no weights"),
+        ({"strategy": "single", "model": "no-such-model"}, "no-such-model"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_written(run, tmp_path, changes, message):
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(BadInputError, match=message):
+        run(**changes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lever", [{"checkpointing": "full"}, {"checkpointing": "selective"},
+                                   {"loss": "plain"}, {"loss": "chunked"},
+                                   {"optimizer": "adamw-foreach"}, {"optimizer": "adamw-for-loop"},
+                                   {"autocast_cache": False}, {"workers": 1},
+                                   {"document_attention": False}])  # fmt: skip
+def test_exact_levers_leave_the_losses_as_they_are(run, lever):
+    plain = metrics(run("plain", steps=3))
+    pulled = metrics(run("pulled", steps=3, **lever))
+    for one, other in zip(plain, pulled, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_hardware_flops_count_recomputation(run):
+    line = metrics(run(steps=1, checkpointing="full"))[0]
+    assert line["hardware_flops_per_s"] > 1.1 * line["model_flops_per_s"]
+
+
+def test_profile_writes_a_chrome_trace(run):
+    directory = run(steps=6, profile=True)
+    trace = json.loads((directory / "trace-rank0.json").read_text())
+    assert len(trace["traceEvents"]) > 100
