@@ -1,0 +1,231 @@
+"""config.json of a Hugging Face model directory, read into a ModelSpec."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.model import Family, ModelSpec
+
+CONFIG_FILE = "config.json"
+# The model_type of a spec that no architecture of transformers has: outpace alone reads it.
+OWN_TYPE = "outpace"
+FAMILIES: tuple[Family, ...] = get_args(Family)
+_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "gelu": "gelu",
+        "gelu_python": "gelu",
+        "gelu_new": "gelu_tanh",
+        "gelu_fast": "gelu_tanh",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_python_tanh": "gelu_tanh",
+        "silu": "silu",
+        "swish": "silu",
+    }
+)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The values of config.json. Raises BadInputError when there is none or it is no object."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise BadInputError(
+                f"{directory} holds an adapter (adapter_config.json), not a whole model. "
+                "Merge it into its base model first (merge_and_unload of peft)."
+            )
+        raise BadInputError(
+            f"{directory} is no Hugging Face model directory: it has no config.json"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadInputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
+    return values
+
+
+def spec_from_hf(directory: Path) -> ModelSpec:
+    """The dimensions and choices of a Hugging Face model directory.
+
+    A spec has one dropout: GPT-2's and BERT's is that of the residual stream, the others' that
+    of attention. Raises BadInputError for an architecture or a feature that is not supported.
+    """
+    where = str(directory / CONFIG_FILE)
+    values = read_config(directory)
+    model_type = values.get("model_type")
+    if model_type == OWN_TYPE:
+        return ModelSpec.parse(values.get("spec") or {}, where)
+    if not isinstance(model_type, str):
+        raise BadInputError(
+            f"{where} has no model_type, so the architecture is unknown; add one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    if model_type not in FAMILIES:
+        raise BadInputError(
+            f"{where}: the architecture {model_type!r} is not supported."
+            f"{nearest(model_type, FAMILIES)} Supported: {', '.join(FAMILIES)}. "
+            "Any other model can be trained through file.py:build."
+        )
+    return spec_from_config(_load_config(directory, where), where)
+
+
+def _load_config(directory: Path, where: str) -> Any:
+    """The config as transformers understands it, every default filled in."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise BadInputError(f"{where} is not understood by transformers: {error}") from None
+
+
+def spec_from_config(config: Any, where: str) -> ModelSpec:
+    """The spec of a `transformers` config of one of the families. Raises BadInputError."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise BadInputError(
+            f"{where}: the weights are quantized (quantization_config), which cannot be trained. "
+            "Use the model that it was quantized from."
+        )
+    family = config.model_type
+    reader = {"gpt2": _read_gpt2, "bert": _read_bert}.get(family, _read_llama_like)
+    return ModelSpec.parse({"family": family, **reader(config, where)}, where)
+
+
+def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
+    """Refuse settings that change what the model computes in a way that a spec cannot say."""
+    for name, value in allowed.items():
+        found = getattr(config, name, value)
+        if found != value and found is not None:
+            raise BadInputError(
+                f"{where}: {name} = {found!r} is not supported, only {value!r}. "
+                "Such a model can be trained through file.py:build."
+            )
+
+
+def _activation(name: str, where: str) -> str:
+    if name not in _ACTIVATIONS:
+        raise BadInputError(
+            f"{where}: the activation {name!r} is not supported; supported: "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _read_gpt2(config: Any, where: str) -> dict[str, Any]:
+    _refuse(
+        config,
+        where,
+        {
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    )
+    return {
+        "layers": config.n_layer,
+        "hidden": config.n_embd,
+        "heads": config.n_head,
+        "ffn": config.n_inner or 4 * config.n_embd,
+        "vocab": config.vocab_size,
+        "max_positions": config.n_positions,
+        "norm_eps": config.layer_norm_epsilon,
+        "activation": _activation(config.activation_function, where),
+        "tied": config.tie_word_embeddings,
+        "dropout": config.resid_pdrop,
+    }
+
+
+def _read_bert(config: Any, where: str) -> dict[str, Any]:
+    _refuse(
+        config,
+        where,
+        {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
+    )
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "max_positions": config.max_position_embeddings,
+        "norm_eps": config.layer_norm_eps,
+        "activation": _activation(config.hidden_act, where),
+        "tied": config.tie_word_embeddings,
+        "segments": config.type_vocab_size,
+        "dropout": config.hidden_dropout_prob,
+    }
+
+
+def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None),
+        "ffn": config.intermediate_size,
+        "vocab": config.vocab_size,
+        "max_positions": config.max_position_embeddings,
+        "norm_eps": config.rms_norm_eps,
+        "activation": _activation(config.hidden_act, where),
+        "tied": config.tie_word_embeddings,
+        "dropout": config.attention_dropout,
+        **_read_rope(config.rope_parameters or {}, where),
+        **_read_biases(config),
+        **_read_windows(config),
+    }
+
+
+def _read_biases(config: Any) -> dict[str, Any]:
+    """Which of Llama's and Qwen 3's products have biases; Mistral's and Qwen 2's are fixed."""
+    if config.model_type not in ("llama", "qwen3"):
+        return {}
+    attention = config.attention_bias
+    return {
+        "qkv_bias": attention,
+        "out_bias": attention,
+        "mlp_bias": getattr(config, "mlp_bias", False),
+    }
+
+
+def _read_windows(config: Any) -> dict[str, Any]:
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or config.model_type == "mistral" or kinds is None:
+        return {"sliding_window": window}
+    layers = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not layers:
+        return {}
+    everywhere = len(layers) == config.num_hidden_layers
+    return {"sliding_window": window, "window_layers": None if everywhere else layers}
+
+
+def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise BadInputError(
+            f"{where}: the rotary scaling {kind!r} is not supported; supported: default, llama3. "
+            "Without it (remove rope_scaling) the model is right up to the positions that it was "
+            "first trained with."
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise BadInputError(
+            f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; "
+            "rotary positions turn whole heads here"
+        )
+    read: dict[str, Any] = {"rope_theta": rope.get("rope_theta", 10_000.0)}
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        read["rope_scaling"] = {
+            **{name: rope[name] for name in names if name in rope},
+            "original_max_positions": rope.get("original_max_position_embeddings"),
+        }
+    return read

@@ -1,0 +1,155 @@
+"""A ModelSpec as the config of the `transformers` model that computes the same."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from outpace.interop.config import FAMILIES, spec_from_config
+from outpace.records.errors import BadInputError
+from outpace.records.model import Family, ModelSpec
+
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "gpt2": "GPT2LMHeadModel",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "bert": "BertForMaskedLM",
+    }
+)
+_HF_ACTIVATIONS = MappingProxyType({"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"})
+
+
+def hf_config(
+    spec: ModelSpec,
+    *,
+    eos_id: int | None = None,
+    bos_id: int | None = None,
+    pad_id: int | None = None,
+    dtype: str = "float32",
+) -> Any:
+    """The `transformers` config whose model computes what the spec's does.
+
+    Its architecture is the spec's family where that has all of the spec's features, else the
+    first family that has. Raises BadInputError where none has.
+    """
+    ids = {"eos_token_id": eos_id, "bos_token_id": bos_id, "pad_token_id": pad_id}
+    order = sorted(FAMILIES, key=lambda family: family != spec.family)
+    for family in order:
+        config = _config_of(family, spec, ids)
+        if config is not None:
+            config.architectures = [ARCHITECTURES[family]]
+            config.dtype = dtype
+            return config
+    raise BadInputError(
+        f"no architecture of transformers has all features of this {spec.family} model; "
+        "it can be written in outpace's own form only"
+    )
+
+
+def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, int | None]) -> Any | None:
+    """The family's config, None where reading it back would not give the same model."""
+    import transformers
+
+    classes = {
+        "gpt2": transformers.GPT2Config,
+        "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
+        "qwen2": transformers.Qwen2Config,
+        "qwen3": transformers.Qwen3Config,
+        "bert": transformers.BertConfig,
+    }
+    try:
+        config = classes[family](**_write(family, spec), **ids)
+        same = _meaning(spec_from_config(config, "")) == _meaning(spec)
+    except Exception:  # the class refuses the values: strict checks of its own, of many types
+        return None
+    return config if same else None
+
+
+def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    if family == "gpt2":
+        return _write_gpt2(spec)
+    return _write_bert(spec) if family == "bert" else _write_llama_like(family, spec)
+
+
+def _meaning(spec: ModelSpec) -> dict[str, Any]:
+    """What a spec says, however it says it."""
+    values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
+    if spec.positions == "learned":
+        values = {key: value for key, value in values.items() if not key.startswith("rope")}
+    return {**values, "windows": [spec.layer_window(index) for index in range(spec.layers)]}
+
+
+def _write_gpt2(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "n_layer": spec.layers,
+        "n_embd": spec.hidden,
+        "n_head": spec.heads,
+        "n_inner": spec.ffn,
+        "vocab_size": spec.vocab,
+        "n_positions": spec.max_positions,
+        "layer_norm_epsilon": spec.norm_eps,
+        "activation_function": _HF_ACTIVATIONS[spec.activation],
+        "tie_word_embeddings": spec.tied,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), spec.dropout),
+    }
+
+
+def _write_bert(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "intermediate_size": spec.ffn,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.max_positions,
+        "layer_norm_eps": spec.norm_eps,
+        "hidden_act": _HF_ACTIVATIONS[spec.activation],
+        "tie_word_embeddings": spec.tied,
+        "type_vocab_size": spec.segments,
+        "hidden_dropout_prob": spec.dropout,
+        "attention_probs_dropout_prob": spec.dropout,
+    }
+
+
+def _write_llama_like(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    if spec.rope_scaling is not None:
+        scaling = spec.rope_scaling.model_dump()
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_positions")
+        rope |= {"rope_type": "llama3", **scaling}
+    values: dict[str, Any] = {
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.hidden,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "intermediate_size": spec.ffn,
+        "vocab_size": spec.vocab,
+        "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": spec.norm_eps,
+        "hidden_act": _HF_ACTIVATIONS[spec.activation],
+        "tie_word_embeddings": spec.tied,
+        "attention_dropout": spec.dropout,
+        "rope_parameters": rope,
+    }
+    if family != "qwen2" or spec.head_dim * spec.heads != spec.hidden:
+        values["head_dim"] = spec.head_dim
+    if family in ("llama", "qwen3"):
+        values["attention_bias"] = spec.qkv_bias
+    if family == "llama":
+        values["mlp_bias"] = spec.mlp_bias
+    return values if family == "llama" else {**values, **_write_windows(family, spec)}
+
+
+def _write_windows(family: str, spec: ModelSpec) -> dict[str, Any]:
+    if family == "mistral":
+        return {"sliding_window": spec.sliding_window}
+    windows = [spec.layer_window(index) for index in range(spec.layers)]
+    return {
+        "use_sliding_window": any(windows),
+        "sliding_window": spec.sliding_window,
+        "max_window_layers": next((i for i, w in enumerate(windows) if w), spec.layers),
+        "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
+    }

@@ -1,0 +1,68 @@
+"""A directory written whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from outpace.records.errors import BadInputError
+
+
+@contextmanager
+def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
+    """Yield a directory to fill; at the end it takes `directory`'s name, all at once.
+
+    A directory of that name is replaced if it is empty or holds `marker`, so that nothing is
+    lost that was not written by us. Raises BadInputError for that, and for whatever the file
+    system refuses (a full disk, no permission): then nothing is left behind.
+    """
+    if directory.exists() and not _replaceable(directory, marker):
+        raise BadInputError(
+            f"{directory} is there already and holds something else than a model (no {marker}). "
+            "Name another directory, or remove it."
+        )
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        _to_disk(temporary)
+        _take_name(temporary, directory)
+    except (OSError, SafetensorError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise BadInputError(
+            f"cannot write {directory}: {reason}. Make room, or name a place that can be written."
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replaceable(directory: Path, marker: str) -> bool:
+    return directory.is_dir() and ((directory / marker).exists() or not any(directory.iterdir()))
+
+
+def _to_disk(folder: Path) -> None:
+    """Wait until every file is on the disk: some file systems say only then that it is full."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _take_name(temporary: Path, directory: Path) -> None:
+    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    if directory.exists():
+        directory.rename(old)
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if old.exists():
+            old.rename(directory)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,127 @@
+"""What `--model` may name, opened."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from outpace.catalog.models import PRESETS, preset
+from outpace.interop.config import CONFIG_FILE, FAMILIES, spec_from_hf
+from outpace.interop.own import OWN_FILE, load_function, read_own
+from outpace.interop.weights import has_weights
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.model import ModelSpec
+
+_RUN_FILE = "run.json"
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "encoder.json", "vocab.txt",
+    "tokenizer.model",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model that was named. `spec` is None and `build` given for a person's own.
+
+    `weights` and `tokenizer`: the directories that hold them, None where there are none.
+    """
+
+    kind: Literal["preset", "huggingface", "spec", "run", "own"]
+    spec: ModelSpec | None
+    weights: Path | None
+    tokenizer: Path | None
+    build: Callable[[], Any] | None
+    name: str
+
+
+def open_model(reference: str) -> OpenedModel:
+    """Find the model that `reference` names.
+
+    A preset's name comes first ("./gpt2" is the directory); then a Hugging Face directory, the
+    directory of a finished run, a spec file (.toml, .json), or "file.py:function". Only the last
+    runs a person's code. Raises BadInputError.
+    """
+    if reference in PRESETS:
+        return OpenedModel("preset", preset(reference), None, None, None, reference)
+    if reference.rpartition(":")[0].endswith(".py"):
+        return OpenedModel("own", None, None, None, load_function(reference), reference)
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        return _open_run(path) if (path / _RUN_FILE).is_file() else _open_huggingface(path)
+    if path.suffix in (".toml", ".json") and path.is_file():
+        return OpenedModel("spec", read_spec(path), None, None, None, path.stem)
+    if path.suffix == ".py" and path.is_file():
+        raise BadInputError(
+            f"{path} needs the name of a function that returns the model: --model {path}:build"
+        )
+    if path.is_file():
+        raise BadInputError(
+            f"{path} is neither a spec (.toml, .json) nor a Python file (file.py:build)"
+        )
+    raise BadInputError(
+        f"no preset, directory or file named {reference!r}.{nearest(reference, PRESETS)} "
+        f"Presets: {', '.join(PRESETS)}"
+    )
+
+
+def _open_huggingface(path: Path) -> OpenedModel:
+    if (path / OWN_FILE).is_file():
+        return OpenedModel("own", None, None, None, read_own(path), path.name)
+    if not (path / CONFIG_FILE).is_file():
+        raise BadInputError(
+            f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
+        )
+    weights = path if has_weights(path) else None
+    return OpenedModel(
+        "huggingface", spec_from_hf(path), weights, _tokenizer(path), None, path.name
+    )
+
+
+def _open_run(path: Path) -> OpenedModel:
+    """A run's exported model, to start from."""
+    model = path / "model"
+    if (model / OWN_FILE).is_file():
+        return OpenedModel("run", None, model, _tokenizer(model), read_own(model), path.name)
+    if not (model / CONFIG_FILE).is_file() or not has_weights(model):
+        raise BadInputError(
+            f"the run {path} holds no finished model (in {model}); let it reach its end first, "
+            "with --resume"
+        )
+    return OpenedModel("run", spec_from_hf(model), model, _tokenizer(model), None, path.name)
+
+
+def _tokenizer(directory: Path) -> Path | None:
+    there = any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    return directory if there else None
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """A ModelSpec from a TOML or JSON file with its keys.
+
+    Raises BadInputError for unknown keys (with the nearest right one) and bad values.
+    """
+    values = _read(path)
+    if "model_type" in values or "architectures" in values:
+        raise BadInputError(
+            f"{path} is a Hugging Face config; name its directory: --model {path.parent}"
+        )
+    if values.get("family") not in FAMILIES:
+        said = f"unknown family {values['family']!r}" if "family" in values else "family is missing"
+        raise BadInputError(f"{path}: {said}; families: {', '.join(FAMILIES)}")
+    return ModelSpec.parse(values, str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        kind = path.suffix.removeprefix(".").upper()
+        raise BadInputError(f"{path} is not {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise BadInputError(f"{path} holds a {type(values).__name__}, not keys and values")
+    return values

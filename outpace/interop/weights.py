@@ -1,0 +1,252 @@
+"""The weights of a Hugging Face model directory: read into our names, one tensor at a time."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outpace.interop.config import CONFIG_FILE, read_config
+from outpace.interop.names import Naming, group, naming
+from outpace.nn.transformer import Transformer
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: read only when asked for."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the spec's model, ours."""
+    with torch.device("meta"):
+        model = Transformer(spec)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """The directory's weights under our names, fp32, on the CPU; ready for `load_state_dict`.
+
+    Reads safetensors, whole or sharded, else .bin files (nothing in them is executed). Beyond
+    the result no more than one stored tensor is in memory. Raises BadInputError for files that
+    are missing or corrupt and for tensors that are missing, unexpected or of another shape.
+    """
+    used = naming(str(read_config(directory).get("model_type")))
+    shapes = expected_shapes(spec)
+    groups = group(shapes, used)
+    with _stored(directory) as tensors:
+        found = _by_canonical_name(tensors, used)
+        _check_tied(found, spec, used, directory)
+        _check(found, groups, shapes, used, directory)
+        weights: dict[str, Tensor] = {}
+        for stored, names in groups.items():
+            weights.update(_convert(found[stored], names, shapes, used, stored))
+    return {name: weights[name] for name in shapes}
+
+
+def _by_canonical_name(tensors: Sequence[Stored], used: Naming | None) -> dict[str, Stored]:
+    if used is None:
+        return {tensor.name: tensor for tensor in tensors}
+    named = {used.canonical(tensor.name): tensor for tensor in tensors}
+    return {name: tensor for name, tensor in named.items() if not used.is_ignored(name)}
+
+
+def _check_tied(
+    found: dict[str, Stored], spec: ModelSpec, used: Naming | None, directory: Path
+) -> None:
+    """Settle on one tensor where a file holds the same one twice; refuse if they differ."""
+    if used is None:
+        return
+    bias = used.tied_head.replace("weight", "bias")
+    if used.head_bias and bias in found:
+        # An untied BERT computes with the decoder's own bias.
+        if not spec.tied or used.head_bias not in found:
+            found[used.head_bias] = found[bias]
+        del found[bias]
+    head = found.get(used.tied_head)
+    embedding = found.get(used.stored_name("embed.tokens.weight"))
+    if not spec.tied or head is None:
+        return
+    if embedding is not None and not torch.equal(head.read(), embedding.read()):
+        raise BadInputError(
+            f"{directory / CONFIG_FILE} says that the head is tied to the embedding, but "
+            f"{head.name} and {embedding.name} differ. Set tie_word_embeddings to false."
+        )
+    del found[used.tied_head]
+
+
+def _check(
+    found: dict[str, Stored],
+    groups: dict[str, list[str]],
+    shapes: dict[str, tuple[int, ...]],
+    used: Naming | None,
+    directory: Path,
+) -> None:
+    """Refuse files that do not hold exactly the model's tensors, naming them."""
+    missing = [name for name in groups if name not in found]
+    unexpected = [tensor.name for name, tensor in found.items() if name not in groups]
+    wrong = []
+    for name, ours in groups.items():
+        tensor, shape = found.get(name), _stored_shape(name, ours, shapes, used)
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            wrong.append(f"{tensor.name} is {_show(tensor.shape)}, not {_show(shape)}")
+        elif tensor.dtype not in _FLOATS:
+            wrong.append(f"{tensor.name} is stored as {tensor.dtype}, not as floating point")
+    sentences = [
+        f"{directory}: {what}: {_some(names)}."
+        for what, names in (
+            ("missing tensors", missing),
+            ("tensors that do not fit config.json", wrong),
+            ("tensors that the model does not have", unexpected),
+        )
+        if names
+    ]
+    if sentences:
+        raise BadInputError(
+            "\n".join(sentences) + "\nThe weights are not those of the model in config.json; use "
+            "--init random to train it from nothing."
+        )
+
+
+def _stored_shape(
+    stored: str,
+    names: list[str],
+    shapes: dict[str, tuple[int, ...]],
+    used: Naming | None,
+) -> tuple[int, ...]:
+    """The shape in the file of our tensors `names`, joined."""
+    first, *rest = shapes[names[0]]
+    shape = (first * len(names), *rest)
+    return shape[::-1] if used is not None and used.is_transposed(stored) else shape
+
+
+def _convert(
+    tensor: Stored,
+    names: list[str],
+    shapes: dict[str, tuple[int, ...]],
+    used: Naming | None,
+    stored: str,
+) -> dict[str, Tensor]:
+    """Our tensors from a stored one: turned, split, fp32, in memory of their own."""
+    whole = tensor.read()
+    if used is not None and used.is_transposed(stored):
+        whole = whole.t()
+    parts = whole.split([shapes[name][0] for name in names])
+    return {
+        name: part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        for name, part in zip(names, parts, strict=True)
+    }
+
+
+@contextmanager
+def _stored(directory: Path) -> Iterator[list[Stored]]:
+    """Every tensor of the directory's weight files, which stay open until the end."""
+    paths = weight_files(directory)
+    with ExitStack() as stack:
+        tensors = []
+        for path in paths:
+            if path.suffix == ".safetensors":
+                tensors += _open_safetensors(path, stack)
+            else:
+                tensors += _open_bin(path)
+        yield tensors
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether there are files that `read_weights` reads."""
+    return any((directory / name).is_file() for name in (SINGLE, INDEX, BIN_SINGLE, BIN_INDEX))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the weights. Raises BadInputError when there are none or some lack."""
+    for single, index in ((SINGLE, INDEX), (BIN_SINGLE, BIN_INDEX)):
+        if (directory / single).is_file():
+            return [directory / single]
+        if (directory / index).is_file():
+            return _shards(directory / index)
+    raise BadInputError(
+        f"{directory} holds no weights (no {SINGLE} or {INDEX}). Use --init random to start from "
+        "random ones."
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except OSError as error:
+        raise BadInputError(f"cannot read {index}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadInputError(f"{index} is corrupt: it has no weight_map of files") from None
+    outside = [name for name in names if Path(str(name)).name != name]
+    if outside:
+        raise BadInputError(f"{index} names files outside of its directory: {_some(outside)}")
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise BadInputError(
+            f"{index} names {len(names)} files, but {len(absent)} of them are not there: "
+            f"{_some(absent)}. Fetch the model again."
+        )
+    return [index.parent / name for name in names]
+
+
+def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
+    try:
+        file = stack.enter_context(safe_open(str(path), framework="pt"))
+        return [_entry(file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise BadInputError(f"{path} is corrupt or cut short: {error}. Fetch it again.") from None
+
+
+def _entry(file: Any, name: str) -> Stored:
+    part = file.get_slice(name)
+    return Stored(name, tuple(part.get_shape()), part.get_dtype(), lambda: file.get_tensor(name))
+
+
+def _open_bin(path: Path) -> list[Stored]:
+    kinds = {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+    }
+    try:
+        values = torch.load(path, map_location="cpu", weights_only=True)
+        return [
+            Stored(name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t))
+            for name, t in values.items()
+        ]
+    except Exception as error:  # pickle, zip and torch raise many kinds for a broken file
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadInputError(f"{path} cannot be read: {first}") from None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return " × ".join(str(size) for size in shape) or "a scalar"

@@ -1,0 +1,119 @@
+"""A model of ours as a Hugging Face model directory."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outpace.interop.config import CONFIG_FILE, OWN_TYPE
+from outpace.interop.config_out import hf_config
+from outpace.interop.folder import whole_folder
+from outpace.interop.names import Naming, group, naming
+from outpace.interop.weights import INDEX
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def write_model(
+    directory: Path,
+    spec: ModelSpec,
+    state_dict: Mapping[str, Tensor],
+    tokenizer_save: Callable[[Path], None] | None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
+
+    `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A
+    spec that no architecture of transformers has is written in outpace's own form, which
+    `spec_from_hf` and `read_weights` read. Whole or not at all; beyond `state_dict` one shard
+    is in memory. Raises BadInputError when the directory cannot be written.
+    """
+    with whole_folder(directory, CONFIG_FILE) as folder:
+        ids: dict[str, int | None] = {}
+        if tokenizer_save is not None:
+            tokenizer_save(folder)
+            ids = _special_ids(folder)
+        model_type = _write_config(folder, spec, ids, dtype)
+        _write_weights(folder, state_dict, naming(model_type), dtype, max_shard_bytes)
+
+
+def _special_ids(folder: Path) -> dict[str, int | None]:
+    """The ids of the tokenizer in `folder` as transformers understands them."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return {
+        "eos_id": tokenizer.eos_token_id,
+        "bos_id": tokenizer.bos_token_id,
+        "pad_id": tokenizer.pad_token_id,
+    }
+
+
+def _write_config(
+    folder: Path, spec: ModelSpec, ids: Mapping[str, int | None], dtype: torch.dtype
+) -> str:
+    """Write config.json, and what generation needs; return the model_type."""
+    try:
+        config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
+    except BadInputError:
+        values = {"model_type": OWN_TYPE, "spec": spec.model_dump(mode="json")}
+        (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return OWN_TYPE
+    config.save_pretrained(str(folder))
+    if spec.causal:
+        from transformers import GenerationConfig
+
+        GenerationConfig.from_model_config(config).save_pretrained(str(folder))
+    model_type: str = config.model_type
+    return model_type
+
+
+def _write_weights(
+    folder: Path,
+    state_dict: Mapping[str, Tensor],
+    used: Naming | None,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+) -> None:
+    groups = group(state_dict, used)
+    if used is not None and used.head_bias and used.tied_head in groups:
+        # An untied BERT computes with a bias of the decoder's own.
+        state_dict = {**state_dict, "decoder_bias": state_dict["head_bias"].clone()}
+        groups[used.tied_head.replace("weight", "bias")] = ["decoder_bias"]
+    planned = {
+        stored: _join([state_dict[name].to("meta", dtype) for name in names], stored, used)
+        for stored, names in groups.items()
+    }
+    split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
+    for file, stored_names in split.filename_to_tensors.items():
+        shard = {
+            stored: _join(
+                [state_dict[name].detach().to("cpu", dtype) for name in groups[stored]],
+                stored,
+                used,
+            )
+            for stored in stored_names
+        }
+        save_file(shard, str(folder / file), metadata={"format": "pt"})
+    if split.is_sharded:
+        index: dict[str, Any] = {
+            "metadata": split.metadata,
+            "weight_map": split.tensor_to_filename,
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:
+    """The stored form of our tensors: joined, and turned where the family stores in × out."""
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if used is not None and used.is_transposed(stored):
+        whole = whole.t()
+    return whole.contiguous()
