@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from outpace.catalog.models import PRESETS, preset
 from outpace.interop.config import CONFIG_FILE, FAMILIES, spec_from_hf
-from outpace.interop.own import OWN_FILE, load_function, read_own
+from outpace.interop.own import OWN_FILE, read_own
+from outpace.interop.own_file import load_function
 from outpace.interop.weights import has_weights
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.model import ModelSpec
@@ -69,7 +70,7 @@ def open_model(reference: str) -> OpenedModel:
 def _open_huggingface(path: Path) -> OpenedModel:
     if (path / OWN_FILE).is_file():
         return OpenedModel("own", None, None, None, read_own(path), path.name)
-    if not (path / CONFIG_FILE).is_file():
+    if not any((path / name).is_file() for name in (CONFIG_FILE, "adapter_config.json")):
         raise BadInputError(
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
         )

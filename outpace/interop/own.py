@@ -1,15 +1,10 @@
 """A person's own model: `file.py:build`, its loss, its weights on disk."""
 
-import hashlib
-import importlib.util
 import inspect
 import json
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import safetensors.torch
@@ -20,10 +15,12 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from outpace.interop.folder import whole_folder
+from outpace.interop.own_file import failure, load_function
 from outpace.interop.weights import SINGLE
+from outpace.nn.loss import IGNORED, LanguageModelObjective
+from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError, nearest
 
-IGNORED = -100
 OWN_FILE = "model.json"
 
 
@@ -44,59 +41,6 @@ _RETURNS = (
 )
 
 
-def load_function(reference: str) -> Callable[[], Any]:
-    """The function that 'file.py:function' names. Runs the file. Raises BadInputError."""
-    file, _, name = reference.rpartition(":")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise BadInputError(f"there is no file {file} (from {reference!r})")
-    module = _run_file(path.resolve())
-    functions = [
-        key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-    ]
-    build = getattr(module, name, None)
-    if not callable(build):
-        raise BadInputError(
-            f"{path} has no function {name!r}.{nearest(name, functions)} "
-            f"Give --model {path}:FUNCTION, a function that returns the model."
-        )
-    found: Callable[[], Any] = build
-    return found
-
-
-def _run_file(path: Path) -> ModuleType:
-    """Import a file, as `python file.py` would: beside it lie the modules that it may import."""
-    digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
-    name = path.stem if path.stem.isidentifier() else f"own_{digest}"
-    known = sys.modules.get(name)
-    if known is not None and getattr(known, "__file__", None) != str(path):
-        name = f"{name}_{digest}"
-    # Loader workers that are spawned import the file again by this name.
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        sys.modules.pop(name, None)
-        raise BadInputError(f"{error.filename}:{error.lineno}: {error.msg}") from None
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(name, None)
-        raise BadInputError(_where(error, str(path))) from None
-    return module
-
-
-def _where(error: BaseException, file: str | None) -> str:
-    """'file.py:12: ValueError: …': the last line of the person's own file, or the last at all."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    own = [frame for frame in frames if frame.filename == file]
-    place = f"{(own or frames)[-1].filename}:{(own or frames)[-1].lineno}: " if frames else ""
-    return f"{place}{type(error).__name__}: {error}"
-
-
 def build_own(build: Callable[[], Any]) -> OwnModel:
     """Call a person's function and sort what it returns.
 
@@ -112,7 +56,7 @@ def build_own(build: Callable[[], Any]) -> OwnModel:
     except (Exception, SystemExit) as error:
         code = getattr(build, "__code__", None)
         raise BadInputError(
-            f"{name}() failed at {_where(error, getattr(code, 'co_filename', None))}"
+            f"{name}() failed at {failure(error, getattr(code, 'co_filename', None))}"
         ) from None
     own = _sorted(returned, name)
     if not isinstance(own.module, nn.Module):
@@ -123,6 +67,11 @@ def build_own(build: Callable[[], Any]) -> OwnModel:
         raise BadInputError(
             f"{name}() gave a {type(own.loss).__name__} as the loss; it has to be a function "
             "loss(module, batch) that returns the mean loss, or (sum of losses, count)"
+        )
+    if isinstance(own.loss, nn.modules.loss._Loss):
+        raise BadInputError(
+            f"{name}() gave {type(own.loss).__name__} as the loss, which takes outputs and "
+            "targets; give a function loss(module, batch) that calls it"
         )
     for part in ("dataset", "eval_dataset"):
         value = getattr(own, part)
@@ -170,6 +119,7 @@ class OwnObjective(nn.Module):
         super().__init__()
         self.model = own.module
         self.loss = own.loss
+        self._vocab = _stated_vocab(own.module)
         forward = inspect.signature(own.module.forward).parameters
         self._accepts = frozenset(forward)
 
@@ -178,6 +128,10 @@ class OwnObjective(nn.Module):
 
         Raises BadInputError where what the loss or the module returns is none of the above.
         """
+        if self.loss is None and isinstance(self.model, Transformer):
+            # It returns hidden states (B, S, D), which would pass for logits.
+            scored: tuple[Tensor, Tensor] = LanguageModelObjective(self.model)(batch)
+            return scored
         if self.loss is not None:
             given = self.loss(self.model, batch)
             if isinstance(given, tuple) and len(given) == 2:
@@ -188,12 +142,22 @@ class OwnObjective(nn.Module):
         targets = batch.get("targets") if isinstance(batch, Mapping) else None
         logits = _logits(output)
         if logits is not None and targets is not None:
+            self._check_width(logits)
             return _cross_entropy(logits, targets)
         loss = getattr(output, "loss", None)
         mean = _scalar(output if loss is None else loss, "the module's output")
         counted = batch.get("labels") if targets is None and isinstance(batch, Mapping) else targets
         count = _samples(batch) if counted is None else (counted != IGNORED).sum()
         return _pair(mean * count, count)
+
+    def _check_width(self, logits: Tensor) -> None:
+        """Refuse hidden states: cross-entropy would take them for scores of a few tokens."""
+        if self._vocab is not None and logits.shape[-1] < self._vocab:
+            raise BadInputError(
+                f"the model returned {logits.shape[-1]} values per token, fewer than its "
+                f"vocabulary of {self._vocab}, so these are no logits. Return logits (batch, "
+                "sequence, vocabulary), or a loss function beside the module."
+            )
 
     def _call(self, batch: Any) -> Any:
         """Give the module the batch in the way its forward takes it."""
@@ -264,19 +228,29 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _stated_vocab(module: nn.Module) -> int | None:
+    """The vocabulary that a module says it has, None where it does not say."""
+    if isinstance(module, Transformer):
+        return module.spec.vocab
+    size = getattr(getattr(module, "config", None), "vocab_size", None)
+    return size if isinstance(size, int) else None
+
+
 def own_vocab(module: nn.Module) -> int | None:
     """Rows of the token embedding: config.vocab_size, or the largest embedding there is."""
-    size = getattr(getattr(module, "config", None), "vocab_size", None)
-    if isinstance(size, int):
-        return size
+    stated = _stated_vocab(module)
+    if stated is not None:
+        return stated
     rows = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
     return max(rows, default=None)
 
 
 def own_positions(module: nn.Module) -> int | None:
     """The longest sequence that the module's config allows, None where it says nothing."""
+    if isinstance(module, Transformer):
+        return module.spec.max_positions
     config = getattr(module, "config", None)
-    for name in ("max_position_embeddings", "n_positions"):
+    for name in ("max_position_embeddings", "n_positions", "block_size"):
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
