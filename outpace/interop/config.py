@@ -180,7 +180,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
         "dropout": config.attention_dropout,
         **_read_rope(config.rope_parameters or {}, where),
         **_read_biases(config),
-        **_read_windows(config),
+        **_read_windows(config, where),
     }
 
 
@@ -196,13 +196,19 @@ def _read_biases(config: Any) -> dict[str, Any]:
     }
 
 
-def _read_windows(config: Any) -> dict[str, Any]:
+def _read_windows(config: Any, where: str) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if window is None or config.model_type == "mistral" or kinds is None:
+    if config.model_type == "mistral" or kinds is None:
         return {"sliding_window": window}
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise BadInputError(
+            f"{where}: layer_types has {', '.join(unknown)}; supported: full_attention, "
+            "sliding_attention"
+        )
     layers = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
-    if not layers:
+    if not layers or window is None:
         return {}
     everywhere = len(layers) == config.num_hidden_layers
     return {"sliding_window": window, "window_layers": None if everywhere else layers}

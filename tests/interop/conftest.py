@@ -76,21 +76,38 @@ def auto_class(family: str) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def load_theirs(directory: Path) -> Any:
-    """What a person does with the directory: the Auto class, offline."""
-    family = transformers.AutoConfig.from_pretrained(directory, local_files_only=True).model_type
-    found, info = auto_class(family).from_pretrained(
-        directory, local_files_only=True, output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"], info
-    return found.eval()
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    """Each variant of each family."""
+    return str(request.param)
 
 
-def load_ours(directory: Path) -> Transformer:
-    spec = spec_from_hf(directory)
-    model = Transformer(spec, seed=99)
-    model.load_state_dict(read_weights(directory, spec))
-    return model.eval()
+@pytest.fixture
+def load_theirs() -> Callable[[Path], Any]:
+    """What a person does with a directory: the Auto class, offline, with nothing amiss."""
+
+    def load(directory: Path) -> Any:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        found, info = auto_class(config.model_type).from_pretrained(
+            directory, local_files_only=True, output_loading_info=True
+        )
+        assert not info["missing_keys"] and not info["unexpected_keys"], info
+        return found.eval()
+
+    return load
+
+
+@pytest.fixture
+def load_ours() -> Callable[[Path], Transformer]:
+    """Our model from a directory."""
+
+    def load(directory: Path) -> Transformer:
+        spec = spec_from_hf(directory)
+        model = Transformer(spec, seed=99)
+        model.load_state_dict(read_weights(directory, spec))
+        return model.eval()
+
+    return load
 
 
 @pytest.fixture
