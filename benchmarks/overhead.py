@@ -48,7 +48,6 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 def worker(case: str, out: Path) -> None:
     """One rank: builds both loops and alternates them."""
-    import torch
     import torch.distributed as dist
 
     from outpace.launch.environment import ranks_from
@@ -70,7 +69,7 @@ def worker(case: str, out: Path) -> None:
     )
     with prepared(settings, ranks=ranks, origins={}, command=[]) as ready:
         ours = ready.loop.iterate()
-        bare = bare_loop(ready, torch.device("cpu"))
+        bare = bare_loop(ready)
         control = ready.job.groups.control
 
         def block(loop: Iterator[object]) -> float:
@@ -100,13 +99,11 @@ def _narrow(pairs: list[tuple[float, float]]) -> bool:
     return (high - low) / 2 <= HALF_WIDTH * middle
 
 
-def bare_loop(ready, device) -> Iterator[None]:
+def bare_loop(ready) -> Iterator[None]:
     """What a person would write: the same model class, loss kernel, optimizer and batches."""
     import torch
-    import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    from outpace.launch.job import job_loader
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.transformer import Transformer
 
@@ -124,18 +121,7 @@ def bare_loop(ready, device) -> Iterator[None]:
         [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}],
         lr=1e-3, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
-    data = job.materials.train_data
-    share = job.plan.micro_batch
-    tokens = torch.stack([data[i]["tokens"] for i in range(64 + GLOBAL_BATCH)])
-    targets = torch.stack([data[i]["targets"] for i in range(64 + GLOBAL_BATCH)])
-    _ = F, job_loader
-    step = 0
-    while True:
-        begin = (step * GLOBAL_BATCH) % 64 + job.ranks.rank * share
-        batch = {
-            "tokens": tokens[begin : begin + share].to(device),
-            "targets": targets[begin : begin + share].to(device),
-        }
+    for batch in bare_batches(job):
         cast = torch.autocast("cpu", dtype=dtype) if dtype else nullcontext()
         with cast:
             loss_sum, count = wrapped(batch)
@@ -144,8 +130,24 @@ def bare_loop(ready, device) -> Iterator[None]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss_sum.item()
-        step += 1
         yield
+
+
+def bare_batches(job) -> Iterator[dict]:
+    """The same samples in the same order as outpace's, drawn without its loader."""
+    import torch
+
+    from outpace.data.order import sample_indices
+
+    data, share = job.materials.train_data, job.plan.micro_batch
+    begin = job.ranks.rank * share
+    for step in range(job.total_steps):
+        chosen = sample_indices(job.settings.seed, step, GLOBAL_BATCH, len(data))
+        samples = [data[int(i)] for i in chosen[begin : begin + share]]
+        yield {
+            "tokens": torch.stack([sample["tokens"] for sample in samples]),
+            "targets": torch.stack([sample["targets"] for sample in samples]),
+        }
 
 
 def run_case(case: str) -> dict:

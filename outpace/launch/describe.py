@@ -6,8 +6,10 @@ from outpace.launch.context import Job
 from outpace.probe.versions import commit, versions
 from outpace.records.measurement import RunInfo
 from outpace.records.run import RunRecord
+from outpace.records.settings import TrainSettings
 from outpace.train.checkpoint import clear_partial
 from outpace.train.precision import shape_hints
+from outpace.train.run_dir import RunDir
 
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
 _TOY_PARAMETERS = 1_000_000
@@ -81,3 +83,11 @@ def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> R
         start_step=start_step,
         hints=tuple(hints),
     )
+
+
+def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
+    """A resumed run keeps its precision, also on a machine for which another would be chosen."""
+    if not settings.resume or settings.precision is not None or settings.out is None:
+        return settings
+    earlier = RunDir(settings.out).require_run()
+    return settings.model_copy(update={"precision": earlier.plan.precision})

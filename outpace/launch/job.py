@@ -13,7 +13,7 @@ from torch import nn
 from outpace.catalog.accelerators import find_accelerator
 from outpace.data.loader import Loader
 from outpace.launch.context import Job
-from outpace.launch.describe import claim, run_info, run_record
+from outpace.launch.describe import claim, run_info, run_record, with_earlier_precision
 from outpace.launch.finish import finish
 from outpace.launch.group import process_groups
 from outpace.launch.materials import build_objective, gather
@@ -112,6 +112,7 @@ def prepared(
     with ExitStack() as stack:
         stack.callback(lambda: tell(heard, "close"))
         stop = stack.enter_context(StopSignal())
+        settings = with_earlier_precision(settings)
         device = resolve_device(settings, ranks)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
@@ -154,6 +155,7 @@ def _prepare(
         compile_blocks(objective.model)
     optimizer = make_optimizer(objective.model.named_parameters(), settings)
     checkpointer = _checkpointer(job)
+    stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, objective.model, optimizer, mixed)
     start_step = progress.step if progress else 0
     stepper = _stepper(job, objective, optimizer, mixed)

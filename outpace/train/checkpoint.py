@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.utils._pytree import tree_leaves
 
 from outpace.records.base import Record, write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.units import show_bytes
 
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20
@@ -46,6 +48,12 @@ def _reason(error: BaseException) -> str:
         rank, (inner, _) = min(error.failures.items())
         return f"{_reason(inner)} (rank {rank})"
     return " ".join(str(error).split())[:300]
+
+
+def _tensor_bytes(state: Any) -> int:
+    """Bytes of all tensors in nested containers."""
+    leaves = tree_leaves(state)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _checksum(path: Path) -> str:
@@ -132,6 +140,7 @@ class Checkpointer:
         self._on_whole = on_whole
         self._on_trouble = on_trouble
         self._pending: tuple[Future[None], Path] | None = None
+        self._needed_bytes = 0
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
@@ -143,6 +152,7 @@ class Checkpointer:
         if not self._prepare(folder, progress):
             return
         model_state, optimizer_state = get_state_dict(model, optimizer)
+        self._needed_bytes = _tensor_bytes((model_state, optimizer_state))
         written = async_save(
             {"model": model_state, "optimizer": optimizer_state},
             checkpoint_id=folder,
@@ -202,7 +212,20 @@ class Checkpointer:
         """Leave nothing half-written; the checkpoints before stay."""
         if self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            self._on_trouble(f"checkpoint {folder.name} could not be saved: {_reason(error)}")
+            why = self._disk_full() or _reason(error)
+            self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
+
+    def _disk_full(self) -> str | None:
+        """Said plainly, since a writer on a full disk fails in words of its own."""
+        free = shutil.disk_usage(self.directory).free
+        if free > self._needed_bytes:
+            return None
+        return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
+
+    def close(self) -> None:
+        """End the save going on, whole or not at all."""
+        self.wait()
+        self._finisher.shutdown()
 
     def _prune(self) -> None:
         whole = whole_checkpoints(self.directory)
