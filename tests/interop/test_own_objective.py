@@ -1,5 +1,6 @@
 """The loss of a person's own model: what counts as logits, what is refused."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,16 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
+from outpace.interop.own import (
+    OwnModel,
+    OwnObjective,
+    build_own,
+    own_positions,
+    own_vocab,
+    read_own,
+    write_own,
+)
+from outpace.interop.own_file import load_function
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -111,6 +121,135 @@ def test_a_large_table_of_positions_is_not_taken_for_a_stated_vocabulary(
     loss_sum, _ = OwnObjective(OwnModel(Plain()))(batch)
     assert own_vocab(Plain()) == 512
     assert loss_sum.isfinite()
+
+
+def test_transformers_predicts_nothing_for_the_first_label(batch: dict[str, Tensor]) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=24,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    module = transformers.GPT2LMHeadModel(config).eval()
+    own = {"input_ids": batch["tokens"], "labels": batch["tokens"]}
+    loss_sum, count = OwnObjective(OwnModel(module))(own)
+    assert int(count) == 3 * 7
+    torch.testing.assert_close(
+        loss_sum, expected(module(batch["tokens"]).logits[:, :-1], batch["tokens"][:, 1:])
+    )
+
+
+class TakesBatch(nn.Module):
+    """Its forward takes the whole batch and returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, batch: Any) -> Tensor:
+        inputs, targets = batch.values() if isinstance(batch, dict) else batch
+        loss: Tensor = (self.inner(inputs) - targets).square().mean()
+        return loss
+
+
+class TakesParts(TakesBatch):
+    """Its forward takes the parts by name or order."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward((x, y))
+
+
+@pytest.mark.parametrize("make", [TakesBatch, TakesParts])
+@pytest.mark.parametrize("kind", [dict, tuple, list])
+def test_batches_of_own_data(make: type[nn.Module], kind: Any) -> None:
+    x, y = torch.ones(5, 2), torch.zeros(5, 1)
+    module = make()
+    loss_sum, count = OwnObjective(OwnModel(module))(
+        {"x": x, "y": y} if kind is dict else kind((x, y))
+    )
+    torch.testing.assert_close(loss_sum, 5 * module.inner(x).square().mean())
+    assert int(count) == 5
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(4)), "a tuple of 2"),
+        ({"x": torch.zeros(4, 2), "y": torch.zeros(4)}, "a dict of x, y"),
+    ],
+)
+def test_a_batch_that_forward_cannot_take(batch: Any, said: str) -> None:
+    with pytest.raises(BadInputError, match=rf"{said}: .* Return a loss function"):
+        OwnObjective(OwnModel(nn.Linear(2, 3)))(batch)
+
+
+def test_a_mapping_with_logits_is_scored(batch: dict[str, Tensor]) -> None:
+    class Mapped(Plain):
+        def forward(self, tokens: Tensor) -> Any:
+            return {"logits": super().forward(tokens)}
+
+    module = Mapped()
+    loss_sum, _ = OwnObjective(OwnModel(module))(batch)
+    torch.testing.assert_close(loss_sum, expected(module(batch["tokens"])["logits"],
+                                                  batch["targets"]))  # fmt: skip
+
+
+def test_a_loss_without_gradient_is_refused_in_training_only() -> None:
+    objective = OwnObjective(OwnModel(nn.Linear(2, 1), lambda module, x: module(x).mean().detach()))
+    with pytest.raises(BadInputError, match="no gradient"):
+        objective(torch.ones(3, 2))
+    with torch.no_grad():
+        assert int(objective(torch.ones(3, 2))[1]) == 3
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(BadInputError, match="ReLU without a parameter"):
+        build_own(nn.ReLU)
+    with pytest.raises(BadInputError, match="nothing to train"):
+        build_own(lambda: nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_parameters_of_the_loss_are_trained_only_inside_the_module() -> None:
+    module = Plain()
+    with pytest.raises(BadInputError, match="put them into the module"):
+        build_own(lambda: (module, nn.Linear(2, 1)))
+    assert build_own(lambda: (module, module.head)).loss is module.head
+
+
+def test_weights_that_overlap_and_other_state_survive(tmp_path: Path) -> None:
+    source = tmp_path / "odd.py"
+    source.write_text(ODD, encoding="utf-8")
+    build = load_function(f"{source}:build")
+    module = build_own(build).module
+    with torch.no_grad():
+        module.get_parameter("weight").fill_(7.0)
+        module.get_buffer("whole").fill_(3.0)
+    write_own(tmp_path / "model", module, f"{source}:build")
+    again = read_own(tmp_path / "model")().module
+    assert (again.get_parameter("weight") == 7.0).all()
+    assert (again.get_buffer("late") == 3.0).all()
+
+
+ODD = """
+import torch
+
+
+class Odd(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        numbers = torch.arange(8.0)
+        self.register_buffer("whole", numbers[:5])
+        self.register_buffer("late", numbers[3:5])
+        self.register_buffer("beyond", numbers[4:])
+
+    def get_extra_state(self):
+        return {"not": "a tensor"}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def build():
+    return Odd()
+"""
 
 
 def test_a_loss_of_outputs_and_targets_is_refused() -> None:
