@@ -40,14 +40,14 @@ def finish(
 
 
 def _export(job: Job, model: nn.Module) -> None:
-    materials, directory = job.materials, job.run_dir.model
+    tokenizer, directory = job.materials.tokenizer, job.run_dir.model
     if isinstance(model, Transformer):
-        tokenizer = materials.tokenizer
-        write_model(
-            directory, model.spec, model.state_dict(), tokenizer.save if tokenizer else None
-        )
-    else:
-        write_own(directory, model, job.settings.model)
+        save = tokenizer.save if tokenizer else None
+        write_model(directory, model.spec, model.state_dict(), save)
+        return
+    write_own(directory, model, job.settings.model)
+    if tokenizer is not None:
+        tokenizer.save(directory)
 
 
 def _sample(job: Job, model: nn.Module) -> str | None:

@@ -61,6 +61,11 @@ def gather(
     own = _own_model(opened, live)
     spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
     name = opened.name if opened is not None else "own"
+    if own is not None and settings.init is not None:
+        raise BadInputError(
+            f"--init {settings.init}: the weights of a person's own model come from its own "
+            "function. Leave --init out; to start from stored weights, name a run's directory."
+        )
     if own is not None and own.dataset is not None:
         if settings.data != ("stdlib",):
             raise BadInputError(f"{name} brings its own data set, so --data cannot be given too.")

@@ -10,6 +10,7 @@ from filelock import FileLock
 from outpace.data.corpus import content_fingerprint, is_tokens, read_documents
 from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from outpace.interop.models import OpenedModel
+from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
 
@@ -32,6 +33,11 @@ def tokenizer_for(
         return None
     if opened is not None and opened.tokenizer is not None:
         return load_tokenizer(str(opened.tokenizer))
+    if opened is not None and opened.weights is not None and settings.init != "random":
+        raise BadInputError(
+            f"{opened.name} has weights but no tokenizer, and weights mean nothing to another "
+            "tokenizer's ids. Name its own with --tokenizer, or use --init random."
+        )
     return _trained(settings, vocab or DEFAULT_VOCAB, objective == "masked", cache_dir, callbacks)
 
 

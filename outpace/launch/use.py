@@ -1,12 +1,14 @@
 """A finished run, put to use: text from it, and its loss on other data."""
 
 from pathlib import Path
+from typing import Any
 
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.loader import Loader
-from outpace.data.samples import make_dataset
+from outpace.data.samples import TokenDataset, make_dataset
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
-from outpace.interop.huggingface import spec_from_hf
+from outpace.interop.models import OpenedModel, open_model
+from outpace.interop.own import OwnObjective, build_own
 from outpace.launch.materials import load_model
 from outpace.launch.resolve import DEFAULT_SEQ_LEN, resolve_device
 from outpace.nn import generate as generation
@@ -63,20 +65,23 @@ def evaluate(
 
     `data` defaults to what the run held out; `batches` to all of it. Raises BadInputError.
     """
-    model, tokenizer = _open(run, device)
     record = _record(run)
     settings = record.settings if record else TrainSettings()
     settings = settings.model_copy(update={"text_field": text_field or settings.text_field})
-    dataset = make_dataset(
-        _held_out(data, settings, tokenizer),
-        (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, model.spec.max_positions),
-        objective=model.spec.objective,
-        seed=settings.seed,
-        document_attention=settings.document_attention,
-        tokenizer=tokenizer,
-    )
-    target = next(model.parameters()).device
+    opened = open_model(str(run))
+    target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     mixed = make_mixed(record.plan.precision if record else "fp32", target, True)
+    objective: LanguageModelObjective | OwnObjective
+    dataset: Any
+    if opened.build is not None:
+        own = build_own(opened.build)
+        objective, dataset = OwnObjective(own), own.eval_dataset or own.dataset
+    else:
+        assert opened.spec is not None and opened.weights is not None
+        model = load_model(opened.weights, opened.spec)
+        objective, dataset = LanguageModelObjective(model, "auto", mixed.dtype), None
+    if dataset is None or data is not None:
+        dataset = _samples(opened, record, data, settings)
     size = min(batch_size or settings.global_batch, len(dataset))
     steps = len(dataset) // size
     loader = Loader(
@@ -93,12 +98,33 @@ def evaluate(
         device=target,
     )
     return measure(
-        LanguageModelObjective(model, "auto", mixed.dtype),
+        objective.to(target),
         loader,
         step=record.total_steps if record else 0,
         mixed=mixed,
         device=target,
         group=None,
+    )
+
+
+def _samples(
+    opened: OpenedModel,
+    record: RunRecord | None,
+    data: tuple[str, ...] | None,
+    settings: TrainSettings,
+) -> TokenDataset:
+    """The data named, or what the run held out, in samples as long as the run's."""
+    if opened.tokenizer is None:
+        raise BadInputError(f"{opened.name} has no tokenizer, so text cannot be evaluated with it")
+    tokenizer = load_tokenizer(str(opened.tokenizer))
+    positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
+    return make_dataset(
+        _held_out(data, settings, tokenizer),
+        (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
+        objective=opened.spec.objective if opened.spec else "causal",
+        seed=settings.seed,
+        document_attention=settings.document_attention,
+        tokenizer=tokenizer,
     )
 
 
@@ -120,17 +146,20 @@ def _held_out(
 
 
 def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer]:
-    """The exported model of a run directory, or any Hugging Face directory."""
-    folder = run / "model" if (run / RUN_FILE).is_file() else run
-    if not (folder / "config.json").is_file():
+    """A model that writes, with its tokenizer."""
+    opened = open_model(str(run))
+    if opened.spec is None:
         raise BadInputError(
-            f"{run} holds no finished model (no config.json in {folder}). Name the directory of a "
-            "run that reached its end, or a Hugging Face directory."
+            f"{run} holds a person's own model, which outpace cannot make write; "
+            "generate works with outpace's and Hugging Face models"
         )
-    spec = spec_from_hf(folder)
-    model = load_model(folder, spec)
+    if opened.weights is None or opened.tokenizer is None:
+        lacking = "weights" if opened.weights is None else "tokenizer"
+        raise BadInputError(f"{run} has no {lacking}, so there is nothing to generate with")
+    model = load_model(opened.weights, opened.spec)
     settings = TrainSettings.parse({"device": device}, "--device")
-    return model.to(resolve_device(settings, Ranks())).eval(), load_tokenizer(str(folder))
+    target = resolve_device(settings, Ranks())
+    return model.to(target).eval(), load_tokenizer(str(opened.tokenizer))
 
 
 def _record(run: Path) -> RunRecord | None:

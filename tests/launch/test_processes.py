@@ -81,6 +81,23 @@ def test_two_ranks_train_as_one_and_a_resume_on_one_goes_on(tmp_path, command):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
+def test_masked_tokens_are_weighed_over_the_whole_global_batch(tmp_path, command):
+    """Ranks and micro-batches have different numbers of masked tokens; none may count more."""
+    (tmp_path / "bert.json").write_text(
+        '{"family": "bert", "layers": 1, "hidden": 32, "heads": 2, "vocab": 512, '
+        '"max_positions": 64}'
+    )
+    model = f"--model={tmp_path / 'bert.json'}"
+    one = do([*command(tmp_path / "one", "--steps=3"), model])
+    assert one.returncode == 0, one.stderr
+    two = do([*command(tmp_path / "two", "--steps=3", "--nproc=2", "--micro-batch=2"), model])
+    assert two.returncode == 0, two.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5)
+
+
 def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, command):
     flags = ("--steps=3", "--json", "--micro-batch=2")
     done = do(command(tmp_path / "run", *flags, launcher=TORCHRUN))

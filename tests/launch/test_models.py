@@ -1,0 +1,158 @@
+"""What can be trained: encoders, stored weights, a person's own model and data set."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.launch.job import train
+from outpace.launch.use import evaluate, generate
+from outpace.records.errors import BadInputError
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+BERT = """
+family = "bert"
+layers = 2
+hidden = 32
+heads = 2
+vocab = 512
+max_positions = 64
+"""
+
+
+@pytest.fixture
+def start(tmp_path, corpus, token_cache):
+    def go(name, live=None, **changes):
+        values = {"steps": 6, "seq_len": 32, "global_batch": 8, "eval_batches": 2,
+                  "sample_tokens": 0, "precision": "fp32", "model": "outpace-tiny",
+                  "cache_dir": token_cache, "out": tmp_path / name, **changes}  # fmt: skip
+        values.setdefault("data", (str(corpus),))
+        settings = TrainSettings(**values)
+        return train(settings, ranks=Ranks(), origins={}, command=[], model=live)
+
+    return go
+
+
+def test_an_encoder_learns_masked_tokens_and_loads_in_transformers(start, tmp_path):
+    from transformers import AutoModelForMaskedLM
+
+    (tmp_path / "bert.toml").write_text(BERT)
+    measured = start("run", model=str(tmp_path / "bert.toml"), steps=30, lr=3e-3)
+    assert measured.final_eval.loss < measured.initial_eval.loss - 0.3
+    assert measured.sample is None
+    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model", local_files_only=True)
+    assert model.config.hidden_size == 32
+    with pytest.raises(BadInputError, match="causal"):
+        generate(
+            tmp_path / "run", "x", max_new_tokens=2, temperature=1, top_k=None, seed=0, device="cpu"
+        )
+
+
+@pytest.mark.parametrize("reference", ["run", "run/model"])
+def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, reference):
+    first = start("run")
+    again = start("again", model=str(tmp_path / reference), steps=1)
+    assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-6)
+    anew = start("anew", model=str(tmp_path / reference), init="random", steps=1)
+    assert anew.initial_eval.loss == pytest.approx(first.initial_eval.loss, rel=1e-6)
+
+
+def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_path, corpus):
+    start("run")
+    held_out = evaluate(tmp_path / "run", None, batches=None, batch_size=None, device="cpu")
+    named = evaluate(tmp_path / "run", (str(corpus),), batches=1, batch_size=4, device="cpu")
+    last = json.loads((tmp_path / "run" / "evals.jsonl").read_text().splitlines()[-1])
+    assert held_out.loss == pytest.approx(last["loss"], rel=0.05)
+    assert named.tokens == 4 * 32
+    text = generate(
+        tmp_path / "run", "def", max_new_tokens=5, temperature=0, top_k=None, seed=0, device="cpu"
+    )
+    assert text.startswith("def")
+    assert len(text) > 3
+
+
+class Pairs(torch.utils.data.Dataset):
+    """y = 3 x − 1 at 64 places."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x = torch.tensor([index / 64])
+        return x, 3 * x - 1
+
+
+def squared(module, batch):
+    x, y = batch
+    return (module(x) - y).square().mean()
+
+
+def test_a_persons_own_model_loss_and_data_set(start, tmp_path):
+    measured = start(
+        "run", live=lambda: (nn.Linear(1, 1), squared, Pairs(), Pairs()), steps=400, lr=0.05,
+        weight_decay=0, data=("stdlib",), clip=0,
+    )  # fmt: skip
+    assert measured.final_eval.loss < 1e-3
+    assert measured.tokens is None
+    assert measured.tokens_per_s is None
+    assert measured.samples == 400 * 8
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_persons_own_run_is_evaluated_and_taken_further(start, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512))\n"
+    )
+    mine = f"{tmp_path / 'mine.py'}:build"
+    first = start("run", model=mine, steps=20, lr=0.01)
+    found = evaluate(tmp_path / "run", None, batches=2, batch_size=None, device="cpu")
+    assert found.loss == pytest.approx(first.final_eval.loss, rel=1e-5)
+    again = start("again", model=str(tmp_path / "run"), steps=1)
+    assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-5)
+    with pytest.raises(BadInputError, match="own"):
+        start("anew", model=mine, init="random", steps=1)
+
+
+def test_weights_without_their_tokenizer_are_refused(start, tmp_path):
+    start("run")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "run" / "model" / name).unlink()
+    with pytest.raises(BadInputError, match="no tokenizer"):
+        start("again", model=str(tmp_path / "run"))
+
+
+def test_an_own_data_set_and_data_are_refused_together(start, corpus):
+    with pytest.raises(BadInputError, match="own data set"):
+        start("run", live=lambda: (nn.Linear(1, 1), squared, Pairs()), data=(str(corpus),))
+
+
+def test_a_mixture_and_documents(start, corpus, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("x = 1\n" * 5000)
+    measured = start(
+        "run", data=(str(corpus), str(other)), data_weights=(3.0, 1.0), document_attention=True
+    )
+    assert measured.final_loss < measured.first_loss
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen2", "qwen3"])
+def test_every_family_trains(start, tmp_path, family):
+    spec = {"family": family, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "vocab": 512,
+            "max_positions": 64}  # fmt: skip
+    if family == "mistral":
+        spec |= {"kv_heads": 2, "sliding_window": 8}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    measured = start("run", model=str(tmp_path / "spec.json"), steps=8, lr=3e-3)
+    assert measured.final_eval.loss < measured.initial_eval.loss
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # Inductor warns of its own doings
+def test_compiled_blocks_train_alike(start):
+    plain = start("plain", steps=3)
+    compiled = start("compiled", steps=3, compile=True)
+    assert compiled.final_loss == pytest.approx(plain.final_loss, rel=1e-4)

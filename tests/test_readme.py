@@ -1,0 +1,109 @@
+"""The README's own commands and programs, run as they stand, on tiny things of the same names."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# What a reader has of their own, or would wait long for.
+STAND_INS = {"hf:NAME:CONFIG:SPLIT": "hf:saved", "gpt2": "outpace-tiny"}
+SHORT = ["--steps=2", "--seq-len=16", "--eval-batches=1", "--sample-tokens=2"]
+SPEC = """
+family = "llama"
+layers = 1
+hidden = 32
+heads = 2
+vocab = 512
+max_positions = 64
+"""
+MINE = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 512))
+"""
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands():
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    return [line.partition("#")[0].strip() for line in lines if line.startswith("outpace ")]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with what the README speaks of."""
+    import datasets
+
+    from outpace.launch.job import train
+    from outpace.records.ranks import Ranks
+    from outpace.records.settings import TrainSettings
+
+    folder = tmp_path_factory.mktemp("readme")
+    text = (ROOT / "outpace" / "data" / "sources.py").read_text()
+    for name in ("corpus", "code", "prose"):
+        (folder / name).mkdir()
+        (folder / name / "a.txt").write_text(text)
+        (folder / name / "b.txt").write_text(text[::-1])
+    lines = "".join(f'{{"content": {json_text(text)}}}\n' for _ in range(4))
+    (folder / "talk.jsonl").write_text(lines)
+    (folder / "held-out.txt").write_text(text)
+    (folder / "spec.toml").write_text(SPEC)
+    (folder / "mine.py").write_text(MINE)
+    (folder / "run.toml").write_text('model = "outpace-tiny"\ndata = ["corpus"]\n')
+    datasets.Dataset.from_dict({"text": [text] * 4}).save_to_disk(folder / "saved")
+    settings = TrainSettings(
+        model="outpace-tiny", data=(str(folder / "corpus"),), steps=1, seq_len=16, eval_batches=1,
+        out=folder / "model-run", cache_dir=folder / "cache", sample_tokens=0,
+    )  # fmt: skip
+    train(settings, ranks=Ranks(), origins={}, command=[])
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "model-run" / "model").rename(folder / "path" / "to" / "hf-model")
+    return folder
+
+
+def json_text(text):
+    import json
+
+    return json.dumps(text)
+
+
+def test_the_readme_has_commands_and_a_program():
+    assert len(commands()) >= 12
+    assert len(blocks("python")) >= 2
+
+
+@pytest.mark.parametrize("line", commands())
+def test_command(line, home, monkeypatch, capfd):
+    monkeypatch.chdir(home)
+    words = [STAND_INS.get(word, word) for word in shlex.split(line)[1:]]
+    if words[0] == "train":
+        words += ["--cache-dir=cache"]
+        if "--resume" not in words:
+            words += SHORT
+    if words[0] == "eval":
+        words += ["--batches=1"]
+    assert main(words) == 0, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("program", blocks("python"))
+def test_program(program, home):
+    short = ", seq_len=16, eval_batches=1, sample_tokens=0, cache_dir='cache'"
+    program = program.replace("steps=200", f"steps=2{short}").replace('"gpt2"', '"outpace-tiny"')
+    environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=120,
+        env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
