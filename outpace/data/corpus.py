@@ -1,14 +1,14 @@
 """Sources prepared for training: memory-mapped tokens of one split."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import xxhash
 
-from outpace.data.hashes import remembered_fingerprint
+from outpace.data.hashes import remembered_extent, remembered_fingerprint
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
 from outpace.data.sources import Source, open_source, pieces
 from outpace.data.stream import Stream, cached_stream, megatron_stream, nanogpt_stream
@@ -33,7 +33,7 @@ class Corpus:
 
     @property
     def vocab_needed(self) -> int:
-        """One more than the largest token id; reads all tokens."""
+        """One more than the largest token id."""
         return 1 + max(stream.largest() for stream in self.streams)
 
 
@@ -64,7 +64,8 @@ def prepare(
         content = remembered_fingerprint(source, text_field, cache_dir)
         hashes.append(content)
         if source.kind in ("nanogpt", "megatron"):
-            streams.append(_tokens_of(source, split, eval_fraction))
+            whole = _tokens_of(source, content, cache_dir)
+            streams.append(whole if split == "all" else _tail(whole, split, eval_fraction))
             continue
         if tokenizer is None:
             raise BadInputError(f"{reference} is text, which needs a tokenizer")
@@ -81,12 +82,18 @@ def prepare(
 
 
 def _choose(entry: Path, index: dict[str, object], split: Split, eval_fraction: float) -> Stream:
-    """A split of an entry; where hashing held no document out, the end of the tokens is."""
+    """A split of an entry: documents by their hash, where that comes near the fraction asked for.
+
+    With few documents it may be far off; then the end of all tokens is held out.
+    """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")
-    if split == "all" or (len(train) and len(held_out)):
+    if split == "all":
+        return train
+    share = len(held_out) / max(1, len(train) + len(held_out))
+    if eval_fraction / 2 <= share <= min(2 * eval_fraction, (1 + eval_fraction) / 2):
         return held_out if split == "validation" else train
-    return _tail(train if len(train) else held_out, split, eval_fraction)
+    return _tail(train.followed_by(held_out), split, eval_fraction)
 
 
 def _tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
@@ -94,10 +101,13 @@ def _tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
     return whole.cut(0, border) if split == "train" else whole.cut(border, len(whole))
 
 
-def _tokens_of(source: Source, split: Split, eval_fraction: float) -> Stream:
+def _tokens_of(source: Source, content: str, cache_dir: Path) -> Stream:
     path = source.files[0]
     whole = megatron_stream(path) if source.kind == "megatron" else nanogpt_stream(path)
-    return whole if split == "all" else _tail(whole, split, eval_fraction)
+    extent = remembered_extent(content, whole, cache_dir)
+    if extent[0] < 0:
+        raise BadInputError(f"{path} has the token id {extent[0]}; ids begin at 0")
+    return replace(whole, extent=extent)
 
 
 def is_tokens(reference: str) -> bool:
@@ -114,17 +124,29 @@ def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Pa
 def read_documents(
     sources: tuple[str, ...], text_field: str, split: Split, eval_fraction: float
 ) -> Iterator[str]:
-    """The text of a split, for training a tokenizer; long documents come in pieces."""
-    for reference in sources:
-        source = open_source(reference)
-        if source.kind in ("nanogpt", "megatron"):
-            continue
-        wanted = True
-        for piece in pieces(source, text_field):
-            if piece.first and split != "all":
-                wanted = split_of(piece.text, eval_fraction) == split
-            if wanted:
-                yield piece.text
+    """The text of a split, for training a tokenizer; long documents come in pieces.
+
+    All text, where the hash puts no document in the split.
+    """
+    opened = [open_source(reference) for reference in sources]
+    for wanted in dict.fromkeys((split, "all")):
+        none = True
+        for source in opened:
+            if source.kind not in ("nanogpt", "megatron"):
+                for text in _texts(source, text_field, wanted, eval_fraction):
+                    none = False
+                    yield text
+        if not none:
+            return
+
+
+def _texts(source: Source, text_field: str, split: str, eval_fraction: float) -> Iterator[str]:
+    wanted = True
+    for piece in pieces(source, text_field):
+        if piece.first and split != "all":
+            wanted = split_of(piece.text, eval_fraction) == split
+        if wanted:
+            yield piece.text
 
 
 def unigram_entropy(corpus: Corpus) -> float:

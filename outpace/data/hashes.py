@@ -7,6 +7,7 @@ from pathlib import Path
 import xxhash
 
 from outpace.data.sources import Source, fingerprint
+from outpace.data.stream import Stream
 from outpace.records.base import write_atomic
 
 # A file written this recently may change again within the clock's resolution.
@@ -17,17 +18,39 @@ def remembered_fingerprint(source: Source, text_field: str, cache_dir: Path) -> 
     """The source's fingerprint; computed anew when any file's size or time has changed."""
     if source.kind == "dataset":
         return fingerprint(source, text_field)
-    seen = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in source.files]
+    seen = [_state(file) for file in source.files]
     state = xxhash.xxh3_128_hexdigest(json.dumps([seen, str(source.root), text_field]).encode())
     memo = cache_dir / "hashes" / state
     if memo.is_file():
         return memo.read_text()
     found = fingerprint(source, text_field)
-    newest_s = max(mtime for _, _, mtime in seen) / 1e9
+    newest_s = max(changed_ns for *_, changed_ns in seen) / 1e9
     if time.time() - newest_s > _SETTLED_S:
-        try:
-            memo.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(memo, found)
-        except OSError:
-            pass  # a memo is only a convenience; the cache itself will complain
+        _remember(memo, found)
     return found
+
+
+def _state(file: Path) -> tuple[str, int, int, int]:
+    """What differs after a change; `touch` sets the first time, but nothing sets the second."""
+    stat = file.stat()
+    return str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:
+    """The smallest and the largest id of tokens with this content hash."""
+    memo = cache_dir / "extents" / content
+    try:
+        low, high = json.loads(memo.read_text())
+        return int(low), int(high)
+    except (OSError, ValueError, TypeError):
+        found = stream.measured()
+        _remember(memo, json.dumps(found))
+        return found
+
+
+def _remember(memo: Path, text: str) -> None:
+    try:
+        memo.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(memo, text)
+    except OSError:
+        pass  # a memo is only a convenience; the cache itself will complain

@@ -49,7 +49,8 @@ def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
 
 
 def _key(seed: int, number: int) -> NDArray[np.uint64]:
-    return np.random.SeedSequence((seed, number)).generate_state(_ROUNDS, np.uint64)
+    state = np.random.SeedSequence((seed, number)).generate_state(_ROUNDS, np.uint64)
+    return state.astype(np.uint64)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -5,12 +5,15 @@ the places where documents begin, and `index.json` with sizes and checksums, wri
 folder gets its name. What is not whole was never there.
 """
 
+import contextlib
 import errno
+import io
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +22,7 @@ import numpy as np
 import xxhash
 from filelock import FileLock
 
+from outpace.data.helpers import Encoders
 from outpace.data.sources import Piece, Source, pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
@@ -30,9 +34,11 @@ FORMAT = 1
 INDEX = "index.json"
 SPLITS = ("train", "validation")
 SHARD_TOKENS = 256 << 20
-# Enough text at a time that all threads have work, little enough that memory stays flat.
-_BATCH_CHARACTERS = 4 << 20
-_BATCHES_AHEAD = 3
+# Enough text at a time to be worth handing over, little enough that memory stays flat.
+_BATCH_CHARACTERS = 2 << 20
+# A shorter text than this is never cut in pieces.
+_HASHED_CHARACTERS = 1 << 14
+_BUFFERED_TOKENS = 1 << 20
 # Beyond this the checksums would take longer than a person waits; sizes are always compared.
 _CHECKED_BYTES = 4 << 30
 
@@ -53,23 +59,28 @@ def ensure_entry(
     tokenizer: Tokenizer,
     text_field: str,
     eval_fraction: float,
-    threads: int,
+    processes: int,
     progress: Progress,
 ) -> dict[str, Any]:
     """Make the entry if it is not there or not whole; return its index.
 
     Processes that want the same entry wait for each other. Raises BadInputError.
     """
+    index, _ = read_index(entry)
+    if index is not None:
+        return index
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(entry.with_suffix(".lock")):
+        with FileLock(entry.parent / f"{entry.name}.lock"):
             index, problem = read_index(entry)
             if index is not None:
                 return index
             if problem is not None:
                 progress(f"{problem}; tokenising again", 0, None)
                 shutil.rmtree(entry)
-            return _build(entry, source, tokenizer, text_field, eval_fraction, threads, progress)
+            for left in entry.parent.glob(f"{entry.name}.*.tmp"):
+                shutil.rmtree(left)  # by a process that was killed: we hold the lock
+            return _build(entry, source, tokenizer, text_field, eval_fraction, processes, progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise BadInputError(
@@ -111,17 +122,16 @@ def _build(
     tokenizer: Tokenizer,
     text_field: str,
     eval_fraction: float,
-    threads: int,
+    processes: int,
     progress: Progress,
 ) -> dict[str, Any]:
     temporary = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
     writers = {split: _SplitWriter(temporary, split, dtype) for split in SPLITS}
     try:
         current = writers["train"]
-        for piece, ids in encoded(source, tokenizer, text_field, threads, progress):
+        for piece, ids in encoded(source, tokenizer, text_field, processes, progress):
             if piece.first:
                 current = writers[split_of(piece.text, eval_fraction)]
                 current.begin_document()
@@ -134,8 +144,7 @@ def _build(
             "splits": {split: writer.close() for split, writer in writers.items()},
         }
         index["files"] = {
-            path.name: {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
-            for path in sorted(temporary.iterdir())
+            name: file for writer in writers.values() for name, file in writer.files.items()
         }
         (temporary / INDEX).write_text(json.dumps(index, indent=1))
         temporary.replace(entry)
@@ -147,30 +156,25 @@ def _build(
 
 
 def split_of(text: str, eval_fraction: float) -> str:
-    """Which split a document belongs to, by the hash of its (first piece's) text."""
-    share = xxhash.xxh3_64_intdigest(text.encode()) / 2**64
+    """Which split a document belongs to, by the hash of its beginning."""
+    share = xxhash.xxh3_64_intdigest(text[:_HASHED_CHARACTERS].encode()) / 2**64
     return "validation" if share < eval_fraction else "train"
 
 
 def encoded(
-    source: Source, tokenizer: Tokenizer, text_field: str, threads: int, progress: Progress
+    source: Source, tokenizer: Tokenizer, text_field: str, processes: int, progress: Progress
 ) -> Iterator[tuple[Piece, Tokens]]:
-    """All pieces of a source with their ids, in order.
-
-    The tokenizer encodes a batch on all its threads without the interpreter's lock, while this
-    thread turns the batch before into arrays.
-    """
-    ahead: list[tuple[list[Piece], Future[list[Tokens]]]] = []
+    """All pieces of a source with their ids, in order; `processes` encode while this one reads."""
+    ahead: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
     done = 0
-    with ThreadPoolExecutor(max_workers=max(1, min(threads, _BATCHES_AHEAD))) as pool:
-        batches = _batches(pieces(source, text_field))
+    with Encoders(tokenizer, processes) as encoders:
+        batches = _batches(pieces(source, text_field, cut=tokenizer.cuts_at_lines))
         while True:
-            while len(ahead) < _BATCHES_AHEAD and (batch := next(batches, None)) is not None:
-                texts = [piece.text for piece in batch]
-                ahead.append((batch, pool.submit(tokenizer.encode_batch, texts)))
+            while len(ahead) <= processes and (batch := next(batches, None)) is not None:
+                ahead.append((batch, encoders.submit([piece.text for piece in batch])))
             if not ahead:
                 return
-            batch, future = ahead.pop(0)
+            batch, future = ahead.popleft()
             for piece, ids in zip(batch, future.result(), strict=True):
                 yield piece, ids
                 done += piece.consumed
@@ -192,7 +196,7 @@ def _batches(stream: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 @dataclass
 class _SplitWriter:
-    """Appends the tokens of one split to its shards."""
+    """Appends the tokens of one split to its shards. `files` are those finished, for the index."""
 
     folder: Path
     split: str
@@ -200,37 +204,65 @@ class _SplitWriter:
     tokens: int = 0
     largest: int = -1
     shards: list[str] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _starts: list[int] = field(default_factory=list)
+    _waiting: list[Tokens] = field(default_factory=list)
+    _n_waiting: int = 0
     _file: BinaryIO | None = None
     _left: int = 0
+    _digest: Any = None
 
     def begin_document(self) -> None:
-        self.starts.append(self.tokens)
+        self._starts.append(self.tokens + self._n_waiting)
 
     def write(self, ids: Tokens) -> None:
+        self._waiting.append(ids)
+        self._n_waiting += len(ids)
+        if self._n_waiting >= _BUFFERED_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._n_waiting:
+            return
+        ids = np.concatenate(self._waiting).astype(self.dtype)
+        self._waiting, self._n_waiting = [], 0
+        self.largest = max(self.largest, int(ids.max()))
+        self.tokens += len(ids)
         while len(ids):
             if self._left == 0:
                 self._open_next()
             assert self._file is not None
-            part = ids[: self._left]
-            part.astype(self.dtype).tofile(self._file)
-            self.largest = max(self.largest, int(part.max()))
-            self.tokens += len(part)
+            part = ids[: self._left].data
+            self._file.write(part)
+            self._digest.update(part)
             self._left -= len(part)
             ids = ids[len(part) :]
 
     def _open_next(self) -> None:
-        self.abandon()
+        self._finish()
         name = f"{self.split}-{len(self.shards):05d}.bin"
         self._file = (self.folder / name).open("wb")
+        self._digest = xxhash.xxh3_128()
         self.shards.append(name)
         self._left = SHARD_TOKENS
 
+    def _finish(self) -> None:
+        if self._file is not None:
+            size = self._file.tell()
+            self._file.close()
+            self.files[self.shards[-1]] = {"bytes": size, "xxh3_128": self._digest.hexdigest()}
+
     def close(self) -> dict[str, Any]:
         """Finish the files; what the index says of this split."""
-        self.abandon()
+        self._flush()
+        self._finish()
         name = f"{self.split}-documents.npy"
-        np.save(self.folder / name, np.array(self.starts, dtype=np.int64))
+        path = self.folder / name
+        # numpy writes to files past Python, and hides why it could not.
+        held = io.BytesIO()
+        np.save(held, np.array(self._starts, dtype=np.int64))
+        path.write_bytes(held.getvalue())
+        self.files[name] = {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
         return {
             "tokens": self.tokens,
             "largest": self.largest,
@@ -239,7 +271,8 @@ class _SplitWriter:
         }
 
     def abandon(self) -> None:
-        """Close the open file, if any."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the open file, if any; what it still held is not wanted."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()

@@ -3,11 +3,14 @@
 import codecs
 import glob
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import xxhash
 
@@ -17,6 +20,7 @@ Kind = Literal["text", "dataset", "nanogpt", "megatron"]
 
 # A longer text is handed on in pieces, so that memory stays flat.
 PIECE_BYTES = 1 << 20
+_LEAST_PIECE = 1 << 14
 # Parts of the standard library that are no prose about Python: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
@@ -94,11 +98,18 @@ def _of_file(reference: str, path: Path) -> Source:
 
 def _files_below(root: Path) -> list[Path]:
     """Files of a folder, without hidden ones, in a stable order."""
-    return sorted(
-        path
-        for path in root.rglob("*")
-        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
-    )
+    found: list[str] = []
+    folders = [str(root)]
+    while folders:  # pathlib's own walk takes seconds where there are 100,000 files
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.is_file():
+                    found.append(entry.path)
+    return sorted(map(Path, found))
 
 
 def _library_files(root: Path) -> list[Path]:
@@ -132,81 +143,121 @@ def fingerprint(source: Source, text_field: str) -> str:
     if source.kind == "dataset":
         digest.update(str(open_dataset(source.reference)._fingerprint).encode())
     for file in source.files:
-        below = source.root is not None and source.root in file.parents
-        relative = file.relative_to(source.root) if source.root and below else file.name
+        relative = os.path.relpath(file, source.root)
         digest.update(f"{relative}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
+        with readable(file) as stream:
             while block := stream.read(PIECE_BYTES):
                 digest.update(block)
     digest.update(text_field.encode())
     return digest.hexdigest()
 
 
-def pieces(source: Source, text_field: str) -> Iterator[Piece]:
-    """All text of a source in order. Raises BadInputError where it cannot be read."""
+def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]:
+    """All text of a source in order; documents without text are left out.
+
+    `cut` hands long documents on in pieces that end where a tokenizer with `cuts_at_lines` would
+    end a token anyway. Raises BadInputError where the source cannot be read.
+    """
     if source.kind == "dataset":
-        yield from _dataset_pieces(source.reference, text_field)
-        return
+        yield from _all_in_pieces(_dataset_documents(source.reference, text_field), cut)
     for file in source.files:
         if file.suffix in (".jsonl", ".ndjson"):
-            yield from _json_lines(file, text_field)
+            yield from _all_in_pieces(_json_lines(file, text_field), cut)
         elif file.suffix == ".parquet":
-            yield from _parquet(file, text_field)
+            yield from _all_in_pieces(_parquet(file, text_field), cut)
         else:
-            yield from _plain(file)
+            yield from _plain(file, cut)
 
 
-def _plain(file: Path) -> Iterator[Piece]:
-    """One document; a long one in pieces that end where a token would end anyway."""
+def _plain(file: Path, cut: bool) -> Iterator[Piece]:
+    """One document; a long one in pieces, so that it is never whole in memory."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    kept, first, read = "", True, 0
-    with file.open("rb") as stream:
-        while True:
-            block = stream.read(PIECE_BYTES)
-            try:
-                kept += decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                pending = len(decoder.getstate()[0]) if read else 0
-                raise BadInputError(
-                    f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
-                    f"{max(0, read - pending) + error.start}. Convert it, or leave it out."
-                ) from None
+    kept, first, read, told = "", True, 0, 0
+    with readable(file) as stream:
+        while block := stream.read(PIECE_BYTES):
+            kept += _decoded(decoder, block, file, read)
             read += len(block)
-            if not block:
-                break
-            cut = _border(kept)
-            if len(kept) > PIECE_BYTES // 2 and cut:
-                yield Piece(kept[:cut], first, False, len(block))
-                kept, first = kept[cut:], False
-    if kept or not first:
-        yield Piece(kept, first, True, 0 if not first else read)
+            # What came with the blocks before has been searched.
+            border = _border(kept, max(_LEAST_PIECE, len(kept) - len(block) - 2), len(kept))
+            if cut and border:
+                yield Piece(kept[:border], first, False, read - told)
+                kept, first, told = kept[border:], False, read
+    kept += _decoded(decoder, b"", file, read)
+    if kept:
+        yield Piece(kept, first, True, read - told)
 
 
-def _border(text: str) -> int:
-    """The last place between two lines where neither side is blank; 0 when there is none.
+@contextmanager
+def readable(file: Path) -> Iterator[BinaryIO]:
+    """An open file. Raises BadInputError when it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror or error}") from None
 
-    Byte-level tokenizers join white space across lines, but never across such a place.
+
+def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: int) -> str:
+    try:
+        return decoder.decode(block, final=not block)
+    except UnicodeDecodeError as error:
+        # The decoder kept the first bytes of a character that the block before ended in.
+        offset = read - len(decoder.getstate()[0]) + error.start
+        raise BadInputError(
+            f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}. "
+            "Convert it, or leave it out."
+        ) from None
+
+
+def _border(text: str, begin: int, end: int) -> int:
+    """The last place in [begin, end) between two lines of which neither is blank there; 0 for none.
+
+    Tokenizers join white space across lines, and some a line break with the signs that follow it,
+    but none joins a character, one line break and a letter or digit.
     """
-    place = len(text) - 1
-    while (place := text.rfind("\n", 1, place)) > 0:
-        if not text[place - 1].isspace() and not text[place + 1].isspace():
+    place = end - 1
+    while (place := text.rfind("\n", begin, place)) > 0:
+        before = text[place - 1]
+        if before != " " and before.isprintable() and text[place + 1].isalnum():
             return place + 1
     return 0
 
 
-def _whole(text: Any, where: str, field: str, consumed: int) -> Iterator[Piece]:
+def _all_in_pieces(documents: Iterator[tuple[str, int]], cut: bool) -> Iterator[Piece]:
+    for text, consumed in documents:
+        if text:
+            yield from _in_pieces(text, consumed, cut)
+
+
+def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
     """A document that is in memory, in pieces when it is long."""
+    begin = 0
+    while cut and len(text) - begin > PIECE_BYTES:
+        border = _border(text, begin + _LEAST_PIECE, begin + PIECE_BYTES)
+        if not border:
+            break
+        yield Piece(text[begin:border], begin == 0, False, 0)
+        begin = border
+    yield Piece(text[begin:], begin == 0, True, consumed)
+
+
+def _checked(text: Any, where: str, field: str) -> str:
+    """The text of a record. Raises BadInputError when it is none."""
     if not isinstance(text, str):
         raise BadInputError(f"{where}: {field!r} is {type(text).__name__}, not text")
-    first = True
-    while len(text) > PIECE_BYTES and (cut := _border(text[:PIECE_BYTES])):
-        yield Piece(text[:cut], first, False, 0)
-        text, first = text[cut:], False
-    yield Piece(text, first, True, consumed)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInputError(
+                f"{where}: {field!r} has half of a surrogate pair, "
+                f"{text[error.start]!r}, at character {error.start}, which is no text"
+            ) from None
+    return text
 
 
-def _json_lines(file: Path, field: str) -> Iterator[Piece]:
-    with file.open("rb") as stream:
+def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int]]:
+    with readable(file) as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
@@ -220,10 +271,10 @@ def _json_lines(file: Path, field: str) -> Iterator[Piece]:
                 raise BadInputError(
                     f"{where} has no field {field!r}, but {there}. Name it with --text-field."
                 )
-            yield from _whole(record[field], where, field, len(line))
+            yield _checked(record[field], where, field), len(line)
 
 
-def _parquet(file: Path, field: str) -> Iterator[Piece]:
+def _parquet(file: Path, field: str) -> Iterator[tuple[str, int]]:
     import pyarrow
     from pyarrow import parquet
 
@@ -234,10 +285,11 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
                 f"{file} has no column {field!r}, but "
                 f"{', '.join(map(repr, table.schema_arrow.names))}. Name it with --text-field."
             )
-        rows = max(1, table.metadata.num_rows)
-        for batch in table.iter_batches(columns=[field], batch_size=1000):
-            for text in batch.column(0).to_pylist():
-                yield from _whole(text, str(file), field, file.stat().st_size // rows)
+        share = file.stat().st_size // max(1, table.metadata.num_rows)
+        batches = table.iter_batches(columns=[field], batch_size=1000)
+        texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, text in enumerate(texts, 1):
+            yield _checked(text, f"{file}, row {row}", field), share
     except (pyarrow.ArrowException, OSError) as error:
         raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
 
@@ -246,27 +298,46 @@ def open_dataset(reference: str) -> Any:
     """A Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path."""
     import datasets
 
-    name, config, split, *more = (*reference.removeprefix("hf:").split(":"), "", "")[:4]
-    if not name or (more and more[0]):
-        raise BadInputError(f"{reference!r}: expected hf:NAME[:CONFIG[:SPLIT]]")
-    split = split or "train"
+    name, config, split = _dataset_name(reference)
     try:
-        if _is_saved_dataset(Path(name)):
-            found = datasets.load_from_disk(name)
-            return found[split] if isinstance(found, datasets.DatasetDict) else found
-        return datasets.load_dataset(name, config or None, split=split)
+        if not _is_saved_dataset(Path(name)):
+            return datasets.load_dataset(name, config or None, split=split)
+        found = datasets.load_from_disk(name)
+        if not isinstance(found, datasets.DatasetDict):
+            return found
+        if split not in found:
+            raise BadInputError(
+                f"the dataset {reference} has no split {split!r}, but "
+                f"{', '.join(map(repr, found))}; write hf:{name}::SPLIT"
+            )
+        return found[split]
+    except BadInputError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise BadInputError(f"the dataset {reference} cannot be opened: {reason}") from None
 
 
-def _dataset_pieces(reference: str, field: str) -> Iterator[Piece]:
+def _dataset_name(reference: str) -> tuple[str, str, str]:
+    """Name, configuration and split of hf:NAME[:CONFIG[:SPLIT]]; a folder's name may have colons"""
+    whole = reference.removeprefix("hf:")
+    if _is_saved_dataset(Path(whole)):
+        return whole, "", "train"
+    name, *rest = whole.split(":")
+    if not name or len(rest) > 2:
+        raise BadInputError(f"{reference!r}: expected hf:NAME[:CONFIG[:SPLIT]]")
+    config, split = (*rest, "", "")[:2]
+    return name, config, split or "train"
+
+
+def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
     dataset = open_dataset(reference)
     if field not in dataset.column_names:
         raise BadInputError(
             f"{reference} has no column {field!r}, but {', '.join(map(repr, dataset.column_names))}"
             ". Name it with --text-field."
         )
-    for batch in dataset.select_columns([field]).iter(batch_size=1000):
-        for text in batch[field]:
-            yield from _whole(text, reference, field, 0)
+    batches = dataset.select_columns([field]).iter(batch_size=1000)
+    texts = chain.from_iterable(batch[field] for batch in batches)
+    for row, text in enumerate(texts, 1):
+        yield (found := _checked(text, f"{reference}, row {row}", field)), len(found)

@@ -1,7 +1,7 @@
 """Tokens in memory-mapped files, read as one long array."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,35 @@ _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 
 _SCANNED_TOKENS = 1 << 24
 
 
+class Mapped:
+    """A file of token ids, mapped into memory where it is used: pickled, it is a path only."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._path, self._dtype = path, dtype
+        # A plain array: slices of a memmap cost several times as much to make.
+        self.ids: Array = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mapped, (self._path, self._dtype)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(frozen=True)
 class Stream:
-    """Tokens [start, stop) of some shards. `document_starts` are within the same range, sorted."""
+    """Tokens [start, stop) of some shards put end to end.
 
-    shards: Sequence[Array]
+    `document_starts` are places from the start of the first shard on, sorted. `extent` holds the
+    smallest and the largest id of the shards where they are known.
+    """
+
+    shards: Sequence[Mapped]
     ends: Array  # cumulative lengths of the shards
     start: int
     stop: int
     document_starts: Array
+    extent: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -36,7 +56,7 @@ class Stream:
         shard = int(np.searchsorted(self.ends, begin, side="right"))
         while filled < count:
             offset = begin + filled - (int(self.ends[shard - 1]) if shard else 0)
-            part = self.shards[shard][offset : offset + count - filled]
+            part = self.shards[shard].ids[offset : offset + count - filled]
             found[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
@@ -45,14 +65,19 @@ class Stream:
     def documents(self, begin: int, count: int) -> Array:
         """The number of the document that each of those tokens belongs to, int32 from 0 on."""
         places = np.arange(begin, begin + count) + self.start
-        numbers = np.searchsorted(self.document_starts, places, side="right")
-        return (numbers - numbers[0]).astype(np.int32)
+        numbers: Array = np.searchsorted(self.document_starts, places, side="right")
+        found: Array = (numbers - numbers[0]).astype(np.int32)
+        return found
 
     def cut(self, begin: int, end: int) -> "Stream":
         """The part from `begin` to `end`."""
-        return Stream(
-            self.shards, self.ends, self.start + begin, self.start + end, self.document_starts
-        )
+        return replace(self, start=self.start + begin, stop=self.start + end)
+
+    def followed_by(self, other: "Stream") -> "Stream":
+        """All shards of this stream, then all of the other."""
+        length = int(self.ends[-1])
+        starts = np.concatenate((self.document_starts, other.document_starts + length))
+        return _stream((*self.shards, *other.shards), starts)
 
     def blocks(self) -> Iterator[Array]:
         """All tokens, a few at a time."""
@@ -60,22 +85,31 @@ class Stream:
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin))
 
     def largest(self) -> int:
-        """The largest token id; −1 without tokens."""
-        return max((int(block.max()) for block in self.blocks()), default=-1)
+        """The largest token id, or one of the shards' that is larger still; −1 without tokens."""
+        return self.measured()[1]
+
+    def measured(self) -> tuple[int, int]:
+        """The `extent`, by reading all tokens where it is not known; (0, −1) without tokens."""
+        if self.extent is not None:
+            return self.extent
+        extents = [(int(block.min()), int(block.max())) for block in self.blocks()]
+        low, high = zip(*extents, strict=True) if extents else ((0,), (-1,))
+        return min(low), max(high)
 
 
-def _stream(shards: Sequence[Array], document_starts: Array) -> Stream:
+def _stream(
+    shards: Sequence[Mapped], document_starts: Array, extent: tuple[int, int] | None = None
+) -> Stream:
     ends = np.cumsum([len(shard) for shard in shards]) if shards else np.zeros(1, dtype=np.int64)
-    return Stream(shards, ends, 0, int(ends[-1]), document_starts)
+    return Stream(tuple(shards), ends, 0, int(ends[-1]), document_starts, extent)
 
 
 def cached_stream(entry: Path, index: dict[str, Any], split: str) -> Stream:
     """One split of a cache entry."""
     part = index["splits"][split]
-    dtype = np.dtype(index["dtype"])
-    shards = [np.memmap(entry / name, dtype=dtype, mode="r") for name in part["shards"]]
+    shards = [Mapped(entry / name, index["dtype"]) for name in part["shards"]]
     starts = np.load(entry / part["documents"], allow_pickle=False)
-    return _stream(shards, starts)
+    return _stream(shards, starts, (0, part["largest"]))
 
 
 def nanogpt_stream(path: Path) -> Stream:
@@ -85,7 +119,7 @@ def nanogpt_stream(path: Path) -> Stream:
             f"{path} has an odd number of bytes, so it is no nanoGPT file (uint16 ids), or it was "
             "cut short"
         )
-    return _stream([np.memmap(path, dtype="<u2", mode="r")], np.zeros(1, dtype=np.int64))
+    return _stream([Mapped(path, "<u2")], np.zeros(1, dtype=np.int64))
 
 
 def megatron_stream(path: Path) -> Stream:
@@ -108,7 +142,9 @@ def megatron_stream(path: Path) -> Stream:
             raise ValueError("its sequences do not follow each other")
         if path.stat().st_size != starts[-1] * dtype.itemsize:
             raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not what it says")
+        if (borders < 0).any() or (np.diff(borders) < 0).any():
+            raise ValueError("its documents do not follow each other")
         document_starts = starts[borders[:-1]]
     except (OSError, ValueError, IndexError) as error:
         raise BadInputError(f"{idx} is not a readable Megatron index: {error}") from None
-    return _stream([np.memmap(path, dtype=dtype, mode="r")], document_starts)
+    return _stream([Mapped(path, dtype.str)], document_starts)

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
+from outpace.data.words import words_of
 from outpace.records.errors import BadInputError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -26,7 +27,8 @@ _END_NAMES = (
 class Tokenizer:
     """A `tokenizers.Tokenizer` and the ids that data and models need of it.
 
-    `eos_id` ends a document. `vocab_size` is one more than the largest id.
+    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_at_lines`: a text
+    cut after a line break, before a letter or digit, has the ids of its parts.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, eos: str | None = None) -> None:
@@ -38,6 +40,8 @@ class Tokenizer:
             raise BadInputError("the tokenizer has no tokens")
         self.vocab_size = max(vocab.values()) + 1
         self._vocab = vocab
+        self._words = words_of(inner)
+        self.cuts_at_lines = _cuts_at_lines(inner)
         self.eos_token = eos if eos in vocab else next((n for n in _END_NAMES if n in vocab), None)
         if self.eos_token is None:
             raise BadInputError(
@@ -58,7 +62,9 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Ids of many texts, in parallel, without special tokens."""
+        """Ids of many texts, without special tokens; the same as `encode` gives for each."""
+        if self._words is not None:
+            return self._words.encode_batch(texts)
         encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
@@ -77,6 +83,29 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
         _write_json(directory / "tokenizer_config.json", config)
         _write_json(directory / "special_tokens_map.json", special)
+
+
+# Normalisations that never look across a line break.
+_LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"})
+# Ends and beginnings of lines, of all kinds of characters that pre-tokenizers tell apart.
+_LINE_ENDS, _LINE_BEGINNINGS = (
+    ("word\n", "it's.\n", "12\n", "Ж—\n", "}\n"),
+    ("word", "7", "Été", "中"),
+)
+
+
+def _cuts_at_lines(inner: tokenizers.Tokenizer) -> bool:
+    told = json.loads(inner.to_str())["normalizer"]
+    steps = told["normalizers"] if told and told["type"] == "Sequence" else [told] if told else []
+    if any(step["type"] not in _LOCAL_NORMALIZERS for step in steps) or not inner.pre_tokenizer:
+        return False
+    cut = inner.pre_tokenizer.pre_tokenize_str
+    return all(
+        [word for word, _ in cut(end + beginning)]
+        == [word for part in (end, beginning) for word, _ in cut(part)]
+        for end in _LINE_ENDS
+        for beginning in _LINE_BEGINNINGS
+    )
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,138 @@
+"""Encoding on several processes at once.
+
+A helper is a plain child process with two pipes, not a `multiprocessing` one: it never imports the
+caller's main module, so a script needs no `if __name__ == "__main__"`.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+import numpy as np
+import tokenizers
+
+from outpace.data.tokenizer import Tokenizer
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+_START = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from outpace.data.helpers import main; main()"
+)
+# Less text than this is encoded sooner here than helpers take to start.
+ALONE_CHARACTERS = 12 << 20
+
+
+class Encoders:
+    """Encodes batches of texts; `submit` returns at once. Used as a context."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, processes: int, alone_characters: int = ALONE_CHARACTERS
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._processes = processes
+        self._alone = alone_characters
+        self._pool = ThreadPoolExecutor(max_workers=max(1, processes))
+        self._helpers: dict[int, _Helper] = {}
+        self.helped = 0  # batches that a helper encoded
+
+    def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
+        """Ids of each text, in time."""
+        self._alone -= sum(map(len, texts))
+        if self._processes > 1 and self._alone < 0:
+            return self._pool.submit(self._helped, texts)
+        return self._pool.submit(self._tokenizer.encode_batch, texts)
+
+    def _helped(self, texts: list[str]) -> list[Tokens]:
+        """Each thread of the pool has a helper; one that died is not replaced."""
+        name = threading.get_ident()
+        if name not in self._helpers:
+            self._helpers[name] = _Helper(self._tokenizer)
+        encoded = self._helpers[name].encode(texts)
+        if encoded is None:
+            return list(self._tokenizer.encode_batch(texts))
+        self.helped += 1
+        return encoded
+
+    def __enter__(self) -> "Encoders":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for helper in self._helpers.values():
+            helper.end()
+
+
+class _Helper:
+    """One child process."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            self._send(sys.path)
+            self._send((tokenizer.inner.to_str(), tokenizer.eos_token))
+        except OSError:
+            self.end()
+
+    def encode(self, texts: list[str]) -> list[Tokens] | None:
+        """Ids of each text; None when the helper is gone."""
+        if self._process is None:
+            return None
+        assert self._process.stdout is not None
+        try:
+            self._send(texts)
+            lengths, joined = pickle.load(self._process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            self.end()
+            return None
+        ids = np.frombuffer(joined, dtype=np.uint32)
+        return np.split(ids, np.cumsum(lengths)[:-1])
+
+    def _send(self, value: Any) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        pickle.dump(value, self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        """Let the process end; it does when its input does."""
+        if self._process is None:
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):  # what it was still to be told was not sent
+                pipe.close()
+        self._process.wait()
+        self._process = None
+
+
+def main() -> None:
+    """A helper's life: a tokenizer, then batches, until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the helpers are what is parallel
+    given, taken = sys.stdin.buffer, sys.stdout.buffer
+    told, eos = pickle.load(given)
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(told), eos)
+    while (encoded := _answer(tokenizer, given)) is not None:
+        try:
+            pickle.dump(encoded, taken, protocol=pickle.HIGHEST_PROTOCOL)
+            taken.flush()
+        except BrokenPipeError:
+            os._exit(1)
+
+
+def _answer(tokenizer: Tokenizer, given: BinaryIO) -> tuple[list[int], bytes] | None:
+    try:
+        texts = pickle.load(given)
+    except EOFError:
+        return None
+    encoded = tokenizer.encode_batch(texts)
+    return [len(ids) for ids in encoded], np.concatenate(encoded).tobytes()
