@@ -3,7 +3,8 @@
     python benchmarks/figures.py            # rewrite
     python benchmarks/figures.py --check    # exit 1 when a page does not say what is recorded
 
-A page holds `<!-- figures: NAME -->` and `<!-- end -->`; what is between comes from results/NAME.json.
+A page holds `<!-- figures: NAME -->` and `<!-- end -->`; what is between comes from
+results/NAME.json.
 """
 
 import argparse
@@ -56,7 +57,32 @@ def overhead(result: dict[str, Any]) -> str:
     return table(head, rows) + stand(result)
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead}
+def tokenise(result: dict[str, Any]) -> str:
+    """Data preparation against datasets.map."""
+    tokens = result["tokens"]
+    rows = [
+        [who, f"{seconds:.1f} s", f"{tokens / seconds / 1e6:.2f} M"]
+        for who, seconds in (
+            ("outpace", tokens / result["median_ours_tokens_per_s"]),
+            (
+                f"`datasets.map`, batches of {result['batch_size']}",
+                tokens / result["median_theirs_tokens_per_s"],
+            ),
+        )
+    ]
+    ratios = result["pair_ratios"]
+    head = [f"{result['processes']} processes, {result['tokenizer']}", "median", "tokens/s"]
+    return (
+        table(head, rows)
+        + f"\nRatio of each of {len(ratios)} pairs: median {result['ratio']:.2f}, "
+        + f"{min(ratios):.2f} to {max(ratios):.2f} (target ≥ {result['target']}); "
+        + f"{result['bytes'] / 1e6:.0f} MB in {result['documents']:,} documents, "
+        + f"{tokens / 1e6:.1f} M tokens.\n"
+        + stand(result)
+    )
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead, "tokenise": tokenise}
 
 
 def fill(text: str) -> str:

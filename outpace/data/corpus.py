@@ -74,8 +74,13 @@ def prepare(
         index = ensure_entry(entry, source, tokenizer, text_field, fraction, processes, progress)
         streams.append(_choose(entry, index, split, eval_fraction))
     for reference, stream in zip(sources, streams, strict=True):
-        if len(stream) == 0:
+        if len(stream) == 0 and split == "all":
             raise BadInputError(f"the data at {reference} holds no text")
+        if len(stream) == 0:
+            raise BadInputError(
+                f"the data at {reference} is too little to train on and to hold a part out for "
+                "validation. Give more, or name validation data with --eval-data."
+            )
     name = tokenizer.fingerprint if tokenizer else "tokens"
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
     return Corpus(tuple(streams), weights, xxhash.xxh3_128_hexdigest(joined.encode()))

@@ -264,8 +264,14 @@ def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int]]:
             where = f"{file}, line {number}"
             try:
                 record = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise BadInputError(
+                    f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
+                    f"{error.start}. Convert it, or leave it out."
+                ) from None
             except (ValueError, RecursionError) as error:
-                raise BadInputError(f"{where} is not JSON: {error}") from None
+                reason = getattr(error, "msg", "too deeply nested")
+                raise BadInputError(f"{where} is not JSON: {reason}") from None
             if not isinstance(record, dict) or field not in record:
                 there = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
                 raise BadInputError(

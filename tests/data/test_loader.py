@@ -1,0 +1,123 @@
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from outpace.data.loader import Loader
+from outpace.data.order import sample_indices
+from outpace.data.samples import make_dataset
+
+
+@pytest.fixture
+def dataset(tmp_path, prepare, library_texts):
+    paths = []
+    for number, text in enumerate(library_texts[:2]):
+        paths.append(tmp_path / f"{number}.txt")
+        paths[-1].write_text(text[:20_000], encoding="utf-8")
+    return make_dataset(
+        prepare(*paths), 16, objective="causal", seed=1, document_attention=True, tokenizer=None
+    )
+
+
+def steps_of(dataset, **changed):
+    given = {
+        "seed": 3, "global_batch": 12, "micro_batch": 12, "rank": 0, "data_parallel": 1,
+        "start_step": 0, "total_steps": 5, "workers": 0, "pin_memory": False,
+        "device": torch.device("cpu"),
+    }  # fmt: skip
+    loader = Loader(dataset, **(given | changed))
+    try:
+        return list(loader)
+    finally:
+        loader.close()
+
+
+def rows(batches):
+    return torch.cat([batch["tokens"] for batch in batches])
+
+
+@pytest.mark.parametrize(
+    ("micro", "ranks"), [(12, 1), (4, 1), (1, 1), (6, 2), (3, 2), (2, 3), (1, 12), (1, 4)]
+)
+def test_ranks_and_passes_together_make_the_one_batch(dataset, micro, ranks):
+    whole = steps_of(dataset)
+    parts = [
+        steps_of(dataset, micro_batch=micro, rank=r, data_parallel=ranks) for r in range(ranks)
+    ]
+    for step, (one,) in enumerate(whole):
+        passes = 12 // (micro * ranks)
+        assert all(len(part[step]) == passes for part in parts)
+        # Slot order: pass by pass, and rank by rank in each.
+        joined = torch.cat([part[step][a]["tokens"] for a in range(passes) for part in parts])
+        assert (joined == one["tokens"]).all()
+
+
+def test_a_step_has_the_samples_that_the_order_says(dataset):
+    steps = steps_of(dataset, micro_batch=3)
+    for step, batches in enumerate(steps):
+        expected = sample_indices(3, step, 12, len(dataset))
+        assert (rows(batches) == torch.stack([dataset[int(i)]["tokens"] for i in expected])).all()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_nothing(dataset, workers):
+    alone = steps_of(dataset, micro_batch=4)
+    helped = steps_of(dataset, micro_batch=4, workers=workers)
+    assert len(alone) == len(helped) == 5
+    for one, other in zip(alone, helped, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.keys() == b.keys() == {"tokens", "targets", "documents"}
+            assert all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5])
+def test_starting_later_is_skipping(dataset, start):
+    whole, rest = steps_of(dataset), steps_of(dataset, start_step=start)
+    assert len(rest) == 5 - start
+    for one, other in zip(whole[start:], rest, strict=True):
+        assert (rows(one) == rows(other)).all()
+
+
+class Own(Dataset):
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+def _pair(i):
+    return torch.full((3,), i), i * 0.5
+
+
+def _named(i):
+    return {"x": np.full(2, i), "y": {"z": i}}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_persons_own_data_set(workers):
+    expected = sample_indices(3, 0, 5, 10).tolist()
+    changed = {"global_batch": 5, "micro_batch": 5, "total_steps": 2, "workers": workers}
+    (x, y), *_ = [batch for step in steps_of(Own(_pair), **changed) for batch in step]
+    assert x.tolist() == [[i] * 3 for i in expected] and y.tolist() == [i * 0.5 for i in expected]
+    batches = [batch for step in steps_of(Own(_named), **changed) for batch in step]
+    assert batches[0]["x"][:, 0].tolist() == batches[0]["y"]["z"].tolist() == expected
+    seen = [int(i) for batch in batches for i in batch["y"]["z"]]
+    assert sorted(seen) == list(range(10))
+
+
+def test_a_data_set_goes_to_workers_without_its_tokens(tmp_path, prepare):
+    path = tmp_path / "x.bin"
+    path.write_bytes(np.arange(60_000, dtype="<u2").tobytes() * 50)
+    dataset = make_dataset(
+        prepare(path, tokenizer=None), 64,
+        objective="causal", seed=0, document_attention=False, tokenizer=None,
+    )  # fmt: skip
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 5_000
+    assert (pickle.loads(packed)[7]["tokens"] == dataset[7]["tokens"]).all()

@@ -1,0 +1,165 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from outpace.data import words
+from outpace.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer, train_tokenizer
+from outpace.records.errors import BadInputError
+
+TEXTS = [
+    "Hello world", "", " ", "a\n\n  b\t\r\nc", "it's I'LL 12345 3.14 ½ Ⅷ x²", "Größe naïve ÇA",
+    "中文字 かな 한글", "😀 emoji ‍", "\u1c80 new \u2c2f letters", f"before{END_OF_TEXT}after",
+    "nb\xa0sp\u3000wide\x85next\x1cfs", "\u017f K ſ's", "...---!!! '''s", "\u180e x",
+]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=50)
+@given(text=st.text())
+def test_text_comes_back(tokenizer, text):
+    if END_OF_TEXT not in text:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(deadline=None, max_examples=60)
+@given(texts=st.lists(st.text() | st.text("ab '\n\t1sS.é中<|>"), max_size=5))
+def test_many_texts_have_the_ids_of_each(tokenizer, texts):
+    found = tokenizer.encode_batch(texts)
+    assert [ids.tolist() for ids in found] == [tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("pattern", words.PATTERNS)
+def test_remembered_words_are_the_tokenizers_own(library_texts, pattern):
+    """With the pre-tokenizers of GPT-2, Qwen 2 and Llama 3, before and after words are known."""
+    trained = train_tokenizer(library_texts[:2], 500).inner
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    remembered = words.words_of(trained)
+    assert remembered is not None
+    for texts in (TEXTS, library_texts, TEXTS):
+        expected = [trained.encode(text, add_special_tokens=False).ids for text in texts]
+        assert [ids.tolist() for ids in remembered.encode_batch(texts)] == expected
+
+
+@pytest.mark.parametrize("pattern", words.PATTERNS)
+def test_both_engines_agree_on_every_settled_character(pattern):
+    own = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    sure = [c for c in map(chr, range(0x10000)) if not words._settled().unsure.match(c)]
+    assert 45_000 < len(sure) < 60_000
+    for begin in range(0, len(sure), 500):
+        text = "".join(f"a{c}1 {c}{c}.  {c}x'{c}\n" for c in sure[begin : begin + 500])
+        assert words._wide(pattern).findall(text) == [w for w, _ in own.pre_tokenize_str(text)]
+
+
+def test_words_are_forgotten_when_there_are_too_many(tokenizer, monkeypatch):
+    monkeypatch.setattr(words, "_MOST_WORDS", 20)
+    remembered = words.words_of(tokenizer.inner)
+    texts = [" ".join(f"w{i}x{j}" for j in range(8)) for i in range(50)]
+    for text in texts:
+        assert remembered.encode_batch([text])[0].tolist() == tokenizer.encode(text)
+        assert len(remembered._known) <= 40
+
+
+def test_tokenizers_with_other_rules_are_left_to_themselves(tokenizer):
+    for pre in (pre_tokenizers.ByteLevel(add_prefix_space=True), pre_tokenizers.Metaspace()):
+        inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+        inner.pre_tokenizer = pre
+        assert words.words_of(inner) is None
+        other = Tokenizer(inner)
+        assert not other.cuts_at_lines and tokenizer.cuts_at_lines
+        found = other.encode_batch(["one two\nthree"])[0]
+        assert found.tolist() == other.encode("one two\nthree")
+
+
+def test_training_is_the_same_again(library_texts):
+    first, second = (train_tokenizer(library_texts, 400) for _ in range(2))
+    assert first.fingerprint == second.fingerprint and first.vocab_size == 400
+    assert first.eos_token == END_OF_TEXT and first.mask_id is None
+
+
+def test_a_tokenizer_for_masking_has_its_specials(library_texts):
+    masked = train_tokenizer(library_texts, 300, masked=True)
+    specials = (masked.mask_id, masked.pad_id, masked.cls_id, masked.sep_id)
+    assert None not in specials and len(set(specials)) == 4
+
+
+def test_what_no_tokenizer_can_be_learnt_from(library_texts):
+    with pytest.raises(BadInputError, match=r"at least 257, not 256; use a model .* --tokenizer"):
+        train_tokenizer(library_texts, 256)
+    with pytest.raises(BadInputError, match="at least 262, not 261"):
+        train_tokenizer(library_texts, 261, masked=True)
+    with pytest.raises(BadInputError, match="no text to train"):
+        train_tokenizer(["", ""], 300)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_saved_tokenizer_is_the_same_here_and_in_transformers(tmp_path, library_texts, masked):
+    from transformers import AutoTokenizer
+
+    tokenizer = train_tokenizer(library_texts, 400, masked=masked)
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert again.fingerprint == tokenizer.fingerprint and again.eos_id == tokenizer.eos_id
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).eos_id == tokenizer.eos_id
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    for text in TEXTS:
+        assert theirs.encode(text, add_special_tokens=False) == tokenizer.encode(text)
+    assert theirs.eos_token_id == tokenizer.eos_id and theirs.mask_token_id == tokenizer.mask_id
+
+
+@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
+def test_gpt2s_two_files(tmp_path, names):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "he", "ll", "hell", "Ġw", "hello", END_OF_TEXT]
+    (tmp_path / names[0]).write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+    (tmp_path / names[1]).write_text("#version: 0.2\nh e\nl l\nhe ll\nhell o\nĠ w\n")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.vocab_size == 262 and tokenizer.eos_id == 261
+    expected = ["hello", "Ġw", "o", "r"]
+    assert tokenizer.encode("hello wor") == [tokens.index(token) for token in expected]
+    assert tokenizer.decode(tokenizer.encode("hello wor")) == "hello wor"
+
+
+def test_gpt2s_own_files(gpt2):
+    assert gpt2.encode("Hello world") == [15496, 995]
+    assert (
+        gpt2.encode("The year's 2019.\n\n  Über")
+        == gpt2.encode_batch(["The year's 2019.\n\n  Über"])[0].tolist()
+    )
+    assert (gpt2.vocab_size, gpt2.eos_id) == (50257, 50256)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_berts_vocabulary(tmp_path, as_file):
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "uber", "!"]
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(tokens) + "\n")
+    tokenizer = load_tokenizer(str(path if as_file else tmp_path))
+    assert tokenizer.encode("The cats! Über dog") == [5, 6, 7, 9, 8, 1]
+    assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id) == (2, 3, 4, 0)
+    assert tokenizer.eos_id == 3 and tokenizer.cuts_at_lines
+    assert tokenizer.inner.encode("the cat").ids == [2, 5, 6, 3]
+    path.write_text("\n".join([*tokens, "The"]) + "\n")
+    assert load_tokenizer(str(path)).encode("The the") == [10, 5]
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(BadInputError, match=r"no tokenizer at .*: expected tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BadInputError, match=r"the tokenizer .* cannot be read"):
+        load_tokenizer(str(tmp_path))
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    inner.decoder = decoders.WordPiece()
+    with pytest.raises(BadInputError, match=r"no end-of-text token; give it one of <\|endoftext"):
+        Tokenizer(inner)
+
+
+def test_ids_are_of_one_type(tokenizer):
+    assert {ids.dtype for ids in tokenizer.encode_batch(TEXTS)} == {np.dtype(np.uint32)}
