@@ -141,13 +141,15 @@ def convert(name: str, value: Any, where: str) -> Any:
         return _convert_one(holds, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]
     if holds.kind is not str or holds.choices:  # a comma may be part of a path
-        words = [
-            part.strip()
-            for word in words
-            for part in (word.split(",") if isinstance(word, str) else [word])
-            if not isinstance(part, str) or part.strip()
-        ]
+        words = [part for word in words for part in _at_commas(word)]
     return tuple(_convert_one(holds, word, where) for word in words)
+
+
+def _at_commas(word: Any) -> list[Any]:
+    """The parts of a text between commas; anything else is one part already."""
+    if not isinstance(word, str):
+        return [word]
+    return [part.strip() for part in word.split(",") if part.strip()]
 
 
 def _convert_one(holds: Shape, value: Any, where: str) -> Any:

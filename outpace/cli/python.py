@@ -40,6 +40,7 @@ def train(
     Raises BadInputError for what cannot be done as asked, DivergedError when the loss becomes
     NaN or infinite, InterruptedRunError when a signal ended the run after a save.
     """
+    _check_callbacks(callbacks)
     live = None if model is None or isinstance(model, (str, Path)) else model
     reference = model if live is None else _name_of(live)
     given = {"model": reference, "data": data, **settings}
@@ -58,6 +59,16 @@ def train(
         restart=restart_count(os.environ),
         model=live,
     )
+
+
+def _check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Refuse what is not a sequence of Callback objects."""
+    wanted = "callbacks is a list of objects of outpace.Callback, as in callbacks=[Mine()]"
+    if isinstance(callbacks, Callback):
+        raise BadInputError(f"{wanted}; one alone was given")
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise BadInputError(f"{wanted}; {callback!r} is not one")
 
 
 def generate(

@@ -33,8 +33,6 @@ _CLASSES = re.compile(r"\\p\{L\}|\\p\{N\}|\\.|[^\\]")
 _MOST_WORDS, _MOST_CHARACTERS = 1 << 20, 64 << 20
 _SPACES = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _ASCII_SPACES = "\t\n\x0b\x0c\r "
-# Letters that are the other case of an ASCII letter.
-_FOLDED = "\u017f\u212a"
 
 
 class Words:
@@ -144,7 +142,7 @@ class _Settled:
         for code in range(0x10000):
             character = chr(code)
             category = now(character)
-            if category in ("Cn", "Cs", "Co") or character in _FOLDED:
+            if category in ("Cn", "Cs", "Co"):
                 continue
             if category != old(character):
                 continue

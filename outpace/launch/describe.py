@@ -10,6 +10,7 @@ from outpace.records.settings import TrainSettings
 from outpace.train.checkpoint import clear_partial
 from outpace.train.precision import shape_hints
 from outpace.train.run_dir import RunDir
+from outpace.train.schedule import warmup_steps
 
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
 _TOY_PARAMETERS = 1_000_000
@@ -69,6 +70,9 @@ def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> R
             "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
             "--precision bf16"
         )
+    warmup = warmup_steps(job.settings, job.total_steps)
+    if warmup > job.total_steps:
+        hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
     name = job.device.type
     if job.device.type == "cuda":
         name = job.machine.devices[job.device.index or 0].name

@@ -28,6 +28,7 @@ from outpace.nn.levers import apply_checkpointing, compile_blocks
 from outpace.parallel import apply
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
+from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -41,7 +42,7 @@ from outpace.train.loop import Loop
 from outpace.train.optimizer import make_optimizer
 from outpace.train.precision import Mixed, make_mixed
 from outpace.train.profile import memory_history, profiler
-from outpace.train.run_dir import MetricsWriter, RunDir
+from outpace.train.run_dir import RESULT_FILE, MetricsWriter, RunDir
 from outpace.train.step import Stepper
 from outpace.train.threads import set_threads
 
@@ -118,6 +119,8 @@ def prepared(
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
         require_loggers(settings.log)
+        if settings.out is not None and not settings.resume:
+            RunDir(settings.out).require_free()  # before the data, which may take long
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         materials = gather(settings, model, cache_dir, usable_cores(), heard)
@@ -147,6 +150,7 @@ def _prepare(
     parameters = sum(p.numel() for p in objective.model.parameters())
     record = run_record(job, origins, command, threads, parameters)
     job.groups.once(lambda: claim(job, record))
+    stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     if settings.checkpointing != "none":
@@ -158,6 +162,7 @@ def _prepare(
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, objective.model, optimizer, mixed)
     start_step = progress.step if progress else 0
+    job.groups.once(lambda: _require_work(job, start_step))
     stepper = _stepper(job, objective, optimizer, mixed)
     loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
@@ -188,6 +193,22 @@ def _prepare(
         else None,
     )
     return Prepared(job, loop, parameters, initial, measure)
+
+
+def _require_work(job: Job, start_step: int) -> None:
+    """Refuse to resume a run that has nothing left to do."""
+    if start_step >= job.total_steps and (job.run_dir.path / RESULT_FILE).is_file():
+        raise BadInputError(
+            f"{job.run_dir.path} is finished: {start_step} of {job.total_steps} steps are done. "
+            f"Train it further with --steps above {start_step}, or start another run from its "
+            f"weights with --model {job.run_dir.path}."
+        )
+
+
+def _discard_unbegun(job: Job) -> None:
+    """Leave nothing of a run that failed before its first step was done."""
+    if job.ranks.rank == 0 and not job.settings.resume:
+        job.run_dir.discard_unbegun()
 
 
 def _stepper(

@@ -114,9 +114,7 @@ def _samples(
     settings: TrainSettings,
 ) -> TokenDataset:
     """The data named, or what the run held out, in samples as long as the run's."""
-    if opened.tokenizer is None:
-        raise BadInputError(f"{opened.name} has no tokenizer, so text cannot be evaluated with it")
-    tokenizer = load_tokenizer(str(opened.tokenizer))
+    tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
     return make_dataset(
         _held_out(data, settings, tokenizer),
@@ -129,7 +127,7 @@ def _samples(
 
 
 def _held_out(
-    data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer
+    data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> Corpus:
     """The data named, whole; else what the run held out."""
     named = data or settings.eval_data

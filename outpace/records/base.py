@@ -49,8 +49,11 @@ class Record(BaseModel):
 
 def explain(error: ValidationError, where: str, known: Any) -> str:
     """Turn pydantic's list of problems into sentences for a person."""
+    problems = error.errors()
+    # A misspelt or bad key leaves others underived: what is wrong is said, not what follows of it.
+    wrong = [problem for problem in problems if problem["type"] != "missing"]
     sentences = []
-    for problem in error.errors():
+    for problem in wrong or problems:
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             sentences.append(f"{where}: unknown key {name!r}.{nearest(name, known)}")

@@ -26,7 +26,7 @@ def summary(measurement: Measurement) -> RenderableType:
         parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
     if measurement.sample:
         parts += [Text(), _sample(measurement.sample)]
-    parts += [Text(), _path(measurement.run)]
+    parts += [Text(), _path(measurement)]
     return Group(*parts)
 
 
@@ -124,9 +124,13 @@ def _sample(text: str) -> Padding:
     return Padding(panel, (0, 1))
 
 
-def _path(run: str) -> Padding:
+def _path(measurement: Measurement) -> Padding:
+    run = measurement.run
     line = Text().append("Run  ", style="bold").append(run, style="cyan")
-    line.append(f"\n     outpace generate --run {run} 'def '", style="dim")
+    if measurement.sample is not None:
+        line.append(f"\n     outpace generate --run {run} 'def '", style="dim")
+    elif measurement.final_eval is not None:
+        line.append(f"\n     outpace eval --run {run}", style="dim")
     return Padding(line, (0, 2, 1, 2))
 
 

@@ -107,8 +107,18 @@ _LOGGERS: dict[str, Callable[[RunDir, RunRecord], Callback]] = {
 
 
 def make_loggers(run_dir: RunDir, record: RunRecord) -> list[Callback]:
-    """The loggers asked for. Raises BadInputError when one is not installed."""
-    return [_LOGGERS[name](run_dir, record) for name in record.settings.log]
+    """The loggers asked for. Raises BadInputError when one cannot begin (no login, no network)."""
+    return [_begin(name, run_dir, record) for name in record.settings.log]
+
+
+def _begin(name: str, run_dir: RunDir, record: RunRecord) -> Callback:
+    try:
+        return _LOGGERS[name](run_dir, record)
+    except BadInputError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadInputError(f"--log {name} could not begin: {reason}") from None
 
 
 def require_loggers(names: tuple[str, ...]) -> None:

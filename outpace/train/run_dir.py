@@ -66,6 +66,12 @@ class RunDir:
         except OSError as error:
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
+    def discard_unbegun(self) -> None:
+        """Remove the directory of a run that has not done a step."""
+        metrics = self.path / METRICS_FILE
+        if not metrics.is_file() or metrics.stat().st_size == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def cut_metrics(self, step: int) -> None:
         """Drop what was logged after `step`: a resumed run does those steps again."""
         for name in (METRICS_FILE, EVALS_FILE):

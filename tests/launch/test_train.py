@@ -131,12 +131,24 @@ def test_accumulation_does_not_change_the_mathematics(run):
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
-def test_a_finished_run_can_be_trained_further_only_with_more_steps(run):
-    directory = run(steps=3)
-    before = weights(directory)
-    again = run(steps=3, resume=True)
-    assert all(torch.equal(before[name], after) for name, after in weights(again).items())
-    assert [m["step"] for m in metrics(again)] == [1, 2, 3]
+def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_steps(run, tmp_path):
+    run(steps=3)
+    result = (tmp_path / "run" / "result.json").read_text()
+    with pytest.raises(BadInputError, match="is finished: 3 of 3 steps"):
+        run(steps=3, resume=True)
+    assert (tmp_path / "run" / "result.json").read_text() == result
+    further = run(steps=5, resume=True)
+    assert [m["step"] for m in metrics(further)] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(run, tmp_path, monkeypatch):
+    class Fails(Callback):
+        def on_start(self, info):
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        run(callbacks=[Fails()])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_with_another_run_is_refused(run):
