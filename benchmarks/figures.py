@@ -10,6 +10,7 @@ results/NAME.json.
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,36 @@ def tokenise(result: dict[str, Any]) -> str:
     )
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"overhead": overhead, "tokenise": tokenise}
+def memory_loss(result: dict[str, Any]) -> str:
+    """Peak memory and time of the loss, chunked against plain."""
+    rows = []
+    for precision, case in result["cases"].items():
+        for kind in ("plain", "chunked"):
+            tensors, resident = (
+                statistics.median(run["bytes"] for run in case[peak][kind]) / 2**20
+                for peak in ("tensors_peak", "resident_peak")
+            )
+            seconds = statistics.median(case["time"]["seconds"][kind])
+            rows.append(
+                [precision, kind, f"{tensors:,.0f} MiB", f"{resident:,.0f} MiB", f"{seconds:.2f} s"]
+            )
+    shape = ", ".join(f"{name} {size:,}" for name, size in result["shape"].items())
+    head = ["precision", "loss", "peak of tensors", "peak resident", "median time"]
+    return table(head, rows) + f"\nForward and backward of the loss: {shape}.\n" + stand(result)
+
+
+def quickstart(result: dict[str, Any]) -> str:
+    """What scripts/quickstart ends with."""
+    shown = "\n".join(result["shown"]).strip("\n")
+    return f"```text\n{shown}\n```\n\nIt took {result['seconds']:.0f} s.\n" + stand(result)
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "memory_loss": memory_loss,
+    "overhead": overhead,
+    "quickstart": quickstart,
+    "tokenise": tokenise,
+}
 
 
 def fill(text: str) -> str:

@@ -187,7 +187,7 @@ def _prepare(
         world_size=job.ranks.world_size,
         total_steps=job.total_steps,
         start_step=start_step,
-        asynchronous=device.type == "cuda",
+        device=device,
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,

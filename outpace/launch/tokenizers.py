@@ -56,15 +56,21 @@ def _trained(
         f"{content}|{held_out}|{vocab}|{masked}|{settings.text_field}".encode()
     )
     folder = cache_dir / "tokenizers" / key
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if not (folder / "tokenizer.json").is_file():
-            tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
-            texts = read_documents(
-                settings.data, settings.text_field, split, settings.eval_fraction
-            )
-            learnt = train_tokenizer(texts, vocab, masked=masked)
-            temporary = folder.with_suffix(".tmp")
-            learnt.save(temporary)
-            temporary.replace(folder)
-        return load_tokenizer(str(folder))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not (folder / "tokenizer.json").is_file():
+                tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
+                texts = read_documents(
+                    settings.data, settings.text_field, split, settings.eval_fraction
+                )
+                learnt = train_tokenizer(texts, vocab, masked=masked)
+                temporary = folder.with_suffix(".tmp")
+                learnt.save(temporary)
+                temporary.replace(folder)
+    except OSError as error:
+        raise BadInputError(
+            f"the cache {cache_dir} cannot be written ({error.strerror}). Free some space, or name "
+            "another place with --cache-dir."
+        ) from None
+    return load_tokenizer(str(folder))

@@ -52,12 +52,19 @@ class StopSignal:
             raise InterruptedRunError("interrupted before the first step; nothing was trained")
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     """Make all random numbers of a step a function of (seed, step, rank).
 
     Dropout then needs no saved generator state: a resumed run draws the same numbers.
     """
     mixed = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
-    torch.manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
+    wide = int(mixed[0]) << 32 | int(mixed[1])
+    # Not torch.manual_seed: where CUDA is not initialised it queues a call, with a traceback, each
+    # time, which costs as much as all other accounting of a step and is never freed.
+    torch.default_generator.manual_seed(wide)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(wide)
+    elif device.type == "mps":
+        torch.mps.manual_seed(wide)
     random.seed(int(mixed[0]))
     np.random.seed(mixed[1])

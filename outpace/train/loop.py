@@ -37,7 +37,7 @@ class Loop:
     world_size: int
     total_steps: int
     start_step: int
-    asynchronous: bool  # the device runs behind: a step's figures are read one step later
+    device: torch.device
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
 
     def run(self) -> None:
@@ -58,7 +58,8 @@ class Loop:
                 for step in range(self.start_step + 1, self.total_steps + 1):
                     raw = self._step(step)
                     waiting.append(raw)
-                    behind = self.asynchronous and step < self.total_steps
+                    # A GPU runs behind: a step's figures are read one step later.
+                    behind = self.device.type == "cuda" and step < self.total_steps
                     self._settle(waiting, int(behind))
                     after_step()
                     self._between(step, raw, waiting)
@@ -71,7 +72,7 @@ class Loop:
         settings = self.settings
         self.stepper.begin()
         batches = next(self.steps)
-        seed_step(settings.seed, step, self.rank)
+        seed_step(settings.seed, step, self.rank, self.device)
         rate = learning_rate(settings, step - 1, self.total_steps)
         return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 

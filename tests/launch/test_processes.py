@@ -99,7 +99,7 @@ def test_masked_tokens_are_weighed_over_the_whole_global_batch(tmp_path, command
 
 
 def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, command):
-    flags = ("--steps=3", "--json", "--micro-batch=2")
+    flags = ("--steps=3", "--json", "--micro-batch=2", "--compress-gradients=bf16")
     done = do(command(tmp_path / "run", *flags, launcher=TORCHRUN))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -207,6 +207,14 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(run, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+def test_token_ids_beyond_the_vocabulary_are_refused(run, tmp_path):
+    import numpy as np
+
+    np.array([1, 2, 3, 999] * 500, dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    with pytest.raises(BadInputError, match=r"needs a vocabulary of 1000, but .* has 512"):
+        run(data=(str(tmp_path / "ids.bin"),))
+
+
 @pytest.mark.parametrize("lever", [{"checkpointing": "full"}, {"checkpointing": "selective"},
                                    {"loss": "plain"}, {"loss": "chunked"},
                                    {"optimizer": "adamw-foreach"}, {"optimizer": "adamw-for-loop"},
