@@ -30,9 +30,9 @@ CASES = {
 }
 HALF_WIDTH = 0.007
 TARGET = 1.02
-LEAST_PAIRS, MOST_PAIRS = 40, 500
+LEAST_PAIRS, MOST_PAIRS = 40, 450
 STEPS_PER_BLOCK = 1
-GLOBAL_BATCH, SEQ_LEN = 8, 128
+GLOBAL_BATCH, SEQ_LEN = 4, 256
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
