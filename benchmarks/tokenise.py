@@ -28,7 +28,8 @@ from recording import save
 from transformers import PreTrainedTokenizerFast
 
 from outpace.data.corpus import prepare
-from outpace.data.sources import open_source, pieces
+from outpace.data.sources import open_source
+from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 BATCH_SIZES = (100, 1000, 4000)

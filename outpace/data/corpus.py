@@ -1,6 +1,7 @@
 """Sources prepared for training: memory-mapped tokens of one split."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -9,9 +10,11 @@ import numpy as np
 import xxhash
 
 from outpace.data.hashes import remembered_extent, remembered_fingerprint
+from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
-from outpace.data.sources import Source, open_source, pieces
+from outpace.data.sources import Source, open_source
 from outpace.data.stream import Stream, cached_stream, megatron_stream, nanogpt_stream
+from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
 
@@ -30,6 +33,13 @@ class Corpus:
     def n_tokens(self) -> int:
         """All tokens."""
         return sum(len(stream) for stream in self.streams)
+
+    @property
+    def documents(self) -> int | None:
+        """All documents of which there are tokens; None where a source does not record them."""
+        counts = [stream.n_documents for stream in self.streams]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     @property
     def vocab_needed(self) -> int:
@@ -56,8 +66,9 @@ def prepare(
     """Tokenise what is not in the cache yet and open it.
 
     `tokenizer` may be None for sources that are tokens already. Raises BadInputError for missing,
-    empty, undecodable or damaged data.
+    empty, undecodable or damaged data, and for weights that do not fit the sources.
     """
+    _check_weights(sources, weights)
     streams, hashes = [], []
     for reference in sources:
         source = open_source(reference)
@@ -84,6 +95,18 @@ def prepare(
     name = tokenizer.fingerprint if tokenizer else "tokens"
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
     return Corpus(tuple(streams), weights, xxhash.xxh3_128_hexdigest(joined.encode()))
+
+
+def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) -> None:
+    if not sources:
+        raise BadInputError("no data is named; give at least one source")
+    if weights is None:
+        return
+    if len(weights) != len(sources):
+        raise BadInputError(f"there are {len(weights)} weights for {len(sources)} sources")
+    if not all(0 < weight < math.inf for weight in weights):
+        raise BadInputError(f"weights must be above 0 and finite, not {weights}")
+    block_size_for(weights)
 
 
 def _choose(entry: Path, index: dict[str, object], split: Split, eval_fraction: float) -> Stream:
@@ -131,18 +154,32 @@ def read_documents(
 ) -> Iterator[str]:
     """The text of a split, for training a tokenizer; long documents come in pieces.
 
-    All text, where the hash puts no document in the split.
+    The sources take turns, so that any beginning has about as much of each. All text, where the
+    hash puts no document in the split.
     """
     opened = [open_source(reference) for reference in sources]
+    written = [source for source in opened if source.kind not in ("nanogpt", "megatron")]
     for wanted in dict.fromkeys((split, "all")):
         none = True
-        for source in opened:
-            if source.kind not in ("nanogpt", "megatron"):
-                for text in _texts(source, text_field, wanted, eval_fraction):
-                    none = False
-                    yield text
+        turns = [_texts(source, text_field, wanted, eval_fraction) for source in written]
+        for text in _in_turns(turns):
+            none = False
+            yield text
         if not none:
             return
+
+
+def _in_turns(streams: Sequence[Iterator[str]]) -> Iterator[str]:
+    """All texts, the next always of the stream that has given fewest characters."""
+    given = dict.fromkeys(range(len(streams)), 0)
+    while given:
+        least = min(given, key=lambda k: (given[k], k))
+        text = next(streams[least], None)
+        if text is None:
+            del given[least]
+            continue
+        given[least] += len(text)
+        yield text
 
 
 def _texts(source: Source, text_field: str, split: str, eval_fraction: float) -> Iterator[str]:

@@ -18,7 +18,10 @@ def remembered_fingerprint(source: Source, text_field: str, cache_dir: Path) -> 
     """The source's fingerprint; computed anew when any file's size or time has changed."""
     if source.kind == "dataset":
         return fingerprint(source, text_field)
-    seen = [_state(file) for file in source.files]
+    seen = [
+        (str(file.absolute()), *state)
+        for file, state in zip(source.files, source.states, strict=True)
+    ]
     state = xxhash.xxh3_128_hexdigest(json.dumps([seen, str(source.root), text_field]).encode())
     memo = cache_dir / "hashes" / state
     if memo.is_file():
@@ -28,12 +31,6 @@ def remembered_fingerprint(source: Source, text_field: str, cache_dir: Path) -> 
     if time.time() - newest_s > _SETTLED_S:
         _remember(memo, found)
     return found
-
-
-def _state(file: Path) -> tuple[str, int, int, int]:
-    """What differs after a change; `touch` sets the first time, but nothing sets the second."""
-    stat = file.stat()
-    return str(file.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from outpace.data.order import samples_at
+from outpace.records.errors import BadInputError
 
 Batch = Any
 
@@ -121,6 +122,8 @@ class _Slots:
         start_step: int,
         total_steps: int,
     ) -> None:
+        if len(dataset) == 0:
+            raise BadInputError("the data set has no samples; give one that has some")
         self._dataset = dataset
         self._seed = seed
         self._global_batch = global_batch

@@ -8,8 +8,11 @@ holds n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite D
 import numpy as np
 from numpy.typing import NDArray
 
+from outpace.records.errors import BadInputError
+
 Index = NDArray[np.int64]
 _ROUNDS = 6
+_BLOCK_SIZES = (1_000, 10_000, 100_000)
 
 
 def sample_indices(seed: int, step: int, global_batch: int, n_samples: int) -> Index:
@@ -80,7 +83,24 @@ def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[In
     return source, rank
 
 
-def block_counts(weights: tuple[float, ...], block_size: int = 1000) -> tuple[int, ...]:
+def block_size_for(weights: tuple[float, ...]) -> int:
+    """The smallest block of a mixture that has at least ten samples of each source.
+
+    Raises BadInputError for a weight that not even the largest block can honour.
+    """
+    least = min(weights) / sum(weights)
+    for size in _BLOCK_SIZES:
+        if least * size >= 10:
+            return size
+    if least * _BLOCK_SIZES[-1] < 1:
+        raise BadInputError(
+            f"the weight {min(weights):g} is less than 1/{_BLOCK_SIZES[-1]} of all weights, "
+            f"{sum(weights):g}; give it more or leave its source out"
+        )
+    return _BLOCK_SIZES[-1]
+
+
+def block_counts(weights: tuple[float, ...], block_size: int) -> tuple[int, ...]:
     """Whole numbers in proportion to `weights` that add up to `block_size` (largest remainder)."""
     shares = np.asarray(weights, dtype=float) / sum(weights) * block_size
     counts = np.floor(shares).astype(int)

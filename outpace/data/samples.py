@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from outpace.data.corpus import Corpus
-from outpace.data.order import Index, block_counts, mixture_at, samples_at
+from outpace.data.order import Index, block_counts, block_size_for, mixture_at, samples_at
 from outpace.data.stream import Array
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
@@ -43,6 +43,14 @@ class TokenDataset(Dataset[Batch]):
         self._seq_len = seq_len
         self._seed = seed
         self._document_attention = document_attention
+        self._eos_id = None if tokenizer is None else tokenizer.eos_id
+        recorded = all(stream.document_starts is not None for stream in corpus.streams)
+        if document_attention and not recorded and tokenizer is None:
+            raise BadInputError(
+                "attention cannot be kept inside documents: a nanoGPT .bin does not record where "
+                "they begin. Name the --tokenizer whose end-of-text token is between them, or "
+                "leave --document-attention out."
+            )
         self._mask = None if objective == "causal" else _MaskIds(tokenizer)
         self._sizes = tuple((len(stream) - 1) // seq_len for stream in self._streams)
         for stream, size in zip(self._streams, self._sizes, strict=True):
@@ -51,7 +59,9 @@ class TokenDataset(Dataset[Batch]):
                     f"the data has {len(stream)} tokens, which is less than one sample of "
                     f"{seq_len} + 1. Give more data or a shorter --seq-len."
                 )
-        self._counts = None if corpus.weights is None else block_counts(corpus.weights)
+        self._counts = None
+        if corpus.weights is not None:
+            self._counts = block_counts(corpus.weights, block_size_for(corpus.weights))
 
     def __len__(self) -> int:
         return sum(self._sizes)
@@ -91,9 +101,20 @@ class TokenDataset(Dataset[Batch]):
             batch = self._mask.apply(rows[:, :-1], self._seed, places)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in batch.items()}
         if self._document_attention:
-            numbers = [self._streams[s].documents(i * length, length) for s, i, _ in keys]
+            numbers = [
+                self._documents(s, i, row) for (s, i, _), row in zip(keys, rows, strict=True)
+            ]
             tensors["documents"] = torch.from_numpy(np.stack(numbers))
         return tensors
+
+    def _documents(self, source: int, index: int, row: Array) -> Array:
+        """The document of each token, as recorded, else by the end of text before it."""
+        stream, length = self._streams[source], self._seq_len
+        if stream.document_starts is not None:
+            return stream.documents(index * length, length)
+        ended = row[:length] == self._eos_id
+        found: Array = (np.cumsum(ended) - ended).astype(np.int32)
+        return found
 
 
 class _MaskIds:

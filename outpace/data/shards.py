@@ -11,6 +11,7 @@ import io
 import json
 import os
 import shutil
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -23,7 +24,8 @@ import xxhash
 from filelock import FileLock
 
 from outpace.data.helpers import Encoders
-from outpace.data.sources import Piece, Source, pieces
+from outpace.data.sources import Source, check_unchanged
+from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
 
@@ -138,6 +140,7 @@ def _build(
             current.write(ids)
             if piece.last:
                 current.write(np.array([tokenizer.eos_id], dtype=np.uint32))
+        check_unchanged(source)
         index = {
             "format": FORMAT,
             "dtype": dtype.str,
@@ -168,7 +171,7 @@ def encoded(
     ahead: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
     done = 0
     with Encoders(tokenizer, processes) as encoders:
-        batches = _batches(pieces(source, text_field, cut=tokenizer.cuts_at_lines))
+        batches = _batches(pieces(source, text_field, cut=tokenizer.cuts_texts))
         while True:
             while len(ahead) <= processes and (batch := next(batches, None)) is not None:
                 ahead.append((batch, encoders.submit([piece.text for piece in batch])))
@@ -205,7 +208,7 @@ class _SplitWriter:
     largest: int = -1
     shards: list[str] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _starts: list[int] = field(default_factory=list)
+    _starts: "array[int]" = field(default_factory=lambda: array("q"))  # 8 bytes a document
     _waiting: list[Tokens] = field(default_factory=list)
     _n_waiting: int = 0
     _file: BinaryIO | None = None

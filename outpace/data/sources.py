@@ -1,14 +1,11 @@
-"""Where text comes from: files, folders, globs, JSON lines, Parquet, datasets, Python's source."""
+"""What a --data argument means: files, folders, globs, datasets, tokens, Python's own source."""
 
-import codecs
 import glob
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -18,9 +15,7 @@ from outpace.records.errors import BadInputError
 
 Kind = Literal["text", "dataset", "nanogpt", "megatron"]
 
-# A longer text is handed on in pieces, so that memory stays flat.
-PIECE_BYTES = 1 << 20
-_LEAST_PIECE = 1 << 14
+_BLOCK_BYTES = 1 << 20
 # Parts of the standard library that are no prose about Python: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
@@ -28,14 +23,8 @@ _LEFT_OUT = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Part of a document; `first` and `last` mark its ends. `consumed` counts source bytes."""
-
-    text: str
-    first: bool
-    last: bool
-    consumed: int
+# Size, and times of the last change; `touch` sets the first of the two, but nothing the second.
+State = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +36,7 @@ class Source:
     files: tuple[Path, ...] = ()
     root: Path | None = None
     total_bytes: int | None = None
+    states: tuple[State, ...] = ()  # of the files when they were found
 
 
 def open_source(reference: str) -> Source:
@@ -79,10 +69,33 @@ def open_source(reference: str) -> Source:
 def _text(reference: str, files: list[Path], root: Path) -> Source:
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
-    total = sum(file.stat().st_size for file in files)
+    return _found(reference, "text", files, root)
+
+
+def _found(reference: str, kind: Kind, files: list[Path], root: Path) -> Source:
+    states = tuple(map(_state, files))
+    total = sum(size for size, *_ in states)
     if total == 0:
         raise BadInputError(f"the data at {reference} is empty")
-    return Source(reference, "text", tuple(files), root, total)
+    return Source(reference, kind, tuple(files), root, total, states)
+
+
+def _state(file: Path) -> State:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror or error}") from None
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def check_unchanged(source: Source) -> None:
+    """Raises BadInputError when a file has changed since the source was found."""
+    for file, state in zip(source.files, source.states, strict=True):
+        if _state(file) != state:
+            raise BadInputError(
+                f"{file} changed while it was being read, so nothing was kept of it. Run this "
+                "again when it is complete."
+            )
 
 
 def _of_file(reference: str, path: Path) -> Source:
@@ -90,10 +103,8 @@ def _of_file(reference: str, path: Path) -> Source:
         path = path.with_suffix(".bin")
     if path.suffix != ".bin":
         return _text(reference, [path], path.parent)
-    if path.stat().st_size == 0:
-        raise BadInputError(f"the data at {reference} is empty")
     kind: Kind = "megatron" if path.with_suffix(".idx").is_file() else "nanogpt"
-    return Source(reference, kind, (path,), path.parent, path.stat().st_size)
+    return _found(reference, kind, [path], path.parent)
 
 
 def _files_below(root: Path) -> list[Path]:
@@ -146,158 +157,10 @@ def fingerprint(source: Source, text_field: str) -> str:
         relative = os.path.relpath(file, source.root)
         digest.update(f"{relative}\0{file.stat().st_size}\0".encode())
         with readable(file) as stream:
-            while block := stream.read(PIECE_BYTES):
+            while block := stream.read(_BLOCK_BYTES):
                 digest.update(block)
     digest.update(text_field.encode())
     return digest.hexdigest()
-
-
-def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]:
-    """All text of a source in order; documents without text are left out.
-
-    `cut` hands long documents on in pieces that end where a tokenizer with `cuts_at_lines` would
-    end a token anyway. Raises BadInputError where the source cannot be read.
-    """
-    if source.kind == "dataset":
-        yield from _all_in_pieces(_dataset_documents(source.reference, text_field), cut)
-    for file in source.files:
-        if file.suffix in (".jsonl", ".ndjson"):
-            yield from _all_in_pieces(_json_lines(file, text_field), cut)
-        elif file.suffix == ".parquet":
-            yield from _all_in_pieces(_parquet(file, text_field), cut)
-        else:
-            yield from _plain(file, cut)
-
-
-def _plain(file: Path, cut: bool) -> Iterator[Piece]:
-    """One document; a long one in pieces, so that it is never whole in memory."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    kept, first, read, told = "", True, 0, 0
-    with readable(file) as stream:
-        while block := stream.read(PIECE_BYTES):
-            kept += _decoded(decoder, block, file, read)
-            read += len(block)
-            # What came with the blocks before has been searched.
-            border = _border(kept, max(_LEAST_PIECE, len(kept) - len(block) - 2), len(kept))
-            if cut and border:
-                yield Piece(kept[:border], first, False, read - told)
-                kept, first, told = kept[border:], False, read
-    kept += _decoded(decoder, b"", file, read)
-    if kept:
-        yield Piece(kept, first, True, read - told)
-
-
-@contextmanager
-def readable(file: Path) -> Iterator[BinaryIO]:
-    """An open file. Raises BadInputError when it cannot be read."""
-    try:
-        with file.open("rb") as stream:
-            yield stream
-    except OSError as error:
-        raise BadInputError(f"{file} cannot be read: {error.strerror or error}") from None
-
-
-def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: int) -> str:
-    try:
-        return decoder.decode(block, final=not block)
-    except UnicodeDecodeError as error:
-        # The decoder kept the first bytes of a character that the block before ended in.
-        offset = read - len(decoder.getstate()[0]) + error.start
-        raise BadInputError(
-            f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}. "
-            "Convert it, or leave it out."
-        ) from None
-
-
-def _border(text: str, begin: int, end: int) -> int:
-    """The last place in [begin, end) between two lines of which neither is blank there; 0 for none.
-
-    Tokenizers join white space across lines, and some a line break with the signs that follow it,
-    but none joins a character, one line break and a letter or digit.
-    """
-    place = end - 1
-    while (place := text.rfind("\n", begin, place)) > 0:
-        before = text[place - 1]
-        if before != " " and before.isprintable() and text[place + 1].isalnum():
-            return place + 1
-    return 0
-
-
-def _all_in_pieces(documents: Iterator[tuple[str, int]], cut: bool) -> Iterator[Piece]:
-    for text, consumed in documents:
-        if text:
-            yield from _in_pieces(text, consumed, cut)
-
-
-def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
-    """A document that is in memory, in pieces when it is long."""
-    begin = 0
-    while cut and len(text) - begin > PIECE_BYTES:
-        border = _border(text, begin + _LEAST_PIECE, begin + PIECE_BYTES)
-        if not border:
-            break
-        yield Piece(text[begin:border], begin == 0, False, 0)
-        begin = border
-    yield Piece(text[begin:], begin == 0, True, consumed)
-
-
-def _checked(text: Any, where: str, field: str) -> str:
-    """The text of a record. Raises BadInputError when it is none."""
-    if not isinstance(text, str):
-        raise BadInputError(f"{where}: {field!r} is {type(text).__name__}, not text")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise BadInputError(
-                f"{where}: {field!r} has half of a surrogate pair, "
-                f"{text[error.start]!r}, at character {error.start}, which is no text"
-            ) from None
-    return text
-
-
-def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    with readable(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                record = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise BadInputError(
-                    f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
-                    f"{error.start}. Convert it, or leave it out."
-                ) from None
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", "too deeply nested")
-                raise BadInputError(f"{where} is not JSON: {reason}") from None
-            if not isinstance(record, dict) or field not in record:
-                there = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
-                raise BadInputError(
-                    f"{where} has no field {field!r}, but {there}. Name it with --text-field."
-                )
-            yield _checked(record[field], where, field), len(line)
-
-
-def _parquet(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.ParquetFile(file)
-        if field not in table.schema_arrow.names:
-            raise BadInputError(
-                f"{file} has no column {field!r}, but "
-                f"{', '.join(map(repr, table.schema_arrow.names))}. Name it with --text-field."
-            )
-        share = file.stat().st_size // max(1, table.metadata.num_rows)
-        batches = table.iter_batches(columns=[field], batch_size=1000)
-        texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-        for row, text in enumerate(texts, 1):
-            yield _checked(text, f"{file}, row {row}", field), share
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
 
 
 def open_dataset(reference: str) -> Any:
@@ -336,14 +199,11 @@ def _dataset_name(reference: str) -> tuple[str, str, str]:
     return name, config, split or "train"
 
 
-def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
-    dataset = open_dataset(reference)
-    if field not in dataset.column_names:
-        raise BadInputError(
-            f"{reference} has no column {field!r}, but {', '.join(map(repr, dataset.column_names))}"
-            ". Name it with --text-field."
-        )
-    batches = dataset.select_columns([field]).iter(batch_size=1000)
-    texts = chain.from_iterable(batch[field] for batch in batches)
-    for row, text in enumerate(texts, 1):
-        yield (found := _checked(text, f"{reference}, row {row}", field)), len(found)
+@contextmanager
+def readable(file: Path) -> Iterator[BinaryIO]:
+    """An open file. Raises BadInputError when it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise BadInputError(f"{file} cannot be read: {error.strerror or error}") from None

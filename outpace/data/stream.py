@@ -34,15 +34,15 @@ class Mapped:
 class Stream:
     """Tokens [start, stop) of some shards put end to end.
 
-    `document_starts` are places from the start of the first shard on, sorted. `extent` holds the
-    smallest and the largest id of the shards where they are known.
+    `document_starts` are places from the start of the first shard on, sorted; None where they are
+    not recorded. `extent` holds the smallest and the largest id of the shards where they are known.
     """
 
     shards: Sequence[Mapped]
     ends: Array  # cumulative lengths of the shards
     start: int
     stop: int
-    document_starts: Array
+    document_starts: Array | None
     extent: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -64,10 +64,20 @@ class Stream:
 
     def documents(self, begin: int, count: int) -> Array:
         """The number of the document that each of those tokens belongs to, int32 from 0 on."""
+        assert self.document_starts is not None
         places = np.arange(begin, begin + count) + self.start
         numbers: Array = np.searchsorted(self.document_starts, places, side="right")
         found: Array = (numbers - numbers[0]).astype(np.int32)
         return found
+
+    @property
+    def n_documents(self) -> int | None:
+        """Documents of which there are tokens here; None where it is not recorded."""
+        if self.document_starts is None:
+            return None
+        first = np.searchsorted(self.document_starts, self.start, side="right")
+        last = np.searchsorted(self.document_starts, self.stop, side="left")
+        return int(last - first) + (1 if len(self) else 0)
 
     def cut(self, begin: int, end: int) -> "Stream":
         """The part from `begin` to `end`."""
@@ -76,8 +86,11 @@ class Stream:
     def followed_by(self, other: "Stream") -> "Stream":
         """All shards of this stream, then all of the other."""
         length = int(self.ends[-1])
+        assert self.document_starts is not None and other.document_starts is not None
         starts = np.concatenate((self.document_starts, other.document_starts + length))
-        return _stream((*self.shards, *other.shards), starts)
+        extents = [stream.extent for stream in (self, other) if stream.extent is not None]
+        both = (min(low for low, _ in extents), max(high for _, high in extents))
+        return _stream((*self.shards, *other.shards), starts, both if len(extents) == 2 else None)
 
     def blocks(self) -> Iterator[Array]:
         """All tokens, a few at a time."""
@@ -98,7 +111,7 @@ class Stream:
 
 
 def _stream(
-    shards: Sequence[Mapped], document_starts: Array, extent: tuple[int, int] | None = None
+    shards: Sequence[Mapped], document_starts: Array | None, extent: tuple[int, int] | None = None
 ) -> Stream:
     ends = np.cumsum([len(shard) for shard in shards]) if shards else np.zeros(1, dtype=np.int64)
     return Stream(tuple(shards), ends, 0, int(ends[-1]), document_starts, extent)
@@ -108,18 +121,21 @@ def cached_stream(entry: Path, index: dict[str, Any], split: str) -> Stream:
     """One split of a cache entry."""
     part = index["splits"][split]
     shards = [Mapped(entry / name, index["dtype"]) for name in part["shards"]]
-    starts = np.load(entry / part["documents"], allow_pickle=False)
-    return _stream(shards, starts, (0, part["largest"]))
+    starts = np.load(entry / part["documents"], mmap_mode="r", allow_pickle=False)
+    return _stream(shards, np.asarray(starts), (0, part["largest"]))
 
 
 def nanogpt_stream(path: Path) -> Stream:
-    """A nanoGPT .bin: raw uint16 ids, no header. Raises BadInputError for an odd size."""
+    """A nanoGPT .bin: raw uint16 ids, no header, so nothing says where documents begin.
+
+    Raises BadInputError for an odd size.
+    """
     if path.stat().st_size % 2:
         raise BadInputError(
             f"{path} has an odd number of bytes, so it is no nanoGPT file (uint16 ids), or it was "
             "cut short"
         )
-    return _stream([Mapped(path, "<u2")], np.zeros(1, dtype=np.int64))
+    return _stream([Mapped(path, "<u2")], None)
 
 
 def megatron_stream(path: Path) -> Stream:

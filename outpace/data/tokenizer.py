@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,29 @@ _END_NAMES = (
 )  # fmt: skip
 
 
+# The roles of tokens in a Hugging Face directory, and what they are called where nothing says so.
+_ROLES = {
+    "bos_token": (), "eos_token": (), "unk_token": ("[UNK]",), "pad_token": ("[PAD]", "<pad>"),
+    "cls_token": ("[CLS]",), "sep_token": ("[SEP]",), "mask_token": ("[MASK]", "<mask>"),
+}  # fmt: skip
+# What else such a directory says and a copy of the tokenizer must not lose.
+_KEPT = ("chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces")
+
+
 class Tokenizer:
     """A `tokenizers.Tokenizer` and the ids that data and models need of it.
 
-    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_at_lines`: a text
-    cut after a line break, before a letter or digit, has the ids of its parts.
+    `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text
+    cut after a line break, before a letter or digit, or before the blank between two words, has
+    the ids of its parts. `config` is what a tokenizer_config.json says; `save` passes it on.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer, eos: str | None = None) -> None:
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        eos: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self.inner = inner
         inner.no_truncation()
         inner.no_padding()
@@ -41,20 +56,32 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         self._vocab = vocab
         self._words = words_of(inner)
-        self.cuts_at_lines = _cuts_at_lines(inner)
+        self.cuts_texts = _cuts_texts(inner)
         self.eos_token = eos if eos in vocab else next((n for n in _END_NAMES if n in vocab), None)
         if self.eos_token is None:
             raise BadInputError(
                 "the tokenizer has no end-of-text token; give it one of " + ", ".join(_END_NAMES)
             )
         self.eos_id: int = vocab[self.eos_token]
-        self.mask_id = vocab.get("[MASK]", vocab.get("<mask>"))
-        self.pad_id = vocab.get("[PAD]", vocab.get("<pad>"))
-        self.cls_id = vocab.get("[CLS]")
-        self.sep_id = vocab.get("[SEP]")
+        self._config = dict(config or {})
+        self._roles = self._named()
+        self.mask_id, self.pad_id, self.cls_id, self.sep_id = (
+            vocab.get(self._roles.get(f"{role}_token", ""))
+            for role in ("mask", "pad", "cls", "sep")
+        )
         self.fingerprint = hashlib.blake2b(
             inner.to_str().encode(), digest_size=16, person=b"outpace-token"
         ).hexdigest()
+
+    def _named(self) -> dict[str, str]:
+        """The token of each role that has one."""
+        found = {"eos_token": str(self.eos_token)}
+        for role, usual in _ROLES.items():
+            names = (_content(self._config.get(role)), *usual)
+            known = next((name for name in names if name in self._vocab), None)
+            if known is not None:
+                found.setdefault(role, known)
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
@@ -76,35 +103,35 @@ class Tokenizer:
         """Write a Hugging Face tokenizer directory, which AutoTokenizer loads."""
         directory.mkdir(parents=True, exist_ok=True)
         self.inner.save(str(directory / "tokenizer.json"))
-        special = {"eos_token": self.eos_token}
-        names = {"mask_token": "[MASK]", "pad_token": "[PAD]", "cls_token": "[CLS]",
-                 "sep_token": "[SEP]", "unk_token": "[UNK]"}  # fmt: skip
-        special |= {role: name for role, name in names.items() if name in self._vocab}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+        kept = {name: self._config[name] for name in _KEPT if name in self._config}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._roles, **kept}
         _write_json(directory / "tokenizer_config.json", config)
-        _write_json(directory / "special_tokens_map.json", special)
+        _write_json(directory / "special_tokens_map.json", self._roles)
 
 
 # Normalisations that never look across a line break.
 _LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"})
-# Ends and beginnings of lines, of all kinds of characters that pre-tokenizers tell apart.
-_LINE_ENDS, _LINE_BEGINNINGS = (
-    ("word\n", "it's.\n", "12\n", "Ж—\n", "}\n"),
-    ("word", "7", "Été", "中"),
+# Ends and beginnings of lines and words, of all kinds of characters that pre-tokenizers tell apart.
+_BORDERS = (
+    (("word\n", "it's.\n", "12\n", "Ж—\n", "}\n"), ("word", "7", "Été", "中")),
+    (("word", "it's", "Ж", "中"), (" word", " Été", " 中")),
 )
 
 
-def _cuts_at_lines(inner: tokenizers.Tokenizer) -> bool:
+def _cuts_texts(inner: tokenizers.Tokenizer) -> bool:
     told = json.loads(inner.to_str())["normalizer"]
     steps = told["normalizers"] if told and told["type"] == "Sequence" else [told] if told else []
     if any(step["type"] not in _LOCAL_NORMALIZERS for step in steps) or not inner.pre_tokenizer:
+        return False
+    if any(len(token.content.split()) > 1 for token in inner.get_added_tokens_decoder().values()):
         return False
     cut = inner.pre_tokenizer.pre_tokenize_str
     return all(
         [word for word, _ in cut(end + beginning)]
         == [word for part in (end, beginning) for word, _ in cut(part)]
-        for end in _LINE_ENDS
-        for beginning in _LINE_BEGINNINGS
+        for ends, beginnings in _BORDERS
+        for end in ends
+        for beginning in beginnings
     )
 
 
@@ -172,37 +199,46 @@ def _load(path: Path) -> Tokenizer:
         return _word_pieces(path)
     if path.is_file() and path.suffix == ".json":
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
+    config = _config_of(path)
     if (path / "tokenizer.json").is_file():
-        return Tokenizer(
-            tokenizers.Tokenizer.from_file(str(path / "tokenizer.json")), _eos_of(path)
-        )
+        inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        return Tokenizer(inner, _content(config.get("eos_token")), config)
+    if "tokenizer_class" in config or (config and (path / "config.json").is_file()):
+        # The class knows how its family cuts texts, which the files do not say.
+        from transformers import AutoTokenizer
+
+        slow = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return Tokenizer(slow.backend_tokenizer, slow.eos_token, config)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():
             return _byte_pairs(path / vocab, path / merges)
     if (path / "vocab.txt").is_file():
         return _word_pieces(path / "vocab.txt")
-    if (path / "tokenizer_config.json").is_file():
-        from transformers import AutoTokenizer
-
-        slow = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        return Tokenizer(slow.backend_tokenizer, slow.eos_token)
     raise BadInputError(
         f"no tokenizer at {path}: expected tokenizer.json, encoder.json with vocab.bpe, "
         "vocab.json with merges.txt, or vocab.txt"
     )
 
 
-def _eos_of(directory: Path) -> str | None:
-    """The end-of-text token that a Hugging Face directory names."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+def _config_of(directory: Path) -> dict[str, Any]:
+    """What a Hugging Face directory says of its tokenizer."""
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name
         if path.is_file():
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                return token
-    return None
+            told = json.loads(path.read_text(encoding="utf-8"))
+            config |= {key: value for key, value in told.items() if value is not None}
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return config
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token, which is written as itself or with its properties."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:

@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 from outpace.data.loader import Loader
 from outpace.data.order import sample_indices
 from outpace.data.samples import make_dataset
+from outpace.records.errors import BadInputError
 
 
 @pytest.fixture
@@ -109,6 +110,11 @@ def test_a_persons_own_data_set(workers):
     assert batches[0]["x"][:, 0].tolist() == batches[0]["y"]["z"].tolist() == expected
     seen = [int(i) for batch in batches for i in batch["y"]["z"]]
     assert sorted(seen) == list(range(10))
+
+
+def test_a_data_set_without_samples_is_told():
+    with pytest.raises(BadInputError, match="has no samples"):
+        steps_of([])
 
 
 def test_a_data_set_goes_to_workers_without_its_tokens(tmp_path, prepare):

@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.data.order import block_counts, mixture_at, sample_indices, samples_at
+from outpace.data.order import (
+    block_counts,
+    block_size_for,
+    mixture_at,
+    sample_indices,
+    samples_at,
+)
 
 # Other work on the machine may make any example slow.
 law = settings(deadline=None, max_examples=50)
@@ -50,6 +56,15 @@ def test_a_block_of_a_mixture_has_its_shares_exactly(seed, weights):
     np.testing.assert_array_equal(np.bincount(source[:300], minlength=len(counts)), counts)
     for k, count in enumerate(counts):
         assert rank[source == k].tolist() == list(range(2 * count))
+
+
+@law
+@given(st.lists(st.floats(1e-3, 1), min_size=1, max_size=6))
+def test_no_source_of_a_mixture_is_left_out(weights):
+    size = block_size_for(tuple(weights))
+    counts = np.array(block_counts(tuple(weights), size))
+    assert counts.min() >= 1
+    np.testing.assert_allclose(counts / size, np.array(weights) / sum(weights), rtol=0.11)
 
 
 def test_a_mixture_is_a_function_of_the_position():

@@ -45,6 +45,8 @@ def test_weights_are_kept_whatever_the_sizes(files, prepare):
     keys = locate(dataset, 5, np.arange(4000))
     shares = np.bincount([s for s, _, _ in keys]) / 4000
     np.testing.assert_allclose(shares, [0.25, 0.25, 0.5])
+    rare = locate(dataset_of(prepare(*files[:2], weights=(0.0005, 1.0))), 5, np.arange(100_000))
+    assert sum(s == 0 for s, _, _ in rare) == 50
     first = [i for s, i, _ in keys if s == 0]
     size = len(set(first))
     assert sorted(first[:size]) == list(range(size))
@@ -69,6 +71,20 @@ def test_document_numbers_change_exactly_after_end_of_text(tmp_path, prepare, to
         expected = torch.cumsum(ended, 0) - ended
         assert sample["documents"].tolist() == expected.tolist()
         assert sample["documents"].dtype == torch.int32
+
+
+def test_documents_of_tokens_that_do_not_record_them_end_at_end_of_text(
+    tmp_path, prepare, tokenizer
+):
+    end = tokenizer.eos_id
+    path = tmp_path / "x.bin"
+    path.write_bytes(np.array([5, 6, end, 7, end, end, 8, 9] * 20, dtype="<u2").tobytes())
+    corpus = prepare(path, tokenizer=None)
+    dataset = dataset_of(corpus, 10, document_attention=True, tokenizer=tokenizer)
+    assert dataset[0]["documents"].tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
+    assert dataset[0]["documents"].dtype == torch.int32
+    with pytest.raises(BadInputError, match=r"does not record where they begin. Name the --tok"):
+        dataset_of(corpus, 10, document_attention=True)
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 from pyarrow import parquet
 
 from outpace.data.corpus import content_fingerprint, read_documents
-from outpace.data.sources import open_source, pieces
+from outpace.data.sources import open_source
+from outpace.data.text import pieces
 from outpace.records.errors import BadInputError
 
 A, B, C = "def a():\n    return 1\n", "Ein Stück Text.\n", "x = 'y'\n"
@@ -119,6 +120,7 @@ def test_nanogpt(tmp_path, prepare):
     assert tokens(corpus) == [ids.tolist()] and corpus.vocab_needed == 999 * 60 + 1
     train = prepare(tmp_path / "x.bin", tokenizer=None, split="train", eval_fraction=0.1)
     held = prepare(tmp_path / "x.bin", tokenizer=None, split="validation", eval_fraction=0.1)
+    assert corpus.documents is None  # the format does not say where they begin
     assert [*tokens(train)[0], *tokens(held)[0]] == ids.tolist() and held.n_tokens == 100
     (tmp_path / "x.bin").write_bytes(ids.tobytes() + b"x")
     with pytest.raises(BadInputError, match="odd number of bytes"):
@@ -152,6 +154,12 @@ def test_megatron(tmp_path, prepare, code, dtype, named):
     corpus = prepare(tmp_path / named, tokenizer=None)
     assert tokens(corpus) == [[1, 2, 3, 100, 7, 8]] and corpus.vocab_needed == 101
     assert corpus.streams[0].documents(1, 5).tolist() == [0, 0, 1, 2, 2]
+    assert corpus.documents == 3
+    parts = [
+        prepare(tmp_path / named, tokenizer=None, split=split, eval_fraction=0.5).documents
+        for split in ("train", "validation")
+    ]
+    assert parts == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +246,38 @@ def test_an_unreadable_file_is_told_as_itself(tmp_path):
         list(pieces(found, "text"))
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ((1.0,), "1 weights for 2 sources"),
+        ((1.0, 0.0), "must be above 0"),
+        ((1.0, float("nan")), "must be above 0"),
+        ((1e-6, 1.0), "1e-06 is less than 1/100000 of all weights"),
+    ],
+)
+def test_weights_that_do_not_fit(folder, prepare, weights, said):
+    with pytest.raises(BadInputError, match=said):
+        prepare(folder / "a.md", folder / "b.txt", weights=weights)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, prepare, ids_of):
+    (tmp_path / "x.txt").write_text(A + "\ufeff" + B, encoding="utf-8-sig")
+    assert tokens(prepare(tmp_path / "x.txt")) == [ids_of(A + "\ufeff" + B)]
+
+
+def test_a_file_that_grows_while_it_is_read_is_told(tmp_path, prepare):
+    path = tmp_path / "x.txt"
+    path.write_text(A)
+
+    def grow(*_):
+        with path.open("a") as stream:
+            stream.write(B)
+
+    with pytest.raises(BadInputError, match=r"x\.txt changed while it was being read"):
+        prepare(path, progress=grow)
+    assert [p for p in (tmp_path / "cache" / "tokens").iterdir() if p.suffix != ".lock"] == []
+
+
 def test_an_empty_folder(tmp_path, prepare):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(BadInputError, match="no files below"):
@@ -251,15 +291,25 @@ def test_text_without_a_tokenizer(folder, prepare):
 
 @pytest.mark.parametrize(
     ("kind", "suffix"),
-    [("lines", "txt"), ("lines", "jsonl"), ("one line", "txt"), ("blank lines", "txt")],
+    [
+        ("lines", "txt"),
+        ("lines", "jsonl"),
+        ("one line", "txt"),
+        ("one line", "jsonl"),
+        ("one word", "txt"),
+        ("blank lines", "txt"),
+    ],
 )
 def test_a_long_document_has_the_ids_of_the_whole(
     tmp_path, prepare, ids_of, library_texts, kind, suffix
 ):
     text = "\n".join(library_texts) + "é中\n" * 10
-    text = {"lines": text, "one line": text.replace("\n", " "), "blank lines": text + "\n  \n" * 9}[
-        kind
-    ]
+    text = {
+        "lines": text,
+        "one line": text.replace("\n", " "),
+        "one word": "-".join(text.split()),
+        "blank lines": text + "\n  \n" * 9,
+    }[kind]
     text = text * (3_000_000 // len(text) + 1)
     path = tmp_path / f"long.{suffix}"
     if suffix == "txt":
@@ -267,7 +317,7 @@ def test_a_long_document_has_the_ids_of_the_whole(
     else:
         write_lines(path, {"text": text})
     parts = list(pieces(open_source(str(path)), "text"))
-    assert (len(parts) > 2) == (kind != "one line")
+    assert (len(parts) > 2) == (kind != "one word")
     assert "".join(part.text for part in parts) == text
     assert sum(part.consumed for part in parts) == path.stat().st_size
     assert tokens(prepare(path)) == [ids_of(text)]
@@ -285,6 +335,13 @@ def test_the_content_hash_follows_the_content(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x.txt").write_text("two")
     assert content_fingerprint((str(tmp_path / "other" / "x.txt"),), "text", cache) == seen[2]
+
+
+def test_sources_take_turns_in_the_text_for_a_tokenizer(tmp_path):
+    long = write_lines(tmp_path / "long.jsonl", *[{"text": "l" * 10}] * 6)
+    short = write_lines(tmp_path / "short.jsonl", *[{"text": "s" * 5}] * 4)
+    found = list(read_documents((str(long), str(short)), "text", "all", 0.1))
+    assert "".join(text[0] for text in found) == "lsslssllll"
 
 
 def test_text_for_a_tokenizer_is_there_even_when_the_split_has_no_document(tmp_path):

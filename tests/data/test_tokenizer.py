@@ -72,7 +72,7 @@ def test_tokenizers_with_other_rules_are_left_to_themselves(tokenizer):
         inner.pre_tokenizer = pre
         assert words.words_of(inner) is None
         other = Tokenizer(inner)
-        assert not other.cuts_at_lines and tokenizer.cuts_at_lines
+        assert not other.cuts_texts and tokenizer.cuts_texts
         found = other.encode_batch(["one two\nthree"])[0]
         assert found.tolist() == other.encode("one two\nthree")
 
@@ -126,6 +126,48 @@ def test_gpt2s_two_files(tmp_path, names):
     assert tokenizer.decode(tokenizer.encode("hello wor")) == "hello wor"
 
 
+def test_a_directory_that_names_its_class_is_read_as_that_class(tmp_path):
+    """Qwen 2's files look like GPT-2's, but it cuts numbers into digits."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "12", END_OF_TEXT]
+    (tmp_path / "vocab.json").write_text(json.dumps({t: i for i, t in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n1 2\n")
+    assert tokens.index("12") in load_tokenizer(str(tmp_path)).encode("a12")
+    config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": END_OF_TEXT, "unk_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("a12") == [tokens.index(t) for t in "a12"]
+    assert tokenizer.eos_token == END_OF_TEXT
+
+
+@pytest.mark.parametrize("as_jinja", [False, True])
+def test_saving_passes_on_what_a_directory_says(tmp_path, library_texts, as_jinja):
+    from transformers import AutoTokenizer
+
+    inner = train_tokenizer(library_texts[:1], 300).inner
+    inner.add_special_tokens(["<s>", "</s>", "<fill>"])
+    first, second = tmp_path / "first", tmp_path / "second"
+    Tokenizer(inner).save(first)
+    template = "{{ messages[0]['content'] }}!"
+    config = {
+        "tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "pad_token": "<fill>",
+        "eos_token": {"content": "</s>", "special": True}, "model_max_length": 77,
+    }  # fmt: skip
+    if as_jinja:
+        (first / "chat_template.jinja").write_text(template)
+    else:
+        config["chat_template"] = template
+    (first / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(first))
+    assert tokenizer.eos_token == "</s>" and tokenizer.pad_id == inner.token_to_id("<fill>")
+    tokenizer.save(second)
+    theirs = AutoTokenizer.from_pretrained(second, local_files_only=True)
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("<s>", "</s>", "<fill>")
+    assert theirs.model_max_length == 77
+    said = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert said == "hi!"
+
+
 def test_gpt2s_own_files(gpt2):
     assert gpt2.encode("Hello world") == [15496, 995]
     assert (
@@ -143,7 +185,7 @@ def test_berts_vocabulary(tmp_path, as_file):
     tokenizer = load_tokenizer(str(path if as_file else tmp_path))
     assert tokenizer.encode("The cats! Über dog") == [5, 6, 7, 9, 8, 1]
     assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id) == (2, 3, 4, 0)
-    assert tokenizer.eos_id == 3 and tokenizer.cuts_at_lines
+    assert tokenizer.eos_id == 3 and tokenizer.cuts_texts
     assert tokenizer.inner.encode("the cat").ids == [2, 5, 6, 3]
     path.write_text("\n".join([*tokens, "The"]) + "\n")
     assert load_tokenizer(str(path)).encode("The the") == [10, 5]
