@@ -14,7 +14,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.precision import default_precision
 
-DEFAULT_STEPS = 100
+DEFAULT_STEPS = 70
 DEFAULT_SEQ_LEN = 256
 
 

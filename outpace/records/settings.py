@@ -82,7 +82,7 @@ class TrainSettings(Record):
     micro_batch: PositiveInt | None = _field(
         "batch", "samples per rank and forward (default: the rank's share, no accumulation)"
     )
-    steps: PositiveInt | None = _field("length", "optimizer steps (default: 100)")
+    steps: PositiveInt | None = _field("length", "optimizer steps (default: 70)")
     tokens: PositiveInt | None = _field("length", "train on this many tokens instead")
     epochs: PositiveFloat | None = _field("length", "pass over the data this often instead")
 
