@@ -87,6 +87,7 @@ def test_the_readme_has_commands_and_a_program():
     assert len(blocks("python")) >= 2
 
 
+@pytest.mark.filterwarnings("default")  # Inductor warns of its own doings
 @pytest.mark.parametrize("line", commands())
 def test_command(line, home, monkeypatch, capfd):
     monkeypatch.chdir(home)
