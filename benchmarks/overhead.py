@@ -30,7 +30,7 @@ CASES = {
 }
 HALF_WIDTH = 0.007
 TARGET = 1.02
-LEAST_PAIRS, MOST_PAIRS = 40, 450
+LEAST_PAIRS, MOST_PAIRS = 40, 2000
 STEPS_PER_BLOCK = 1
 GLOBAL_BATCH, SEQ_LEN = 4, 256
 
@@ -92,7 +92,8 @@ def worker(case: str, out: Path) -> None:
             else:
                 a, b = block(ours), block(bare)
             pairs.append((a, b))
-            if len(pairs) >= LEAST_PAIRS and ready.job.groups.once(lambda: _narrow(pairs)):
+            enough = len(pairs) >= LEAST_PAIRS and len(pairs) % 10 == 0
+            if enough and ready.job.groups.once(lambda: _narrow(pairs)):
                 break
     if ranks.rank == 0:
         (out / "pairs.json").write_text(json.dumps(pairs))
