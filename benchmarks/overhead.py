@@ -139,20 +139,13 @@ def bare_loop(ready) -> Iterator[None]:
 
 
 def bare_batches(job) -> Iterator[dict]:
-    """The same samples in the same order as outpace's, drawn without its loader."""
-    import torch
-
-    from outpace.data.order import sample_indices
+    """The same samples in the same order as outpace's, all chosen before the first step."""
+    import numpy as np
 
     data, share = job.materials.train_data, job.plan.micro_batch
-    begin = job.ranks.rank * share
-    for step in range(job.total_steps):
-        chosen = sample_indices(job.settings.seed, step, GLOBAL_BATCH, len(data))
-        samples = [data[int(i)] for i in chosen[begin : begin + share]]
-        yield {
-            "tokens": torch.stack([sample["tokens"] for sample in samples]),
-            "targets": torch.stack([sample["targets"] for sample in samples]),
-        }
+    keys = data.locate(job.settings.seed, np.arange(job.total_steps * GLOBAL_BATCH))
+    for begin in range(job.ranks.rank * share, len(keys), GLOBAL_BATCH):
+        yield data.__getitems__(keys[begin : begin + share])
 
 
 def run_case(case: str) -> dict:

@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environ = dict(os.environ)
     try:
         with _terminate_like_interrupt():
-            return _dispatch(arguments, environ)
+            code = _dispatch(arguments, environ)
+            sys.stdout.flush()  # here, where a reader that went away is still caught
+            return code
     except SystemExit as done:  # argparse has printed its help
         return done.code if isinstance(done.code, int) else 0
     except OutpaceError as error:

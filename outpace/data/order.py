@@ -15,18 +15,12 @@ _ROUNDS = 6
 _BLOCK_SIZES = (1_000, 10_000, 100_000)
 
 
-def sample_indices(seed: int, step: int, global_batch: int, n_samples: int) -> Index:
-    """Samples of the step numbered `step` from 0: (global_batch,) in [0, n_samples).
-
-    Slots are numbered through all steps; each run of `n_samples` slots is a pass over all samples
-    in an order of its own.
-    """
-    positions = step * global_batch + np.arange(global_batch, dtype=np.int64)
-    return samples_at(seed, positions, n_samples)
-
-
 def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
-    """The sample at each of the `positions` since the start of training."""
+    """The sample in [0, n_samples) at each of the `positions` since the start of training.
+
+    Step s of a global batch G has the positions [s·G, s·G + G). Each run of `n_samples` positions
+    is a pass over all samples in an order of its own.
+    """
     passes, places = np.divmod(positions, n_samples)
     found = np.empty_like(positions)
     for number in np.unique(passes):

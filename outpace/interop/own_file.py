@@ -1,12 +1,13 @@
 """A person's Python file, run for the function that `file.py:function` names."""
 
 import hashlib
+import importlib.machinery
 import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from outpace.records.errors import BadInputError, nearest
@@ -42,7 +43,7 @@ def _run_file(path: Path) -> ModuleType:
     # Loader workers that are spawned import the file again by this name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_AsWritten(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -55,6 +56,15 @@ def _run_file(path: Path) -> ModuleType:
         sys.modules.pop(name, None)
         raise BadInputError(failure(error, str(path))) from None
     return module
+
+
+class _AsWritten(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now: Python's bytecode cache takes a file of the same second and
+    size for the old one.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def failure(error: BaseException, file: str | None) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import Dataset
 
 from outpace.data.loader import Loader
-from outpace.data.order import sample_indices
+from outpace.data.order import samples_at
 from outpace.data.samples import make_dataset
 from outpace.records.errors import BadInputError
 
@@ -58,7 +58,7 @@ def test_ranks_and_passes_together_make_the_one_batch(dataset, micro, ranks):
 def test_a_step_has_the_samples_that_the_order_says(dataset):
     steps = steps_of(dataset, micro_batch=3)
     for step, batches in enumerate(steps):
-        expected = sample_indices(3, step, 12, len(dataset))
+        expected = samples_at(3, step * 12 + np.arange(12), len(dataset))
         assert (rows(batches) == torch.stack([dataset[int(i)]["tokens"] for i in expected])).all()
 
 
@@ -102,7 +102,7 @@ def _named(i):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_persons_own_data_set(workers):
-    expected = sample_indices(3, 0, 5, 10).tolist()
+    expected = samples_at(3, np.arange(5), 10).tolist()
     changed = {"global_batch": 5, "micro_batch": 5, "total_steps": 2, "workers": workers}
     (x, y), *_ = [batch for step in steps_of(Own(_pair), **changed) for batch in step]
     assert x.tolist() == [[i] * 3 for i in expected] and y.tolist() == [i * 0.5 for i in expected]
