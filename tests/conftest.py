@@ -3,7 +3,12 @@
 import os
 import shutil
 
+import hypothesis
 import pytest
+
+# Other work on the machine may make any example slow.
+hypothesis.settings.register_profile("outpace", deadline=None)
+hypothesis.settings.load_profile("outpace")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

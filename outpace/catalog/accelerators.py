@@ -66,7 +66,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
     {
         name: Accelerator(
             name=name,
-            matches=(driver_name,),
+            driver_name=driver_name,
             memory_bytes=memory * _GB,
             memory_bytes_per_s=bandwidth * _GB_PER_S,
             peak=Peak(
@@ -92,7 +92,7 @@ def find_accelerator(driver_name: str, memory_bytes: int | None) -> Accelerator 
     """
     wanted = " ".join(_MAKERS.sub(" ", driver_name).split()).casefold()
     for accelerator in ACCELERATORS.values():
-        if wanted in (match.casefold() for match in accelerator.matches):
+        if wanted == accelerator.driver_name.casefold():
             share = 1.0 if memory_bytes is None else memory_bytes / accelerator.memory_bytes
             return accelerator if _LEAST_MEMORY <= share <= _MOST_MEMORY else None
     return None

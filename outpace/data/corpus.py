@@ -30,18 +30,6 @@ class Corpus:
     fingerprint: str
 
     @property
-    def n_tokens(self) -> int:
-        """All tokens."""
-        return sum(len(stream) for stream in self.streams)
-
-    @property
-    def documents(self) -> int | None:
-        """All documents of which there are tokens; None where a source does not record them."""
-        counts = [stream.n_documents for stream in self.streams]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
-
-    @property
     def vocab_needed(self) -> int:
         """One more than the largest token id."""
         return 1 + max(stream.largest() for stream in self.streams)
@@ -74,7 +62,7 @@ def prepare(
         source = open_source(reference)
         content = remembered_fingerprint(source, text_field, cache_dir)
         hashes.append(content)
-        if source.kind in ("nanogpt", "megatron"):
+        if source.is_tokens:
             whole = _tokens_of(source, content, cache_dir)
             streams.append(whole if split == "all" else _tail(whole, split, eval_fraction))
             continue
@@ -140,7 +128,7 @@ def _tokens_of(source: Source, content: str, cache_dir: Path) -> Stream:
 
 def is_tokens(reference: str) -> bool:
     """Whether a source is tokens already, so that it needs no tokenizer."""
-    return open_source(reference).kind in ("nanogpt", "megatron")
+    return open_source(reference).is_tokens
 
 
 def content_fingerprint(sources: tuple[str, ...], text_field: str, cache_dir: Path) -> str:
@@ -158,7 +146,7 @@ def read_documents(
     hash puts no document in the split.
     """
     opened = [open_source(reference) for reference in sources]
-    written = [source for source in opened if source.kind not in ("nanogpt", "megatron")]
+    written = [source for source in opened if not source.is_tokens]
     for wanted in dict.fromkeys((split, "all")):
         none = True
         turns = [_texts(source, text_field, wanted, eval_fraction) for source in written]
@@ -192,12 +180,15 @@ def _texts(source: Source, text_field: str, split: str, eval_fraction: float) ->
 
 
 def unigram_entropy(corpus: Corpus) -> float:
-    """Entropy of the corpus's token frequencies, nats: what a model that only counts achieves."""
-    counts = np.zeros(0, dtype=np.int64)
-    for stream in corpus.streams:
+    """Entropy of the corpus's token frequencies, nats: what a model that only counts achieves.
+
+    The sources of a mixture count by their weights, as they do in its loss.
+    """
+    weights = corpus.weights or tuple(len(stream) for stream in corpus.streams)
+    shares = np.zeros(corpus.vocab_needed)
+    for weight, stream in zip(weights, corpus.streams, strict=True):
         for block in stream.blocks():
-            found = np.bincount(block, minlength=len(counts))
-            found[: len(counts)] += counts
-            counts = found
-    shares = counts[counts > 0] / counts.sum()
+            counts = np.bincount(block, minlength=len(shares))
+            shares += counts * (weight / sum(weights) / len(stream))
+    shares = shares[shares > 0]
     return float(-(shares * np.log(shares)).sum())

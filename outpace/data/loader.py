@@ -46,7 +46,6 @@ class Loader:
         self._workers = workers
         self._pin = pin_memory
         self._device = device
-        self._collate = _as_it_is if hasattr(dataset, "__getitems__") else default_collate
         self._running: Any = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -67,7 +66,7 @@ class Loader:
 
     def _foreground(self) -> Iterator[Batch]:
         for keys in self._slots:
-            batch = self._collate(fetch(self._dataset, keys))
+            batch = collate(fetch(self._dataset, keys))
             yield pinned(batch) if self._pin else batch
 
     def _background(self) -> Iterator[Batch]:
@@ -76,7 +75,7 @@ class Loader:
                 self._dataset,
                 batch_sampler=self._slots,
                 num_workers=self._workers,
-                collate_fn=self._collate,
+                collate_fn=collate,
                 pin_memory=self._pin,
                 prefetch_factor=2,
             )
@@ -159,8 +158,9 @@ def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
     return [dataset[key] for key in keys]
 
 
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
+def collate(found: Any) -> Batch:
+    """A list of samples as a batch; what a data set has made a batch itself stays as it is."""
+    return default_collate(found) if isinstance(found, list) else found
 
 
 def _each_tensor(batch: Batch, change: Any) -> Batch:

@@ -27,6 +27,7 @@ class TokenDataset(Dataset[Batch]):
 
     `locate` says which samples are used at given positions of training; `__getitems__` makes them
     a batch: `tokens` and `targets` (B, S) int64, and `documents` (B, S) int32 if asked for.
+    Raises BadInputError when a source has less than one sample.
     """
 
     def __init__(
@@ -144,23 +145,3 @@ class _MaskIds:
             replaced = chosen & (fate >= _MASKED) & (fate < _MASKED + _REPLACED)
             tokens[row, replaced] = other[replaced]
         return {"tokens": tokens, "targets": targets}
-
-
-def make_dataset(
-    corpus: Corpus,
-    seq_len: int,
-    *,
-    objective: Literal["causal", "masked"],
-    seed: int,
-    document_attention: bool,
-    tokenizer: Tokenizer | None,
-) -> TokenDataset:
-    """The samples of a corpus. Raises BadInputError when it has less than one."""
-    return TokenDataset(
-        corpus,
-        seq_len,
-        objective=objective,
-        seed=seed,
-        document_attention=document_attention,
-        tokenizer=tokenizer,
-    )

@@ -27,6 +27,7 @@ from outpace.data.helpers import Encoders
 from outpace.data.sources import Source, check_unchanged
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer
+from outpace.records.base import sync_folder
 from outpace.records.errors import BadInputError
 
 Progress = Callable[[str, int, int | None], None]
@@ -150,6 +151,7 @@ def _build(
             name: file for writer in writers.values() for name, file in writer.files.items()
         }
         (temporary / INDEX).write_text(json.dumps(index, indent=1))
+        sync_folder(temporary)
         temporary.replace(entry)
         return index
     finally:

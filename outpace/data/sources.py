@@ -38,6 +38,11 @@ class Source:
     total_bytes: int | None = None
     states: tuple[State, ...] = ()  # of the files when they were found
 
+    @property
+    def is_tokens(self) -> bool:
+        """Whether it is tokens already, so that it needs no tokenizer."""
+        return self.kind in ("nanogpt", "megatron")
+
 
 def open_source(reference: str) -> Source:
     """Find out what a --data argument means. Raises BadInputError when there is nothing there."""
@@ -53,8 +58,9 @@ def open_source(reference: str) -> Source:
         return _text(reference, _files_below(path), path)
     if path.is_file():
         return _of_file(reference, path)
-    if path.with_suffix(".idx").is_file() and path.with_suffix(".bin").is_file():
-        return _of_file(reference, path.with_suffix(".bin"))
+    prefixed = Path(f"{reference}.bin")  # Megatron names its data so; the prefix may hold a dot
+    if prefixed.is_file() and prefixed.with_suffix(".idx").is_file():
+        return _of_file(reference, prefixed)
     # pathlib's own patterns cannot begin at the root of the file system.
     found = glob.glob(reference, recursive=True)  # noqa: PTH207
     matches = sorted(Path(match) for match in found if Path(match).is_file())
@@ -103,20 +109,27 @@ def _of_file(reference: str, path: Path) -> Source:
         path = path.with_suffix(".bin")
     if path.suffix != ".bin":
         return _text(reference, [path], path.parent)
-    kind: Kind = "megatron" if path.with_suffix(".idx").is_file() else "nanogpt"
-    return _found(reference, kind, [path], path.parent)
+    index = path.with_suffix(".idx")
+    if index.is_file():
+        return _found(reference, "megatron", [path, index], path.parent)
+    return _found(reference, "nanogpt", [path], path.parent)
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Files of a folder, without hidden ones, in a stable order."""
+    """Files of a folder and of those it links to, without hidden ones, in a stable order."""
     found: list[str] = []
-    folders = [str(root)]
+    folders, linked = [str(root)], {os.path.realpath(root)}
     while folders:  # pathlib's own walk takes seconds where there are 100,000 files
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir(follow_symlinks=False):
+                if entry.is_dir():
+                    if entry.is_symlink():  # each once, so that a circle of links has an end
+                        target = os.path.realpath(entry.path)
+                        if target in linked:
+                            continue
+                        linked.add(target)
                     folders.append(entry.path)
                 elif entry.is_file():
                     found.append(entry.path)
@@ -149,7 +162,7 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def fingerprint(source: Source, text_field: str) -> str:
-    """A hash of names and contents: the same text anywhere gives the same value."""
+    """A hash of contents and of names below the source's root."""
     digest = xxhash.xxh3_128()
     if source.kind == "dataset":
         digest.update(str(open_dataset(source.reference)._fingerprint).encode())

@@ -70,15 +70,6 @@ class Stream:
         found: Array = (numbers - numbers[0]).astype(np.int32)
         return found
 
-    @property
-    def n_documents(self) -> int | None:
-        """Documents of which there are tokens here; None where it is not recorded."""
-        if self.document_starts is None:
-            return None
-        first = np.searchsorted(self.document_starts, self.start, side="right")
-        last = np.searchsorted(self.document_starts, self.stop, side="left")
-        return int(last - first) + (1 if len(self) else 0)
-
     def cut(self, begin: int, end: int) -> "Stream":
         """The part from `begin` to `end`."""
         return replace(self, start=self.start + begin, stop=self.start + end)

@@ -69,8 +69,9 @@ class Tokenizer:
             vocab.get(self._roles.get(f"{role}_token", ""))
             for role in ("mask", "pad", "cls", "sep")
         )
+        # The end of text is part of it: tokenizers that differ in nothing else exist.
         self.fingerprint = hashlib.blake2b(
-            inner.to_str().encode(), digest_size=16, person=b"outpace-token"
+            f"{self.eos_token}\n{inner.to_str()}".encode(), digest_size=16, person=b"outpace-token"
         ).hexdigest()
 
     def _named(self) -> dict[str, str]:
@@ -84,12 +85,12 @@ class Tokenizer:
         return found
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without special tokens."""
+        """Ids of a text; none are added. A special token's name in the text becomes that token."""
         ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
-        """Ids of many texts, without special tokens; the same as `encode` gives for each."""
+        """Ids of many texts, the same as `encode` gives for each."""
         if self._words is not None:
             return self._words.encode_batch(texts)
         encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)

@@ -197,6 +197,8 @@ def _read_biases(config: Any) -> dict[str, Any]:
 
 
 def _read_windows(config: Any, where: str) -> dict[str, Any]:
+    if config.model_type == "llama":
+        return {}  # transformers' Llama reads no such key
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if config.model_type == "mistral" or kinds is None:
@@ -217,10 +219,11 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
 def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
+        # This kind alone changes nothing up to the positions first trained with.
+        remedy = " Remove it, and sequences no longer than those are right." * (kind == "dynamic")
         raise BadInputError(
-            f"{where}: the rotary scaling {kind!r} is not supported; supported: default, llama3. "
-            "Without it (remove rope_scaling) the model is right up to the positions that it was "
-            "first trained with."
+            f"{where}: the rotary scaling {kind!r} is not supported; supported: default, "
+            f"llama3.{remedy}"
         )
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise BadInputError(

@@ -51,6 +51,7 @@ def hf_config(
 def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, int | None]) -> Any | None:
     """The family's config, None where reading it back would not give the same model."""
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     classes = {
         "gpt2": transformers.GPT2Config,
@@ -63,7 +64,7 @@ def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, int | None]) -
     try:
         config = classes[family](**_write(family, spec), **ids)
         same = _meaning(spec_from_config(config, "")) == _meaning(spec)
-    except Exception:  # the class refuses the values: strict checks of its own, of many types
+    except (BadInputError, StrictDataclassError, ValueError, TypeError):  # they refuse the values
         return None
     return config if same else None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from outpace.records.base import sync_folder
 from outpace.records.errors import BadInputError
 
 
@@ -30,7 +31,7 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
-        _to_disk(temporary)
+        sync_folder(temporary)
         _take_name(temporary, directory)
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -43,16 +44,6 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
 
 def _replaceable(directory: Path, marker: str) -> bool:
     return directory.is_dir() and ((directory / marker).exists() or not any(directory.iterdir()))
-
-
-def _to_disk(folder: Path) -> None:
-    """Wait until every file is on the disk: some file systems say only then that it is full."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _take_name(temporary: Path, directory: Path) -> None:

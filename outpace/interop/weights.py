@@ -1,6 +1,7 @@
 """The weights of a Hugging Face model directory: read into our names, one tensor at a time."""
 
 import json
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -229,7 +230,8 @@ def _open_bin(path: Path) -> list[Stored]:
         torch.float16: "F16",
     }
     try:
-        values = torch.load(path, map_location="cpu", weights_only=True)
+        mapped = zipfile.is_zipfile(path)  # torch's format until 1.5 is none, and is read whole
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         return [
             Stored(name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t))
             for name, t in values.items()

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from outpace.launch.context import Job
 from outpace.probe.versions import commit, versions
+from outpace.records.errors import BadInputError
 from outpace.records.measurement import RunInfo
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
@@ -23,6 +24,7 @@ def claim(job: Job, record: RunRecord) -> None:
         job.run_dir.begin(record)
         return
     earlier = job.run_dir.require_run()
+    _require_same_materials(earlier, record, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
     job.run_dir.begin(
         record.model_copy(
@@ -30,6 +32,25 @@ def claim(job: Job, record: RunRecord) -> None:
         )
     )
     clear_partial(job.run_dir.checkpoints)
+
+
+def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
+    """Refuse to go on with other samples, or with ids that mean something else."""
+    changed = [
+        what
+        for what, was, is_now in (
+            ("the tokenizer", earlier.tokenizer, now.tokenizer),
+            ("the training data", earlier.train_data, now.train_data),
+            ("the validation data", earlier.eval_data, now.eval_data),
+        )
+        if was != is_now
+    ]
+    if changed:
+        raise BadInputError(
+            f"the run in {run_dir.path} cannot go on as it began: since then {changed[0]} has "
+            "changed. Bring it back as it was, or start another run from its weights with "
+            f"--model {run_dir.path}."
+        )
 
 
 def run_record(

@@ -20,6 +20,7 @@ from outpace.launch.materials import build_objective, gather
 from outpace.launch.resolve import (
     peak_flops_per_s,
     resolve_device,
+    resolve_lr,
     resolve_out,
     resolve_plan,
     resolve_steps,
@@ -124,6 +125,9 @@ def prepared(
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         materials = gather(settings, model, cache_dir, usable_cores(), heard)
+        settings = settings.model_copy(
+            update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
+        )
         total_steps = resolve_steps(settings, len(materials.train_data), materials.seq_len)
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, restart)
@@ -146,16 +150,16 @@ def _prepare(
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
     mixed = make_mixed(plan.precision, device, settings.autocast_cache)
-    objective = build_objective(job.materials, settings, mixed.dtype, device)
+    objective = build_objective(job.materials, settings, plan.loss, mixed.dtype, device)
     parameters = sum(p.numel() for p in objective.model.parameters())
     record = run_record(job, origins, command, threads, parameters)
     job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
-    if settings.checkpointing != "none":
-        apply_checkpointing(objective.model, settings.checkpointing)
-    if settings.compile:
+    if plan.checkpointing != "none":
+        apply_checkpointing(objective.model, plan.checkpointing)
+    if plan.compile:
         compile_blocks(objective.model)
     optimizer = make_optimizer(objective.model.named_parameters(), settings)
     checkpointer = _checkpointer(job)
@@ -272,9 +276,7 @@ def _ledger(job: Job, progress: Progress | None) -> Ledger:
     model_flops = hardware_flops = None
     if spec is not None and seq_len is not None:
         model_flops = step_flops(spec, seq_len, samples)
-        hardware_flops = step_flops(
-            spec, seq_len, samples, checkpointing=job.settings.checkpointing
-        )
+        hardware_flops = step_flops(spec, seq_len, samples, checkpointing=job.plan.checkpointing)
     costs = Costs(
         samples=samples,
         tokens=None if seq_len is None else samples * seq_len,

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from outpace.data.corpus import Corpus, prepare
-from outpace.data.samples import make_dataset
+from outpace.data.samples import TokenDataset
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
 from outpace.launch.resolve import resolve_seq_len
 from outpace.launch.tokenizers import tokenizer_for
-from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.loss import LanguageModelObjective, LossKind
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -41,6 +41,14 @@ class Materials:
     eval_fingerprint: str | None
     eval_corpus: Corpus | None
     seq_len: int | None
+
+    def starts_from_stored(self, settings: TrainSettings) -> bool:
+        """Whether training begins with weights that were trained before."""
+        return self.opened is not None and (
+            _starts_pretrained(self.opened, settings)
+            if self.own is None
+            else self.opened.kind == "run"
+        )
 
     @property
     def targets_per_sample(self) -> int | None:
@@ -83,9 +91,9 @@ def gather(
         for sources, split in _splits(settings)
     ]
     for corpus in corpora:
-        _check_vocab(corpus, tokenizer, vocab, name)
+        check_vocab(corpus, tokenizer, vocab, name)
     train, held_out = (
-        make_dataset(
+        TokenDataset(
             corpus,
             seq_len,
             objective=objective,
@@ -155,10 +163,12 @@ def _corpus(
     )
 
 
-def _check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
-    """Refuse ids that the model's embedding does not have."""
-    needed = corpus.vocab_needed if tokenizer is None else tokenizer.vocab_size
-    what = "the data's largest token id needs" if tokenizer is None else "the tokenizer has"
+def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
+    """Refuse ids that the model's embedding does not have. Raises BadInputError."""
+    in_tokenizer = tokenizer.vocab_size if tokenizer else 0
+    in_data = corpus.vocab_needed
+    needed = max(in_tokenizer, in_data)
+    what = "the data's largest token id needs" if in_data > in_tokenizer else "the tokenizer has"
     if vocab is not None and needed > vocab:
         raise BadInputError(
             f"{what} a vocabulary of {needed}, but {name} has {vocab}. Use a model with a "
@@ -167,14 +177,18 @@ def _check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None,
 
 
 def build_objective(
-    materials: Materials, settings: TrainSettings, dtype: torch.dtype | None, device: torch.device
+    materials: Materials,
+    settings: TrainSettings,
+    loss: LossKind,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> LanguageModelObjective | OwnObjective:
     """The model with its loss, on the device, with the weights to start from."""
     if materials.own is not None:
         return OwnObjective(materials.own).to(device)
     assert materials.spec is not None and materials.opened is not None
     model = initial_model(materials.opened, materials.spec, settings)
-    return LanguageModelObjective(model, settings.loss, dtype).to(device)
+    return LanguageModelObjective(model, loss, dtype).to(device)
 
 
 def initial_model(opened: OpenedModel, spec: ModelSpec, settings: TrainSettings) -> Transformer:

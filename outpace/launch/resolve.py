@@ -16,6 +16,8 @@ from outpace.train.precision import default_precision
 
 DEFAULT_STEPS = 70
 DEFAULT_SEQ_LEN = 256
+RANDOM_LR = 1e-3
+STORED_LR = 5e-5  # what transformers.Trainer takes too
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
@@ -85,6 +87,13 @@ def resolve_plan(
     )
     plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
     return plan
+
+
+def resolve_lr(settings: TrainSettings, stored: bool) -> float:
+    """The peak learning rate: as asked, else one that suits random or `stored` weights."""
+    if settings.lr is not None:
+        return settings.lr
+    return STORED_LR if stored else RANDOM_LR
 
 
 def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:

@@ -29,10 +29,16 @@ def tokenizer_for(
     """The run's tokenizer; None where all data is tokens already and none is named."""
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer)
-    if all(is_tokens(source) for source in settings.data):
+    encoded = [source for source in settings.data if is_tokens(source)]
+    if len(encoded) == len(settings.data):
         return None
     if opened is not None and opened.tokenizer is not None:
         return load_tokenizer(str(opened.tokenizer))
+    if encoded:
+        raise BadInputError(
+            f"{encoded[0]} holds the ids of some tokenizer, and other data is text: name that "
+            "tokenizer with --tokenizer."
+        )
     if opened is not None and opened.weights is not None and settings.init != "random":
         raise BadInputError(
             f"{opened.name} has weights but no tokenizer, and weights mean nothing to another "

@@ -1,15 +1,19 @@
 """A finished run, put to use: text from it, and its loss on other data."""
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outpace.data.corpus import Corpus, prepare
-from outpace.data.loader import Loader
-from outpace.data.samples import TokenDataset, make_dataset
+from outpace.data.loader import Batch, Loader
+from outpace.data.samples import TokenDataset
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnObjective, build_own
-from outpace.launch.materials import load_model
+from outpace.launch.materials import check_vocab, load_model
 from outpace.launch.resolve import DEFAULT_SEQ_LEN, resolve_device
 from outpace.nn import generate as generation
 from outpace.nn.loss import LanguageModelObjective
@@ -83,28 +87,40 @@ def evaluate(
     if dataset is None or data is not None:
         dataset = _samples(opened, record, data, settings)
     size = min(batch_size or settings.global_batch, len(dataset))
-    steps = len(dataset) // size
-    loader = Loader(
-        dataset,
-        seed=settings.seed,
-        global_batch=size,
-        micro_batch=size,
-        rank=0,
-        data_parallel=1,
-        start_step=0,
-        total_steps=min(batches or steps, steps),
-        workers=0,
-        pin_memory=False,
-        device=target,
-    )
     return measure(
         objective.to(target),
-        loader,
+        _batches(dataset, size, batches, settings.seed, target),
         step=record.total_steps if record else 0,
         mixed=mixed,
         device=target,
         group=None,
     )
+
+
+def _batches(
+    dataset: Any, size: int, most: int | None, seed: int, device: torch.device
+) -> Iterator[list[Batch]]:
+    """Every sample once, or `most` batches of `size`; what is left over comes in smaller ones."""
+    whole = len(dataset) // size
+    left = len(dataset) % size
+    small = math.gcd(size, left)
+    parts = [(size, 0, min(most or whole, whole))]
+    if left and (most is None or most > whole):
+        parts.append((small, whole * size // small, len(dataset) // small))
+    for batch_size, start, stop in parts:
+        yield from Loader(
+            dataset,
+            seed=seed,
+            global_batch=batch_size,
+            micro_batch=batch_size,
+            rank=0,
+            data_parallel=1,
+            start_step=start,
+            total_steps=stop,
+            workers=0,
+            pin_memory=False,
+            device=device,
+        )
 
 
 def _samples(
@@ -116,8 +132,10 @@ def _samples(
     """The data named, or what the run held out, in samples as long as the run's."""
     tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
-    return make_dataset(
-        _held_out(data, settings, tokenizer),
+    corpus = _held_out(data, settings, tokenizer)
+    check_vocab(corpus, tokenizer, opened.spec.vocab if opened.spec else None, opened.name)
+    return TokenDataset(
+        corpus,
         (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
         objective=opened.spec.objective if opened.spec else "causal",
         seed=settings.seed,
@@ -133,7 +151,7 @@ def _held_out(
     named = data or settings.eval_data
     return prepare(
         named or settings.data,
-        weights=None,
+        weights=None if named else settings.data_weights,
         text_field=settings.text_field,
         tokenizer=tokenizer,
         cache_dir=settings.cache_dir or Path.home() / ".cache" / "outpace",

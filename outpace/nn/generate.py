@@ -31,11 +31,11 @@ def generate(
     _check(model, tokens, max_new_tokens, temperature, top_k)
     generator = torch.Generator("cpu").manual_seed(seed)
     written = list(tokens)
-    context, cache = _start(model, written)
+    context, cache = _start(model, written, max_new_tokens)
     with _quiet(model):
-        for _ in range(max_new_tokens):
+        for left in range(max_new_tokens, 0, -1):
             if cache.length + len(context) > model.spec.max_positions:
-                context, cache = _start(model, written)
+                context, cache = _start(model, written, left)
             logits_V = _last_logits(model, context, cache)
             token = _choose(logits_V, temperature, top_k, generator)
             if token == stop_id:
@@ -45,11 +45,11 @@ def generate(
     return written
 
 
-def _start(model: Transformer, written: list[int]) -> tuple[list[int], KVCache]:
-    """What to read first, and an empty cache."""
+def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
+    """What to read first, and an empty cache with room for it and for the tokens `left`."""
     positions = model.spec.max_positions
     kept = written if len(written) <= positions else written[-max(1, positions // 2) :]
-    return kept, KVCache(model.spec.layers, positions)
+    return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))
 
 
 def _last_logits(model: Transformer, context: list[int], cache: KVCache) -> Tensor:

@@ -2,8 +2,8 @@
 
 Counted are the matrix products and attention, 2·m·n·k for an (m, k) by (k, n) product; norms,
 activations, softmax and the optimizer are left out, as in all published figures of MFU.
-Causal attention is counted in full, not halved, unless `halve_causal` is set; nor do sliding
-windows or document boundaries reduce the count.
+Causal attention is counted in full, not halved; nor do sliding windows or document boundaries
+reduce the count.
 """
 
 from outpace.records.model import ModelSpec
@@ -63,16 +63,15 @@ def _head_weights(spec: ModelSpec) -> int:
     return spec.vocab * spec.hidden + (0 if spec.norm_first else spec.hidden**2)
 
 
-def _attention_product(spec: ModelSpec, seq_len: int, halve_causal: bool) -> int:
+def _attention_product(spec: ModelSpec, seq_len: int) -> int:
     """FLOPs of one (S, C) by (C, S) product over all heads and layers, one sample."""
-    whole = 2 * spec.layers * spec.heads * spec.head_dim * seq_len**2
-    return whole // 2 if halve_causal and spec.causal else whole
+    return 2 * spec.layers * spec.heads * spec.head_dim * seq_len**2
 
 
-def forward_flops(spec: ModelSpec, seq_len: int, samples: int, halve_causal: bool = False) -> int:
+def forward_flops(spec: ModelSpec, seq_len: int, samples: int) -> int:
     """FLOPs of one forward with the head, over `samples` sequences of `seq_len` tokens."""
     weights = spec.layers * _block_weights(spec) + _head_weights(spec)
-    attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len, halve_causal)
+    attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
     return samples * (2 * seq_len * weights + attention)
 
 
@@ -81,7 +80,6 @@ def step_flops(
     seq_len: int,
     samples: int,
     checkpointing: Checkpointing | None = None,
-    halve_causal: bool = False,
 ) -> int:
     """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
@@ -90,17 +88,12 @@ def step_flops(
     adds the scores that fused attention computes again and, under "full", the blocks' forward
     (Korthikanti et al., arXiv 2205.05198, appendix A); "selective" keeps all products here.
     """
-    forward = forward_flops(spec, seq_len, samples, halve_causal)
+    forward = forward_flops(spec, seq_len, samples)
     if checkpointing is None:
         return 3 * forward
-    product = samples * _attention_product(spec, seq_len, halve_causal)
+    product = samples * _attention_product(spec, seq_len)
     extra = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * product
     if checkpointing == "full":
         again = 2 * samples * seq_len * spec.layers * _recomputed_weights(spec)
         extra += again + _FORWARD_PRODUCTS * product
     return 3 * forward + extra
-
-
-def model_flops_per_token(spec: ModelSpec, seq_len: int, halve_causal: bool = False) -> float:
-    """FLOPs that training needs per token at this sequence length: 6·N and attention's part."""
-    return step_flops(spec, seq_len, 1, halve_causal=halve_causal) / seq_len

@@ -17,10 +17,10 @@ class Peak(Record):
 
 
 class Accelerator(Record):
-    """One kind of accelerator. `matches` are substrings of the name that its driver reports."""
+    """One kind of accelerator. `driver_name` is what its driver reports, without the maker."""
 
     name: str
-    matches: tuple[str, ...]
+    driver_name: str
     memory_bytes: PositiveInt
     memory_bytes_per_s: PositiveFloat
     peak: Peak

@@ -84,9 +84,13 @@ class TrainSettings(Record):
     )
     steps: PositiveInt | None = _field("length", "optimizer steps (default: 70)")
     tokens: PositiveInt | None = _field("length", "train on this many tokens instead")
-    epochs: PositiveFloat | None = _field("length", "pass over the data this often instead")
+    epochs: PositiveFloat | None = _field(
+        "length", "train on this many times the samples of the data instead"
+    )
 
-    lr: PositiveFloat = _field("optimization", "peak learning rate", 1e-3)
+    lr: PositiveFloat | None = _field(
+        "optimization", "peak learning rate (default: 1e-3, or 5e-5 from stored weights)"
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = _field(
         "optimization", "learning rate after warm-up", "cosine"
     )

@@ -12,6 +12,7 @@ def make_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], settings: TrainSettings
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) in the implementation asked for."""
+    assert settings.lr is not None  # settled before the first step
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
         {

@@ -1,6 +1,7 @@
 """The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -78,14 +79,15 @@ class RunDir:
             path = self.path / name
             if not path.is_file():
                 continue
-            kept = []
-            for line in path.read_text(encoding="utf-8").splitlines():
+            kept_bytes = 0
+            for line in path.read_bytes().splitlines(keepends=True):
                 try:
-                    if int(json.loads(line)["step"]) <= step:
-                        kept.append(line + "\n")
+                    if int(json.loads(line)["step"]) > step:
+                        break
                 except (ValueError, KeyError, TypeError):
                     break  # the last line of a killed run may be cut short
-            path.write_text("".join(kept), encoding="utf-8")
+                kept_bytes += len(line)
+            os.truncate(path, kept_bytes)
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation that was logged at `step`, None when there is none."""

@@ -16,6 +16,7 @@ def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float
     Linear warm-up reaches `lr` at its end; then cosine (Loshchilov and Hutter 2017, eq. 5), linear,
     WSD (constant, then linear over the last fifth: Hu et al. 2024, MiniCPM, §4) or constant.
     """
+    assert settings.lr is not None  # settled before the first step
     warmup = warmup_steps(settings, total_steps)
     if step < warmup:
         return settings.lr * (step + 1) / warmup

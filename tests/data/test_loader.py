@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from outpace.data.loader import Loader
 from outpace.data.order import samples_at
-from outpace.data.samples import make_dataset
+from outpace.data.samples import TokenDataset
 from outpace.records.errors import BadInputError
 
 
@@ -17,7 +17,7 @@ def dataset(tmp_path, prepare, library_texts):
     for number, text in enumerate(library_texts[:2]):
         paths.append(tmp_path / f"{number}.txt")
         paths[-1].write_text(text[:20_000], encoding="utf-8")
-    return make_dataset(
+    return TokenDataset(
         prepare(*paths), 16, objective="causal", seed=1, document_attention=True, tokenizer=None
     )
 
@@ -112,6 +112,13 @@ def test_a_persons_own_data_set(workers):
     assert sorted(seen) == list(range(10))
 
 
+def test_a_data_set_that_gives_many_samples_at_once_is_batched_as_any_other():
+    part = torch.utils.data.Subset(Own(_pair), range(5, 10))
+    changed = {"global_batch": 5, "micro_batch": 5, "total_steps": 1, "workers": 0}
+    ((x, y),) = [batch for step in steps_of(part, **changed) for batch in step]
+    assert x.shape == (5, 3) and sorted(y.tolist()) == [2.5, 3.0, 3.5, 4.0, 4.5]
+
+
 def test_a_data_set_without_samples_is_told():
     with pytest.raises(BadInputError, match="has no samples"):
         steps_of([])
@@ -120,7 +127,7 @@ def test_a_data_set_without_samples_is_told():
 def test_a_data_set_goes_to_workers_without_its_tokens(tmp_path, prepare):
     path = tmp_path / "x.bin"
     path.write_bytes(np.arange(60_000, dtype="<u2").tobytes() * 50)
-    dataset = make_dataset(
+    dataset = TokenDataset(
         prepare(path, tokenizer=None), 64,
         objective="causal", seed=0, document_attention=False, tokenizer=None,
     )  # fmt: skip

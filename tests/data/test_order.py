@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from outpace.data.order import block_counts, block_size_for, mixture_at, samples_at
 
-# Other work on the machine may make any example slow.
-law = settings(deadline=None, max_examples=50)
+law = settings(max_examples=50)
 SEEDS = st.integers(0, 2**40)
 
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from outpace.data.loader import fetch, locate
-from outpace.data.samples import IGNORED, make_dataset
+from outpace.data.samples import IGNORED, TokenDataset
 from outpace.data.tokenizer import train_tokenizer
 from outpace.records.errors import BadInputError
 
@@ -19,12 +19,12 @@ def files(tmp_path, library_texts):
 
 def dataset_of(corpus, seq_len=32, **changed):
     given = {"objective": "causal", "seed": 1, "document_attention": False, "tokenizer": None}
-    return make_dataset(corpus, seq_len, **(given | changed))
+    return TokenDataset(corpus, seq_len, **(given | changed))
 
 
 def test_samples_tile_the_stream_and_targets_are_one_further(files, prepare):
     corpus = prepare(files[0])
-    stream = corpus.streams[0].read(0, corpus.n_tokens)
+    stream = corpus.streams[0].read(0, len(corpus.streams[0]))
     dataset = dataset_of(corpus)
     assert len(dataset) == (len(stream) - 1) // 32
     for i in (0, 1, len(dataset) - 1):
@@ -54,7 +54,7 @@ def test_weights_are_kept_whatever_the_sizes(files, prepare):
 
 def test_too_little_data_is_told(files, prepare):
     corpus = prepare(files[0])
-    n = corpus.n_tokens
+    n = len(corpus.streams[0])
     assert len(dataset_of(corpus, n - 1)) == 1
     with pytest.raises(
         BadInputError, match=rf"has {n} tokens, .* sample of {n} \+ 1\. .*--seq-len"

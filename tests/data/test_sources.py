@@ -120,14 +120,19 @@ def test_nanogpt(tmp_path, prepare):
     assert tokens(corpus) == [ids.tolist()] and corpus.vocab_needed == 999 * 60 + 1
     train = prepare(tmp_path / "x.bin", tokenizer=None, split="train", eval_fraction=0.1)
     held = prepare(tmp_path / "x.bin", tokenizer=None, split="validation", eval_fraction=0.1)
-    assert corpus.documents is None  # the format does not say where they begin
-    assert [*tokens(train)[0], *tokens(held)[0]] == ids.tolist() and held.n_tokens == 100
+    assert corpus.streams[0].document_starts is None  # the format does not say where they begin
+    assert [*tokens(train)[0], *tokens(held)[0]] == ids.tolist() and len(held.streams[0]) == 100
     (tmp_path / "x.bin").write_bytes(ids.tobytes() + b"x")
     with pytest.raises(BadInputError, match="odd number of bytes"):
         prepare(tmp_path / "x.bin", tokenizer=None)
     (tmp_path / "x.bin").write_bytes(b"")
     with pytest.raises(BadInputError, match="is empty"):
         prepare(tmp_path / "x.bin", tokenizer=None)
+
+
+def documents_of(corpus):
+    (stream,) = corpus.streams
+    return stream.documents(0, len(stream)).tolist()
 
 
 def write_megatron(path, code, dtype, documents):
@@ -147,19 +152,19 @@ def write_megatron(path, code, dtype, documents):
     ("code", "dtype"),
     [(1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")],
 )
-@pytest.mark.parametrize("named", ["x", "x.bin", "x.idx"])
+@pytest.mark.parametrize("named", ["x-0.5_text", "x-0.5_text.bin", "x-0.5_text.idx"])
 def test_megatron(tmp_path, prepare, code, dtype, named):
     documents = [np.array([1, 2, 3]), np.array([100]), np.array([7, 8])]
-    write_megatron(tmp_path / "x", code, dtype, documents)
+    write_megatron(tmp_path / "x-0.5_text.bin", code, dtype, documents)
     corpus = prepare(tmp_path / named, tokenizer=None)
     assert tokens(corpus) == [[1, 2, 3, 100, 7, 8]] and corpus.vocab_needed == 101
     assert corpus.streams[0].documents(1, 5).tolist() == [0, 0, 1, 2, 2]
-    assert corpus.documents == 3
-    parts = [
-        prepare(tmp_path / named, tokenizer=None, split=split, eval_fraction=0.5).documents
+    assert documents_of(corpus) == [0, 0, 0, 1, 2, 2]
+    train, held = (
+        prepare(tmp_path / named, tokenizer=None, split=split, eval_fraction=0.5)
         for split in ("train", "validation")
-    ]
-    assert parts == [1, 2]
+    )
+    assert documents_of(train) == [0, 0, 0] and documents_of(held) == [0, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ TEXTS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(text=st.text())
 def test_text_comes_back(tokenizer, text):
     if END_OF_TEXT not in text:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(texts=st.lists(st.text() | st.text("ab '\n\t1sS.é中<|>"), max_size=5))
 def test_many_texts_have_the_ids_of_each(tokenizer, texts):
     found = tokenizer.encode_batch(texts)
@@ -205,3 +205,10 @@ def test_what_cannot_be_read_is_told(tmp_path):
 
 def test_ids_are_of_one_type(tokenizer):
     assert {ids.dtype for ids in tokenizer.encode_batch(TEXTS)} == {np.dtype(np.uint32)}
+
+
+def test_tokenizers_that_end_texts_differently_are_not_the_same(tokenizer):
+    inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+    inner.add_special_tokens(["<|end|>"])
+    one, other = Tokenizer(inner), Tokenizer(inner, "<|end|>")
+    assert one.eos_id != other.eos_id and one.fingerprint != other.fingerprint

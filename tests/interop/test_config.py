@@ -125,6 +125,8 @@ def test_older_spelling_of_rotary_settings(tmp_path: Path) -> None:
 
 
 def test_older_window_settings_of_qwen(tmp_path: Path) -> None:
+    ignored = write(tmp_path, model_type="llama", num_hidden_layers=4, sliding_window=16)
+    assert spec_from_hf(ignored).sliding_window is None  # as transformers' own Llama
     common = {"model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 16}
     off = spec_from_hf(write(tmp_path, **common, use_sliding_window=False))
     assert off.sliding_window is None

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -54,6 +55,11 @@ def test_an_encoder_learns_masked_tokens_and_loads_in_transformers(start, tmp_pa
 def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, reference):
     first = start("run")
     again = start("again", model=str(tmp_path / reference), steps=1)
+    rates = [
+        json.loads((tmp_path / name / "run.json").read_text())["settings"]["lr"]
+        for name in ("run", "again")
+    ]
+    assert rates == [1e-3, 5e-5]
     assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-6)
     anew = start("anew", model=str(tmp_path / reference), init="random", steps=1)
     assert anew.initial_eval.loss == pytest.approx(first.initial_eval.loss, rel=1e-6)
@@ -66,6 +72,12 @@ def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_pa
     last = json.loads((tmp_path / "run" / "evals.jsonl").read_text().splitlines()[-1])
     assert held_out.loss == pytest.approx(last["loss"], rel=0.05)
     assert named.tokens == 4 * 32
+    whole = [
+        evaluate(tmp_path / "run", (str(corpus),), batches=None, batch_size=size, device="cpu")
+        for size in (1, 64)
+    ]
+    assert whole[0].tokens == whole[1].tokens
+    assert whole[0].loss == pytest.approx(whole[1].loss, rel=1e-5)
     text = generate(
         tmp_path / "run", "def", max_new_tokens=5, temperature=0, top_k=None, seed=0, device="cpu"
     )
@@ -123,6 +135,19 @@ def test_weights_without_their_tokenizer_are_refused(start, tmp_path):
         (tmp_path / "run" / "model" / name).unlink()
     with pytest.raises(BadInputError, match="no tokenizer"):
         start("again", model=str(tmp_path / "run"))
+
+
+def test_tokens_of_another_vocabulary_are_refused(start, corpus, tmp_path):
+    start("run", steps=1)
+    tokens = tmp_path / "x.bin"
+    tokens.write_bytes((np.arange(5000, dtype="<u2") * 13).tobytes())
+    own = str(tmp_path / "run" / "model")
+    with pytest.raises(BadInputError, match=r"largest token id needs a vocabulary of 64988"):
+        start("again", data=(str(tokens),), tokenizer=own)
+    with pytest.raises(BadInputError, match=r"largest token id needs a vocabulary of 64988"):
+        evaluate(tmp_path / "run", (str(tokens),), batches=1, batch_size=1, device="cpu")
+    with pytest.raises(BadInputError, match=r"x\.bin holds the ids of some tokenizer.*--tokenizer"):
+        start("mixed", data=(str(corpus), str(tokens)))
 
 
 def test_an_own_data_set_and_data_are_refused_together(start, corpus):

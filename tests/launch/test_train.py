@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -155,6 +156,16 @@ def test_a_directory_with_another_run_is_refused(run):
     run(steps=1)
     with pytest.raises(BadInputError, match="already holds a run"):
         run(steps=1)
+
+
+def test_a_run_does_not_go_on_with_other_data(run, corpus, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(corpus, data)
+    given = {"data": (str(data),), "tokenizer": str(run("first", steps=1) / "model")}
+    run(steps=1, **given)
+    (data / "more.txt").write_text("x = 1\n" * 500)
+    with pytest.raises(BadInputError, match=r"since then the training data has changed.*--model"):
+        run(steps=2, resume=True, **given)
 
 
 def test_nothing_to_resume_is_refused(run):

@@ -72,6 +72,11 @@ def test_the_model_is_left_as_it_was(make_model):
     assert first == generate(model, PROMPT, 10, temperature=0)
 
 
+def test_room_is_taken_for_the_tokens_wanted_not_for_all_positions(make_model):
+    model = make_model("llama", max_positions=10**12)
+    assert len(generate(model, PROMPT, 3, stop_id=None)) == len(PROMPT) + 3
+
+
 def test_bad_requests_get_a_sentence(make_model):
     model = make_model("llama")
     with pytest.raises(BadInputError, match="both directions"):

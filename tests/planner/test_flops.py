@@ -19,7 +19,6 @@ from outpace.nn.loss import LanguageModelObjective, linear_loss_sum
 from outpace.nn.transformer import Transformer
 from outpace.planner.flops import (
     forward_flops,
-    model_flops_per_token,
     parameter_count,
     step_flops,
 )
@@ -132,18 +131,11 @@ def test_flops_are_linear_in_samples_and_quadratic_in_length(seq_len, samples, t
     assert once - linear == 12 * samples * 16 * 2048 * seq_len**2  # PaLM, appendix B
 
 
-def test_only_causal_attention_is_halved_and_only_when_asked():
-    gpt, bert = PRESETS["gpt2"].spec, PRESETS["bert-base"].spec
-    attention = forward_flops(gpt, 512, 2) - forward_flops(gpt, 512, 2, halve_causal=True)
-    assert attention == 2 * (2 * 2 * 12 * 768 * 512**2) / 2
-    assert forward_flops(bert, 512, 2) == forward_flops(bert, 512, 2, halve_causal=True)
-
-
 def test_published_counts():
     # Brown et al., arXiv 2005.14165, table D.1: GPT-3 175B, 3.14E+23 training FLOPs for 300e9
     # tokens at 2,048, counted as 6·N with N = 174,600 million, without attention.
     gpt3 = PRESETS["gpt3-175b"].spec
-    per_token = model_flops_per_token(gpt3, 2048)
+    per_token = step_flops(gpt3, 2048, 1) / 2048
     attention = 12 * 96 * 12288 * 2048
     assert (per_token - attention) * 300e9 == pytest.approx(3.14e23, rel=0.005)
     # Narayanan et al., arXiv 2104.04473, §5.1, eq. 3 with full recomputation:
