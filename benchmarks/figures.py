@@ -48,13 +48,23 @@ def overhead(result: dict[str, Any]) -> str:
             f"{r['median_outpace_step_s'] * 1000:.1f} ms",
             f"{r['ratio']:.4f}",
             f"{r['low']:.4f} – {r['high']:.4f}",
-            f"{len(r['pairs_s'])}",
+            f"{sum(map(len, r['rounds_s']))}",
+            "yes" if r["narrow_enough"] else "no",
             "yes" if r["reached"] else "no",
         ]
         for case, r in result["cases"].items()
     ]
     target = f"upper bound ≤ {result['target']}"
-    head = ["case", "bare step", "outpace step", "ratio", "95 % interval", "pairs", target]
+    head = [
+        "case",
+        "bare step",
+        "outpace step",
+        "ratio",
+        "95 % interval",
+        "pairs",
+        "± ≤ 0.7 %",
+        target,
+    ]
     return table(head, rows) + stand(result)
 
 
