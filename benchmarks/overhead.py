@@ -107,7 +107,7 @@ def bare_loop(ready) -> Iterator[None]:
 
     job = ready.job
     model = Transformer(job.materials.spec)
-    model.load_state_dict(ready.loop.model.state_dict())
+    model.load_state_dict(ready.loop.layout.model.state_dict())
     dtype = {"fp32": None, "bf16": torch.bfloat16}[job.plan.precision]
     objective = LanguageModelObjective(model, "auto", dtype)
     wrapped = objective

@@ -25,13 +25,16 @@ def finish(
     train_s: float,
 ) -> Measurement:
     """Export, sample and sum up. Rank 0 writes; all ranks get the measurement."""
+    model = loop.layout.whole_model(job.ranks.rank == 0)
 
     def sum_up() -> Measurement:
+        assert model is not None
         if final is not None:
             tell(job.callbacks, "on_eval", final, True)
         tell(job.callbacks, "on_stage", "writing the model")
-        _export(job, loop.model)
-        measurement = _measurement(job, loop, parameters, initial, final, train_s)
+        _export(job, model)
+        sample = _sample(job, model)
+        measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
         measurement.save(job.run_dir.path / RESULT_FILE)
         tell(job.callbacks, "on_end", measurement)
         return measurement
@@ -77,6 +80,7 @@ def _measurement(
     initial: Evaluation | None,
     final: Evaluation | None,
     train_s: float,
+    sample: str | None,
 ) -> Measurement:
     ledger = loop.ledger
     costs, step_time_s = ledger.costs, ledger.median_step_time_s()
@@ -112,7 +116,7 @@ def _measurement(
         initial_eval=initial,
         final_eval=final,
         unigram_entropy=unigram_entropy(corpus) if corpus is not None else None,
-        sample=_sample(job, loop.model),
+        sample=sample,
         skipped_steps=ledger.skipped_steps,
         train_runtime=train_s,
         train_samples_per_second=steps * costs.samples / train_s,

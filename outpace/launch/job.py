@@ -26,7 +26,7 @@ from outpace.launch.resolve import (
     resolve_steps,
 )
 from outpace.nn.levers import apply_checkpointing, compile_blocks
-from outpace.parallel import apply
+from outpace.parallel import Layout, Request, apply
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -161,25 +161,26 @@ def _prepare(
         apply_checkpointing(objective.model, plan.checkpointing)
     if plan.compile:
         compile_blocks(objective.model)
-    optimizer = make_optimizer(objective.model.named_parameters(), settings)
+    layout = apply(Request(objective, plan, job.ranks, device))
+    optimizer = make_optimizer(layout.named_parameters(), settings)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
-    progress = _restore(job, checkpointer, objective.model, optimizer, mixed)
+    progress = _restore(job, checkpointer, layout.model, optimizer, mixed)
     start_step = progress.step if progress else 0
     job.groups.once(lambda: _require_work(job, start_step))
-    stepper = _stepper(job, objective, optimizer, mixed)
+    stepper = _stepper(job, layout, optimizer, mixed)
     loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
 
     def measure(step: int) -> Evaluation | None:
-        return _evaluate(job, objective, mixed, step)
+        return _evaluate(job, layout, mixed, step)
 
     tell(job.callbacks, "on_start", run_info(job, record, parameters, start_step))
     initial = _initial_evaluation(job, start_step, measure)
     loop = Loop(
         settings=settings,
         stepper=stepper,
-        model=objective.model,
+        layout=layout,
         optimizer=optimizer,
         steps=iter(loader),
         ledger=_ledger(job, progress),
@@ -215,14 +216,11 @@ def _discard_unbegun(job: Job) -> None:
         job.run_dir.discard_unbegun()
 
 
-def _stepper(
-    job: Job, objective: nn.Module, optimizer: torch.optim.Optimizer, mixed: Mixed
-) -> Stepper:
+def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: Mixed) -> Stepper:
     targets = job.materials.targets_per_sample
     return Stepper(
-        applied=apply(objective, job.plan, job.ranks, job.device),
+        layout=layout,
         optimizer=optimizer,
-        parameters=[p for p in objective.parameters() if p.requires_grad],
         mixed=mixed,
         plan=job.plan,
         clip=job.settings.clip,
@@ -305,7 +303,7 @@ def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader
         seed=settings.seed,
         global_batch=settings.global_batch,
         micro_batch=job.plan.micro_batch,
-        rank=job.ranks.rank,
+        rank=job.plan.data_rank(job.ranks.rank),
         data_parallel=job.plan.data_parallel,
         start_step=start_step,
         total_steps=total_steps,
@@ -315,7 +313,7 @@ def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader
     )
 
 
-def _evaluate(job: Job, objective: nn.Module, mixed: Mixed, step: int) -> Evaluation | None:
+def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation | None:
     """The held-out loss; None where there is no held-out data."""
     data = job.materials.eval_data
     if data is None:
@@ -324,7 +322,7 @@ def _evaluate(job: Job, objective: nn.Module, mixed: Mixed, step: int) -> Evalua
     loader = job_loader(job, data, 0, batches)
     try:
         return evaluate(
-            objective,
+            layout,
             loader,
             step=step,
             mixed=mixed,

@@ -1,6 +1,7 @@
 """From what was asked for to what is done: device, layout, length, place of the run."""
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from outpace.catalog.accelerators import find_accelerator
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
-from outpace.records.plan import Plan
+from outpace.records.plan import Plan, Strategy, fill_axes
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.precision import default_precision
@@ -61,22 +62,14 @@ def resolve_plan(
     settings: TrainSettings, ranks: Ranks, device: torch.device, machine: Machine
 ) -> Plan:
     """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
-    world_size = ranks.world_size
-    strategy = settings.strategy or ("ddp" if world_size > 1 else "single")
-    micro_batch = settings.micro_batch
-    if micro_batch is None:
-        if settings.global_batch % world_size:
-            lower = settings.global_batch // world_size * world_size
-            raise BadInputError(
-                f"global batch {settings.global_batch} cannot be shared by {world_size} "
-                f"data-parallel ranks; {lower or world_size} or {lower + world_size} can."
-            )
-        micro_batch = settings.global_batch // world_size
+    strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    asked = {axis: getattr(settings, axis) for axis in ("dp_replicate", "dp_shard")}
+    sizes = fill_axes(strategy, ranks.world_size, asked)
     plan = Plan.parse(
         {
             "strategy": strategy,
-            "dp_replicate": world_size,
-            "micro_batch": micro_batch,
+            **sizes,
+            "micro_batch": settings.micro_batch or _whole_share(settings, sizes),
             "precision": settings.precision or default_precision(device, machine),
             "checkpointing": settings.checkpointing,
             "compile": settings.compile,
@@ -87,6 +80,27 @@ def resolve_plan(
     )
     plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
     return plan
+
+
+def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
+    """What the axes that were given amount to; replicas where none was."""
+    if world_size == 1:
+        return "single"
+    if settings.dp_shard in (None, 1):
+        return "ddp"
+    return "zero3" if settings.dp_replicate in (None, 1) else "hsdp"
+
+
+def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
+    """A data-parallel rank's samples of a step, all at once."""
+    shares = sizes["dp_replicate"] * sizes["dp_shard"]
+    if settings.global_batch % shares:
+        lower = settings.global_batch // shares * shares
+        raise BadInputError(
+            f"global batch {settings.global_batch} cannot be shared by {shares} "
+            f"data-parallel ranks; {lower or shares} or {lower + shares} can."
+        )
+    return settings.global_batch // shares
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
@@ -140,9 +154,9 @@ def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> floa
     known = find_accelerator(present.name, present.memory_bytes)
     if known is None:
         return None
-    dtype = plan.precision
+    dtype: str = plan.precision
     if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        peak = known.peak.flops_per_s.get("tf32")
-    else:
-        peak = known.peak.flops_per_s.get(dtype)
+        dtype = "tf32"
+    rates: Mapping[str, float] = {str(key): rate for key, rate in known.peak.flops_per_s.items()}
+    peak = rates.get(dtype)
     return None if peak is None else peak * plan.world_size

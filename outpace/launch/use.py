@@ -18,6 +18,7 @@ from outpace.launch.resolve import DEFAULT_SEQ_LEN, resolve_device
 from outpace.nn import generate as generation
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
+from outpace.parallel import Layout
 from outpace.probe.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation
@@ -88,7 +89,7 @@ def evaluate(
         dataset = _samples(opened, record, data, settings)
     size = min(batch_size or settings.global_batch, len(dataset))
     return measure(
-        objective.to(target),
+        Layout(objective.to(target)),
         _batches(dataset, size, batches, settings.seed, target),
         step=record.total_steps if record else 0,
         mixed=mixed,

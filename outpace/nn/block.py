@@ -45,6 +45,11 @@ def lowered(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
+def raised(x: Tensor) -> Tensor:
+    """`x` in fp32 where it is less."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads where the spec says so.
 
@@ -71,7 +76,7 @@ class Attention(nn.Module):
         q_BHSC, k_BKSC, v_BKSC = (self._heads(part(x_BSD)) for part in (self.q, self.k, self.v))
         dtype = v_BKSC.dtype
         if self.spec.qk_norm:
-            q_BHSC, k_BKSC = self.q_norm(q_BHSC.float()), self.k_norm(k_BKSC.float())
+            q_BHSC, k_BKSC = self.q_norm(raised(q_BHSC)), self.k_norm(raised(k_BKSC))
         if rotary is not None:
             q_BHSC, k_BKSC = rotate(q_BHSC, rotary), rotate(k_BKSC, rotary)
         k_BKTC, v_BKTC = k_BKSC.to(dtype), v_BKSC

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
+from outpace.nn.block import raised
 from outpace.nn.transformer import Transformer
 
 IGNORED = -100
@@ -101,7 +102,7 @@ def linear_loss_sum(
         # The operator ignores autocast, except in the casts that lead to it.
         with torch.autocast(device.type, enabled=False):
             return F.linear_cross_entropy(
-                hidden_ND.float(),
+                raised(hidden_ND),
                 weight_VD,
                 targets_N,
                 linear_bias=bias_V,
@@ -129,7 +130,7 @@ def _plain_sum(
     """All logits at once. Products in `low`, softmax and sum in fp32 (autocast sees to that)."""
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
-            hidden = hidden.float()
+            hidden = raised(hidden)
         return F.linear_cross_entropy(
             hidden,
             weight,

@@ -1,22 +1,18 @@
-"""One file per strategy; `apply(objective, plan, ranks, device)` lays an objective out.
-
-A strategy is a module of this package with the strategy's name and a function `apply`.
-"""
+"""One file per strategy; `apply(request)` lays an objective out on the ranks of a plan."""
 
 from importlib import import_module
 
-import torch
-from torch import nn
+from outpace.parallel.api import Layout, Pass, Request
 
-from outpace.parallel.api import Applied
-from outpace.records.plan import Plan
-from outpace.records.ranks import Ranks
+__all__ = ["Layout", "Pass", "Request", "apply"]
 
-__all__ = ["Applied", "apply"]
+# Strategies that share a file; every other has one of its own name.
+_FILES = {"zero2": "sharded", "zero3": "sharded", "hsdp": "sharded"}
 
 
-def apply(objective: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) -> Applied:
-    """Lay `objective` (already on `device`) out as the plan's strategy says."""
-    module = import_module(f"outpace.parallel.{plan.strategy}")
-    applied: Applied = module.apply(objective, plan, ranks, device)
-    return applied
+def apply(request: Request) -> Layout:
+    """Lay the objective (already on its device) out as the plan's strategy says."""
+    strategy = request.plan.strategy
+    module = import_module(f"outpace.parallel.{_FILES.get(strategy, strategy)}")
+    layout: Layout = module.apply(request)
+    return layout

@@ -1,26 +1,152 @@
-"""What every strategy gives back."""
+"""What every strategy gives back: an objective laid out on the ranks of a plan."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from outpace.parallel.tensors import local, whole
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
 
-def _nothing() -> float:
-    return 0.0
+Batch = Any
 
 
 @dataclass(frozen=True)
-class Applied:
-    """An objective laid out on the ranks of a plan.
+class Pass:
+    """What a trainer brings to a forward and backward.
 
-    `module` is called in place of the objective. `no_sync()` is entered around the micro-batches
-    that are not the last of a step. Gradients are the mean over `data_parallel` ranks, so the loss
-    is scaled by that degree over the global number of targets. `exposed_communication_s()` is the
-    part of the last backward in which only communication was going on.
+    `cast()` is entered around each forward (autocast). `scale(loss_sum)` is what backward starts
+    from: the loss as its share of the global mean, times the loss scale of fp16. `mark(part)` says
+    that what was done since the last mark was `part` ("forward", "backward").
     """
 
-    module: nn.Module
-    no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-    exposed_communication_s: Callable[[], float] = _nothing
+    cast: Callable[[], AbstractContextManager[None]] = nullcontext
+    scale: Callable[[Tensor], Tensor] = lambda loss_sum: loss_sum
+    mark: Callable[[str], None] = lambda part: None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a strategy is given: an objective on its device, and the ranks to lay it out on."""
+
+    objective: nn.Module
+    plan: Plan
+    ranks: Ranks
+    device: torch.device
+
+
+class Layout:
+    """An objective on this rank. As it stands here: whole on each rank, nothing exchanged.
+
+    `module` is called in place of the objective; `model` holds this rank's parameters by the names
+    that they have in a single process. `averages` says by what the exchange divides the sum of the
+    ranks' gradients, so that the trainer can scale the loss: gradients end as those of the mean
+    over the global batch's targets.
+    """
+
+    averages: int = 1
+
+    def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
+        self.objective = objective
+        self.module = objective if module is None else module
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        model: nn.Module = self.objective.model  # type: ignore[assignment]
+        return model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, by their names in a single process."""
+        yield from self.model.named_parameters()
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """Forward and backward of this rank's micro-batches of one step.
+
+        Returns (2,) float64: its share of the sum of losses and of the number of targets; the sum
+        over all ranks is the global batch's. Afterwards every parameter's gradient is exchanged.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device())
+        for number, batch in enumerate(batches, 1):
+            with self.unsynchronised() if number < len(batches) else nullcontext():
+                totals += self._forward_backward(batch, given)
+        return totals
+
+    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+        with given.cast():
+            loss_sum, count = self.module(batch)
+        given.mark("forward")
+        given.scale(loss_sum).backward()
+        given.mark("backward")
+        return torch.stack((loss_sum.detach().double(), count.double()))
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def unsynchronised(self) -> AbstractContextManager[None]:
+        """Entered around the micro-batches that are not the last of a step."""
+        return nullcontext()
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """As `gradients`, of one micro-batch and without gradients."""
+        with given.cast():
+            loss_sum, count = self.objective(batch)
+        return torch.stack((loss_sum.double(), count.double()))
+
+    def local_gradients(self) -> list[Tensor]:
+        """The parts of all gradients that lie on this rank."""
+        return [local(p.grad) for _, p in self.named_parameters() if p.grad is not None]
+
+    def total_norm(self) -> Tensor:
+        """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
+        return nn.utils.get_total_norm(self.local_gradients())
+
+    def exposed_communication_s(self) -> float:
+        """The part of the last backward in which only communication was going on."""
+        return 0.0
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Make every rank skip an fp16 step that one of them has to skip. Collective."""
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """The model with all weights, where it is `wanted`. Collective."""
+        return self.model if wanted else None
+
+
+class Sharded(Layout):
+    """Parameters are DTensors, split over the ranks of `group` and whole nowhere.
+
+    `hollow` is the model as it was before, without memory for its weights.
+    """
+
+    def __init__(self, objective: nn.Module, hollow: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__(objective)
+        self._hollow = hollow
+        self._group = group
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """Gathers the weights one by one; ranks that do not want them keep none."""
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            gathered = whole(tensor)
+            if wanted:
+                weights[name] = gathered.cpu()
+        if not wanted:
+            return None
+        self._hollow.load_state_dict(weights, assign=True)
+        return self._hollow
+
+    def total_norm(self) -> Tensor:
+        """The square root of the shards' squares, added up over the group."""
+        square = super().total_norm().square()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each rank has seen its own shards only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)

@@ -4,16 +4,15 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 gradients are put into buckets, and a bucket is all-reduced as soon as it is full.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from outpace.parallel.api import Applied
-from outpace.records.plan import Plan
-from outpace.records.ranks import Ranks
+from outpace.parallel.api import Layout, Request
 
 
 def exchange_in_bf16(
@@ -23,25 +22,40 @@ def exchange_in_bf16(
     return bf16_compress_hook(group, bucket)
 
 
-def apply(objective: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) -> Applied:
-    """Wrap in DistributedDataParallel. The default process group must be there."""
-    wrapped = DistributedDataParallel(
-        objective,
-        device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=plan.bucket_mib,
-    )
-    if plan.compress_gradients == "bf16":
-        wrapped.register_comm_hook(None, exchange_in_bf16)
-    if device.type == "cpu":
-        # DDP times its own communication in sampled iterations; on CPU that costs two clock reads.
-        wrapped._set_ddp_runtime_logging_sample_rate(1)
+class Replicas(Layout):
+    """A DistributedDataParallel module over the objective."""
 
-    def exposed() -> float:
-        # Without a Python-visible reducer event there is no other account of the overlap.
-        seen = wrapped._get_ddp_logging_data()
+    module: DistributedDataParallel
+
+    def __init__(self, request: Request) -> None:
+        device, plan = request.device, request.plan
+        wrapped = DistributedDataParallel(
+            request.objective,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=plan.bucket_mib,
+        )
+        super().__init__(request.objective, wrapped)
+        self.averages = plan.dp_replicate
+        if plan.compress_gradients == "bf16":
+            wrapped.register_comm_hook(None, exchange_in_bf16)
+        if device.type == "cpu":
+            # DDP times its own communication in sampled iterations; on CPU that costs two clock
+            # reads.
+            wrapped._set_ddp_runtime_logging_sample_rate(1)
+
+    def unsynchronised(self) -> AbstractContextManager[None]:
+        """DDP's `no_sync`."""
+        return self.module.no_sync()
+
+    def exposed_communication_s(self) -> float:
+        """From DDP's own account: there is no other of the overlap."""
+        seen = self.module._get_ddp_logging_data()
         communication_ns = int(seen.get("backward_comm_time", 0))
         hidden_ns = int(seen.get("backward_compute_comm_overlap_time", 0))
         return max(0, communication_ns - hidden_ns) / 1e9
 
-    return Applied(wrapped, wrapped.no_sync, exposed)
+
+def apply(request: Request) -> Layout:
+    """Wrap in DistributedDataParallel. The default process group must be there."""
+    return Replicas(request)

@@ -1,13 +1,8 @@
 """The baseline: one process, nothing exchanged."""
 
-import torch
-from torch import nn
-
-from outpace.parallel.api import Applied
-from outpace.records.plan import Plan
-from outpace.records.ranks import Ranks
+from outpace.parallel.api import Layout, Request
 
 
-def apply(objective: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) -> Applied:
+def apply(request: Request) -> Layout:
     """Use the objective as it is."""
-    return Applied(objective)
+    return Layout(request.objective)

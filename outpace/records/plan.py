@@ -1,5 +1,7 @@
 """Plan: how a model is laid out on processes and computed. Strategy, axes, precision, levers."""
 
+import math
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import PositiveInt, model_validator
@@ -7,17 +9,37 @@ from pydantic import PositiveInt, model_validator
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 
-Strategy = Literal["single", "ddp"]
-Precision = Literal["fp32", "bf16", "fp16"]
+Strategy = Literal["single", "ddp", "zero2", "zero3", "hsdp"]
+Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
+
+AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+# The axes that a strategy splits; the last takes the ranks that are left, the others two each.
+SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
+    "single": (),
+    "ddp": ("dp_replicate",),
+    "zero2": ("dp_shard",),
+    "zero3": ("dp_shard",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+}
 
 
 class Plan(Record):
-    """One way to train. Accumulation is derived from the global batch, not stored."""
+    """One way to train. Accumulation is derived from the global batch, not stored.
+
+    `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
+    `pp_microbatches` of them under way. fp64 is for proofs.
+    """
 
     strategy: Strategy = "single"
     dp_replicate: PositiveInt = 1
+    dp_shard: PositiveInt = 1
+    cp: PositiveInt = 1
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
     micro_batch: PositiveInt = 1
+    pp_microbatches: PositiveInt = 1
     precision: Precision = "fp32"
     checkpointing: Checkpointing = "none"
     compile: bool = False
@@ -27,39 +49,91 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.strategy == "single" and self.dp_replicate != 1:
-            raise ValueError(
-                f"strategy single runs on one process, not {self.dp_replicate}; "
-                "use strategy ddp or one process"
-            )
+        for axis in AXES:
+            size = getattr(self, axis)
+            if size > 1 and axis not in SPLITS[self.strategy]:
+                own = " and ".join(SPLITS[self.strategy])
+                raise ValueError(
+                    f"strategy {self.strategy} {f'splits {own}' if own else 'is one process'}, "
+                    f"but {axis} is {size}. Use {axis} 1, or another strategy"
+                )
         return self
 
     @property
     def world_size(self) -> int:
         """The number of processes that this plan is for."""
-        return self.dp_replicate
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def data_parallel(self) -> int:
-        """The number of ranks that read different samples."""
-        return self.dp_replicate
+        """The number of shares that a global batch is cut into."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of a global batch `rank` reads.
+
+        Ranks are laid out as pp × dp_replicate × dp_shard × cp × tp, the last closest together.
+        """
+        return rank // (self.cp * self.tp) % self.data_parallel
+
+    @property
+    def mesh(self) -> str:
+        """The axes that are split, for a person: "dp_replicate 2 × dp_shard 2"."""
+        split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " × ".join(split) or "one process"
 
     def accumulation(self, global_batch: int) -> int:
-        """Micro-batches per rank and step. Raises BadInputError when they don't divide."""
-        per_pass = self.micro_batch * self.data_parallel
+        """Forwards per data-parallel rank and step. Raises BadInputError when they don't divide."""
+        per_pass = self.micro_batch * self.pp_microbatches * self.data_parallel
         if global_batch % per_pass:
             lower = global_batch // per_pass * per_pass
             nearest = " or ".join(str(n) for n in (lower, lower + per_pass) if n)
             raise BadInputError(
-                f"global batch = micro-batch × accumulation × data-parallel degree, but "
-                f"{global_batch} is not a multiple of {self.micro_batch} × {self.data_parallel} "
-                f"= {per_pass}. Use a global batch of {nearest}, or another micro-batch."
+                "global batch = micro-batch × accumulation × data-parallel degree, but "
+                f"{global_batch} is not a multiple of {self._factors()} = {per_pass}. Use a global "
+                f"batch of {nearest}, or another micro-batch."
             )
         return global_batch // per_pass
 
+    def _factors(self, accumulation: int | None = None) -> str:
+        parts = [f"micro-batch {self.micro_batch}"]
+        if self.pp > 1:
+            parts.append(f"pipeline micro-batches {self.pp_microbatches}")
+        if accumulation is not None:
+            parts.append(f"accumulation {accumulation}")
+        return " × ".join([*parts, f"data-parallel {self.data_parallel}"])
+
     def identity(self, global_batch: int) -> str:
         """The batch identity with its numbers, as always shown."""
-        return (
-            f"global batch {global_batch} = micro-batch {self.micro_batch} × accumulation "
-            f"{self.accumulation(global_batch)} × data-parallel {self.data_parallel}"
+        return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
+
+
+def fill_axes(
+    strategy: Strategy, world_size: int, asked: Mapping[str, int | None]
+) -> dict[str, int]:
+    """The size of every axis on `world_size` ranks.
+
+    `asked` has what a person set, −1 for the ranks left over. What was not set is 1, or the
+    strategy's own. Raises BadInputError when the axes do not make up the world.
+    """
+    own = SPLITS[strategy]
+    sizes: dict[str, int] = {axis: asked.get(axis) or 1 for axis in AXES}
+    open_axes = [axis for axis in AXES if asked.get(axis) == -1]
+    unset = [axis for axis in own if asked.get(axis) is None]
+    if not open_axes and unset:
+        open_axes = [unset.pop()]
+    sizes.update({axis: 2 for axis in unset if world_size % 2 == 0})
+    if len(open_axes) > 1:
+        raise BadInputError(
+            f"{' and '.join(open_axes)} are both -1; one axis can take the ranks left over"
         )
+    fixed = math.prod(size for axis, size in sizes.items() if axis not in open_axes)
+    for axis in open_axes:
+        sizes[axis] = max(1, world_size // fixed)
+    if math.prod(sizes.values()) != world_size:
+        shown = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        raise BadInputError(
+            f"{shown or 'one rank'} = {math.prod(sizes.values())}, but the world size is "
+            f"{world_size}. Use as many processes, or other axes."
+        )
+    return sizes

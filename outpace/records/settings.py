@@ -24,6 +24,13 @@ def _field(group: str, help_text: str, default: Any = None) -> Any:
     return Field(default=default, description=help_text, json_schema_extra={"group": group})
 
 
+def _axis(help_text: str) -> Any:
+    described = f"{help_text}; -1: the ranks left over"
+    return Field(
+        default=None, ge=-1, description=described, json_schema_extra={"group": "computation"}
+    )
+
+
 class TrainSettings(Record):
     """What to train, on what, how, and where the results go. None means: chosen for you."""
 
@@ -140,6 +147,8 @@ class TrainSettings(Record):
     strategy: Strategy | None = _field(
         "computation", "parallel strategy (default: single, or ddp on several processes)"
     )
+    dp_replicate: int | None = _axis("groups of ranks that hold the same parameters")
+    dp_shard: int | None = _axis("ranks that parameters and their states are split over")
     compress_gradients: Literal["none", "bf16"] = _field(
         "computation", "dtype in which ddp exchanges gradients", "none"
     )
@@ -173,6 +182,9 @@ class TrainSettings(Record):
         lengths = [name for name in ("steps", "tokens", "epochs") if getattr(self, name)]
         if len(lengths) > 1:
             raise ValueError(f"give one of steps, tokens, epochs, not {' and '.join(lengths)}")
+        for axis in ("dp_replicate", "dp_shard"):
+            if getattr(self, axis) == 0:
+                raise ValueError(f"{axis} is 0; it is at least 1, or -1 for the ranks left over")
         if self.data_weights is not None and len(self.data_weights) != len(self.data):
             raise ValueError(
                 f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources"

@@ -16,7 +16,11 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_leaves
@@ -27,6 +31,8 @@ from outpace.records.units import show_bytes
 
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20
+# Each parameter's optimizer state under its own name, so that any layout finds what it needs.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Progress(Record):
@@ -151,7 +157,7 @@ class Checkpointer:
             return
         if not self._prepare(folder, progress):
             return
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
         self._needed_bytes = _tensor_bytes((model_state, optimizer_state))
         written = async_save(
             {"model": model_state, "optimizer": optimizer_state},
@@ -236,7 +242,7 @@ class Checkpointer:
 
     def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it."""
-        model_state, optimizer_state = get_state_dict(model, optimizer)
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         try:
             load_distributed(state, checkpoint_id=folder, process_group=self._group)
@@ -249,6 +255,7 @@ class Checkpointer:
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=_BY_NAME,
         )
         return Progress.load(folder / "progress.json")
 

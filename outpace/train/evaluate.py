@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from outpace.parallel import Layout, Pass
 from outpace.records.measurement import Evaluation
 from outpace.train.precision import Mixed
 from outpace.train.step import Batch
 
 
 def evaluate(
-    objective: nn.Module,
+    layout: Layout,
     steps: Iterable[list[Batch]],
     *,
     step: int,
@@ -28,15 +28,13 @@ def evaluate(
     """
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     began_s = time.perf_counter()
-    was_training = objective.training
-    objective.eval()
+    was_training = layout.objective.training
+    layout.objective.eval()
     with torch.no_grad():
         for batches in steps:
             for batch in batches:
-                with mixed.cast():
-                    loss_sum, count = objective(batch)
-                totals += torch.stack((loss_sum.double(), count.double()))
-    objective.train(was_training)
+                totals += layout.evaluate(batch, Pass(mixed.cast))
+    layout.objective.train(was_training)
     totals = totals.cpu()
     if group is not None:
         dist.all_reduce(totals, group=group)

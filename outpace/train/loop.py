@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
+from outpace.parallel import Layout
 from outpace.records.errors import DivergedError, InterruptedRunError
 from outpace.records.measurement import Evaluation
 from outpace.records.settings import TrainSettings
@@ -25,7 +25,7 @@ class Loop:
 
     settings: TrainSettings
     stepper: Stepper
-    model: nn.Module
+    layout: Layout
     optimizer: torch.optim.Optimizer
     steps: Iterator[list[Batch]]
     ledger: Ledger
@@ -96,7 +96,7 @@ class Loop:
             if evaluation is not None:
                 tell(self.callbacks, "on_eval", evaluation, False)
         if due_save:
-            self.checkpointer.save(self.model, self.optimizer, self.progress(step))
+            self.checkpointer.save(self.layout.model, self.optimizer, self.progress(step))
         else:
             self.checkpointer.poll()
         if stopping:

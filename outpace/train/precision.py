@@ -13,7 +13,7 @@ from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Precision
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # CPU features with which bf16 matrix products run faster than fp32's. With avx512_bf16 alone they
 # took 1.3 to 1.7 times as long (docs/log.md).
 _FAST_BF16 = ("amx_bf16",)
@@ -55,7 +55,7 @@ def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
 
     Tensor cores want multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """
-    if plan.precision == "fp32":
+    if plan.precision in ("fp64", "fp32"):
         return []
     sizes = {"micro-batch × sequence": plan.micro_batch * seq_len, "sequence": seq_len}
     if spec is not None:

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from outpace.parallel.api import Applied
+from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
 from outpace.train.memory import peak_memory_bytes
 from outpace.train.precision import Mixed
 from outpace.train.timing import StepTimer
 
 Batch = Any
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,15 @@ class Stepper:
     """The live parts that a step needs.
 
     `expected_targets` is the number of targets in a global batch: exact when `targets_known`,
-    otherwise a guess that is corrected before the optimizer steps.
+    otherwise a guess that is corrected before the optimizer steps. `on_gradients` is called when
+    a step's gradients are whole, before they are clipped.
     """
 
     def __init__(
         self,
         *,
-        applied: Applied,
+        layout: Layout,
         optimizer: torch.optim.Optimizer,
-        parameters: list[nn.Parameter],
         mixed: Mixed,
         plan: Plan,
         clip: float,
@@ -70,10 +71,10 @@ class Stepper:
         control: dist.ProcessGroup,
         expected_targets: int,
         targets_known: bool,
+        on_gradients: Callable[[], None] | None = None,
     ) -> None:
-        self._applied = applied
+        self._layout = layout
         self._optimizer = optimizer
-        self._parameters = parameters
         self.mixed = mixed
         self._clip = clip
         self._device = device
@@ -81,8 +82,10 @@ class Stepper:
         self._world_size = plan.world_size
         self._expected_targets = expected_targets
         self._targets_known = targets_known
-        # DDP averages over ranks; the loss is a sum over local targets (x W / N: see docs/design).
-        self._scale = plan.data_parallel / expected_targets
+        self._on_gradients = on_gradients
+        # The loss is a sum over local targets; what averages gradients divides it by the ranks
+        # (x W / N: see docs/design).
+        self._scale = layout.averages / expected_targets
         self._timer = StepTimer(device)
 
     def begin(self) -> None:
@@ -98,13 +101,16 @@ class Stepper:
         """
         timer = self._timer
         timer.mark("data")
-        totals = self._gradients(list(batches))
-        communication_s = self._applied.exposed_communication_s()
+        given = Pass(self.mixed.cast, self._scaled, timer.mark)
+        totals = self._layout.gradients(list(batches), given)
+        communication_s = self._layout.exposed_communication_s()
         gathered, pending = self._exchange(totals, stop())
         if not self._targets_known:
             _wait(pending)
             pending = []
             self._rescale(totals)
+        if self._on_gradients is not None:
+            self._on_gradients()
         timer.mark("communication")
         grad_norm, loss_scale, skipped = self._update(lr)
         timer.mark("optimizer")
@@ -122,27 +128,9 @@ class Stepper:
             skipped,
         )
 
-    def _gradients(self, batches: list[Batch]) -> Tensor:
-        """Forward and backward of every micro-batch; gradients are exchanged with the last."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device)
-        for number, batch in enumerate(batches, 1):
-            if number < len(batches):
-                with self._applied.no_sync():
-                    totals += self._forward_backward(batch)
-            else:
-                totals += self._forward_backward(batch)
-        return totals
-
-    def _forward_backward(self, batch: Batch) -> Tensor:
-        with self.mixed.cast():
-            loss_sum, count = self._applied.module(batch)
-        self._timer.mark("forward")
+    def _scaled(self, loss_sum: Tensor) -> Tensor:
         scaled = loss_sum * self._scale
-        if self.mixed.scaler is not None:
-            scaled = self.mixed.scaler.scale(scaled)
-        scaled.backward()
-        self._timer.mark("backward")
-        return torch.stack((loss_sum.detach().double(), count.double()))
+        return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
 
     def _exchange(self, totals: Tensor, stop: bool) -> tuple[Gathered, list[Any]]:
         """Begin to sum the totals over ranks and to gather what each rank has to say."""
@@ -160,9 +148,9 @@ class Stepper:
 
     def _rescale(self, totals: Tensor) -> None:
         """Correct gradients for the true number of targets in the global batch."""
-        factor = (self._expected_targets / totals[1].clamp(min=1)).float()
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        gradients = self._layout.local_gradients()
+        factor = self._expected_targets / totals[1].clamp(min=1)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
     def _update(self, lr: float) -> tuple[Tensor, float | None, bool]:
         """Clip, step, zero. Returns the norm before clipping, loss scale, and whether skipped."""
@@ -176,6 +164,9 @@ class Stepper:
             return norm, None, False
         used_scale = scaler.get_scale()
         scaler.unscale_(optimizer)
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for found_inf in found.values():
+            self._layout.agree(found_inf)
         norm = self._clip_gradients()
         scaler.step(optimizer)
         scaler.update()
@@ -183,10 +174,12 @@ class Stepper:
         return norm, used_scale, scaler.get_scale() < used_scale
 
     def _clip_gradients(self) -> Tensor:
+        """Scale the gradients so that their norm is at most `clip`; returns the norm before."""
+        norm = self._layout.total_norm()
         if self._clip > 0:
-            return nn.utils.clip_grad_norm_(self._parameters, self._clip)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        return nn.utils.get_total_norm(gradients)
+            factor = (self._clip / (norm + CLIP_EPS)).clamp(max=1.0)
+            torch._foreach_mul_(self._layout.local_gradients(), factor)
+        return norm
 
 
 def _wait(works: list[Any]) -> None:

@@ -202,7 +202,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"global_batch": 7, "micro_batch": 2}, "7 is not a multiple of 2 × 1"),
+        (
+            {"global_batch": 7, "micro_batch": 2},
+            "7 is not a multiple of micro-batch 2 × data-parallel 1",
+        ),
         ({"seq_len": 100_000}, "longer than the model's"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"pin_memory": True}, "needs a CUDA device"),

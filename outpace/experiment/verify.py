@@ -1,0 +1,114 @@
+"""`outpace verify`: every strategy against a single process, in the processes of one job."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch.distributed as dist
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.experiment.parity import Difference, Trial, differences, planned, reference
+from outpace.experiment.wire import Wire
+from outpace.launch.group import Groups
+from outpace.probe.machine import identify
+from outpace.probe.versions import commit, versions
+from outpace.records.certificate import Certificate, Verdict
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan, Precision, Strategy, fill_axes
+from outpace.records.ranks import Ranks
+
+# In fp64 rounding passes and a wrong factor cannot. Where the tolerances of the others come from is
+# in docs/verify.md.
+TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
+
+
+def tiny_spec() -> ModelSpec:
+    """All that has made trainers wrong before: tied weights, grouped queries, unequal stages."""
+    return ModelSpec.parse(
+        {"family": "llama", "layers": 5, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48,
+         "vocab": 96, "max_positions": 64, "tied": True},
+        "verify",
+    )  # fmt: skip
+
+
+def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Precision) -> Plan:
+    """A strategy on all ranks, with two accumulation steps."""
+    sizes = fill_axes(strategy, 1 if strategy == "single" else world_size, {})
+    shares = sizes["dp_replicate"] * sizes["dp_shard"]
+    micro_batch, left = divmod(trial.global_batch, 2 * shares)
+    if left or not micro_batch:
+        raise BadInputError(
+            f"{trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
+            f"each; verify on {' or '.join(str(n) for n in (1, 2, 4, 8))} processes"
+        )
+    return Plan.parse(
+        {"strategy": strategy, **sizes, "micro_batch": micro_batch, "precision": precision},
+        "verify",
+    )
+
+
+def verify(plans: Sequence[Plan], trial: Trial, groups: Groups) -> Certificate:
+    """Prove each plan; every rank of the job calls this and gets the same certificate."""
+    expected = {}
+    verdicts = []
+    for plan in plans:
+        if plan.precision not in expected:
+            expected[plan.precision] = reference(trial, plan)
+        alone = plan.world_size == 1
+        ranks = Ranks() if alone else groups.ranks
+        wire = Wire()
+        found = planned(trial, plan, ranks, groups.control, wire)
+        seen = list(differences(expected[plan.precision], found))
+        missing = expected[plan.precision].names() - found.names()
+        verdicts.append(_judge(plan, seen, missing, wire, groups))
+    head, dirty = commit()
+    return Certificate(
+        verdicts=tuple(verdicts),
+        model=trial.spec,
+        processes=groups.ranks.world_size,
+        steps=trial.steps,
+        global_batch=trial.global_batch,
+        seq_len=trial.seq_len,
+        versions=versions(),
+        commit=head,
+        uncommitted_changes=bool(dirty),
+        machine=identify(find_accelerator),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _judge(
+    plan: Plan,
+    seen: list[Difference],
+    missing: set[str],
+    wire: Wire,
+    groups: Groups,
+) -> Verdict:
+    """What all ranks found, as one verdict."""
+    worst = max(seen, key=lambda difference: difference.relative)
+    said: list[Any] = [None] * groups.ranks.world_size
+    mine = (worst.relative, worst.name, missing, wire.bytes, dict(wire.exchanges))
+    dist.all_gather_object(said, mine, group=groups.control)
+    heard = [one for one in said if one is not None]
+    relative, name = max((one[0], one[1]) for one in heard)
+    nowhere = set.intersection(*(one[2] for one in heard))
+    tolerance = TOLERANCES[plan.precision]
+    reason = None
+    if nowhere:
+        reason = f"no rank has {min(nowhere)}"
+    elif relative > tolerance:
+        reason = f"{name} is off by {relative:.2g} of its largest value"
+    busiest = max(heard, key=lambda one: one[3])
+    return Verdict(
+        strategy=plan.strategy,
+        mesh=plan.mesh,
+        precision=plan.precision,
+        passed=reason is None,
+        worst_relative_difference=relative if relative < float("inf") else None,
+        worst_tensor=name,
+        tolerance=tolerance,
+        bytes_on_wire=busiest[3],
+        exchanges=busiest[4],
+        reason=reason,
+    )

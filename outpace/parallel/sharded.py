@@ -1,0 +1,36 @@
+"""ZeRO-2, ZeRO-3 and HSDP: gradients, optimizer state and parameters split over ranks.
+
+Rajbhandari et al., "ZeRO", SC 2020, §5; Zhao et al., "PyTorch FSDP", VLDB 2023. Each block is a
+unit: its parameters are gathered before they are used, and its gradients reduced and scattered
+right after its backward, with every micro-batch. ZeRO-3 gives the gathered parameters up after the
+forward and gathers them again for the backward; ZeRO-2 keeps them until then. HSDP does as ZeRO-3
+within a group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
+"""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from outpace.nn.levers import find_blocks
+from outpace.parallel.api import Layout, Request, Sharded
+from outpace.parallel.tensors import hollow
+
+
+def apply(request: Request) -> Layout:
+    """Shard each block, and what is left with the objective."""
+    plan = request.plan
+    mesh = init_device_mesh(
+        request.device.type,
+        (plan.dp_replicate, plan.dp_shard),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+    )
+    over = mesh if plan.dp_replicate > 1 else mesh["dp_shard"]
+    copied = hollow(request.objective.model)  # type: ignore[arg-type]
+    keep = plan.strategy == "zero2"
+    for block in find_blocks(request.objective):
+        fully_shard(block, mesh=over, reshard_after_forward=not keep)
+    fully_shard(request.objective, mesh=over, reshard_after_forward=not keep)
+    group: dist.ProcessGroup = mesh["dp_shard"].get_group()
+    layout = Sharded(request.objective, copied, group)
+    layout.averages = plan.data_parallel
+    return layout

@@ -1,0 +1,48 @@
+"""Certificate: what `outpace verify` proved, and how closely."""
+
+from typing import Any
+
+from outpace.records.base import Record
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+
+
+class Verdict(Record):
+    """One plan against a single process.
+
+    `worst_relative_difference` is the largest |difference| of any tensor over the largest value in
+    it (at least 1e-6 of the largest of all tensors of its kind); `worst_tensor` names it.
+    `bytes_on_wire` is what one rank gave to collectives in a step, the busiest rank's.
+    """
+
+    strategy: str
+    mesh: str
+    precision: str
+    passed: bool
+    worst_relative_difference: float | None
+    worst_tensor: str | None
+    tolerance: float
+    bytes_on_wire: int | None
+    exchanges: dict[str, int]
+    reason: str | None = None
+
+
+class Certificate(Record):
+    """All verdicts, with what they were reached on."""
+
+    verdicts: tuple[Verdict, ...]
+    model: ModelSpec
+    processes: int
+    steps: int
+    global_batch: int
+    seq_len: int
+    versions: dict[str, Any]
+    commit: str | None
+    uncommitted_changes: bool
+    machine: Machine
+    date: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every plan did."""
+        return all(verdict.passed for verdict in self.verdicts)

@@ -1,0 +1,37 @@
+"""A certificate as a table for the terminal."""
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.certificate import Certificate
+from outpace.records.units import show_bytes
+
+
+def certificate_table(certificate: Certificate) -> Group:
+    """One row a plan: whether it is equal, how closely, and what the busiest rank sent."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for name in ("strategy", "mesh", "", "off by", "sent per step"):
+        table.add_column(name, no_wrap=True)
+    for verdict in certificate.verdicts:
+        worst, sent = verdict.worst_relative_difference, verdict.bytes_on_wire
+        table.add_row(
+            verdict.strategy,
+            Text(verdict.mesh, style="dim"),
+            Text("✓ equal", style="green") if verdict.passed else Text("✗ wrong", style="red"),
+            "n/a" if worst is None else f"{worst:.1e}",
+            show_bytes(sent) if sent else "nothing",
+        )
+    reasons = [
+        Text(f"✗ {verdict.strategy}: {verdict.reason}", style="red")
+        for verdict in certificate.verdicts
+        if verdict.reason
+    ]
+    precision = certificate.verdicts[0].precision
+    about = (
+        f"{certificate.processes} processes · {precision}, tolerance "
+        f"{certificate.verdicts[0].tolerance:g} · {certificate.steps} steps of "
+        f"{certificate.global_batch} × {certificate.seq_len} tokens"
+    )
+    return Group(table, *reasons, Text(about, style="dim"))
