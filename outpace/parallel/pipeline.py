@@ -84,7 +84,7 @@ class Pipeline(Layout):
     def __init__(self, request: Request, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
         super().__init__(request.objective)
         plan, model = request.plan, self.objective.model
-        self._plan, self._device_of_stages, self._group = plan, request.device, group
+        self._plan, self._group = plan, group
         self._rank = dist.get_rank(group)
         schedule = SCHEDULES[plan.strategy]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
@@ -109,8 +109,8 @@ class Pipeline(Layout):
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
-        given.scale(torch.zeros((), device=self._device_of_stages))
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device_of_stages)
+        given.scale(torch.zeros((), device=self._device()))
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         for batch in batches:
             schedule = self._schedule_for(batch["tokens"])
             for stage in self._stages:
@@ -145,7 +145,7 @@ class Pipeline(Layout):
             self._modules[number],
             number,
             len(self._parts),
-            self._device_of_stages,
+            self._device(),
             input_args=hidden if number else first,
             output_args=hidden,
             group=self._group,
@@ -159,7 +159,7 @@ class Pipeline(Layout):
     def _scaled_loss(self, hidden: Tensor, targets: Tensor, given: Pass, totals: Tensor) -> Tensor:
         """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
         with given.cast():
-            loss_sum, count = self._loss_of(hidden, targets)
+            loss_sum, count = self.objective.loss_of(hidden, targets)
         totals += torch.stack((loss_sum.detach().double(), count.double()))
         scaled = given.scale(loss_sum)
         given.mark("forward")
@@ -176,7 +176,7 @@ class Pipeline(Layout):
 
         In this order sends and receives fit on any placement of stages.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device_of_stages)
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         sent: list[tuple[dist.Work, Tensor]] = []
         size = self._plan.micro_batch
         for begin in range(0, len(batch["tokens"]), size):
@@ -193,21 +193,18 @@ class Pipeline(Layout):
         for stage, module in self._modules.items():
             if stage and ranks[stage - 1] != self._rank:
                 shape = (*batch["tokens"].shape, self._hollow.spec.hidden)
-                hidden = torch.empty(shape, dtype=self._dtype, device=self._device_of_stages)
+                hidden = torch.empty(shape, dtype=self._dtype, device=self._device())
                 dist.recv(hidden, group=self._group, group_src=ranks[stage - 1])
             with given.cast():
                 hidden = module(hidden, **_context(batch))
                 if stage == last:
-                    loss_sum, count = self._loss_of(hidden, batch["targets"])
+                    loss_sum, count = self.objective.loss_of(hidden, batch["targets"])
                     return torch.stack((loss_sum.double(), count.double()))
             if ranks[stage + 1] != self._rank:
                 work = dist.isend(hidden, group=self._group, group_dst=ranks[stage + 1])
                 assert work is not None
                 sent.append((work, hidden))
-        return torch.zeros(2, dtype=torch.float64, device=self._device_of_stages)
-
-    def _loss_of(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return self.objective.loss_of(hidden, targets)
+        return torch.zeros(2, dtype=torch.float64, device=self._device())
 
     def total_norm(self) -> Tensor:
         """Over all stages; a tied embedding that two of them hold is the first's."""
@@ -256,7 +253,7 @@ class Pipeline(Layout):
             assert held is not None
             dist.send(held.contiguous(), group=self._group, group_dst=0)
         elif self._rank == 0:
-            received = torch.empty_like(like, device=self._device_of_stages)
+            received = torch.empty_like(like, device=self._device())
             dist.recv(received, group=self._group, group_src=owner)
             return received
         return None
@@ -280,12 +277,14 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
     """The stages of a plan's pipeline. Raises BadInputError for fewer layers than stages."""
     spec = model.spec
     if spec.layers < plan.stages:
-        each = SCHEDULES[plan.strategy].stages_per_rank
-        fewer = f"--pp {spec.layers // each}" if spec.layers // each > 1 else "another strategy"
-        instead = "gpipe or 1f1b, which have one stage on each rank" if each > 1 else "zero3"
+        # At least one layer for each stage.
+        most = spec.layers // SCHEDULES[plan.strategy].stages_per_rank
+        instead = [f"{most} ranks"] if most > 1 else []
+        if plan.pp <= spec.layers:
+            instead.append("gpipe or 1f1b (one stage on each rank)")
         raise BadInputError(
             f"{plan.strategy} on {plan.pp} ranks has {plan.stages} stages, but the model has "
-            f"{spec.layers} layers. Use {fewer}, {instead}, or a deeper model."
+            f"{spec.layers} layers. Use {', '.join([*instead, 'zero3'])} or a deeper model."
         )
     parts, begin = [], 0
     for stage, count in enumerate(layers_per_stage(spec, plan.stages)):
