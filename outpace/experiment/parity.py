@@ -205,7 +205,7 @@ def _watch_use(model: nn.Module, used: dict[str, Tensor], wire: Wire) -> None:
 
 def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
     """A rank's micro-batches of a global batch, in the order in which the loader gives them."""
-    size, degree = plan.micro_batch * plan.pp_microbatches, plan.data_parallel
+    size, degree = plan.samples_per_pass, plan.data_parallel
     first = plan.data_rank(rank)
     samples = len(batch["tokens"])
     begins = range(first * size, samples, degree * size)

@@ -17,6 +17,7 @@ from outpace.probe.versions import commit, versions
 from outpace.records.certificate import Certificate, Verdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, Precision, Strategy, fill_axes
 from outpace.records.ranks import Ranks
 
@@ -25,11 +26,14 @@ from outpace.records.ranks import Ranks
 TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
 
 
-def tiny_spec() -> ModelSpec:
-    """All that has made trainers wrong before: tied weights, grouped queries, unequal stages."""
+def tiny_spec(processes: int) -> ModelSpec:
+    """All that has made trainers wrong before: tied weights, grouped queries, unequal stages.
+
+    Pipelines with two stages on each rank need as many layers; one more makes them unequal.
+    """
     return ModelSpec.parse(
-        {"family": "llama", "layers": 5, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48,
-         "vocab": 96, "max_positions": 64, "tied": True},
+        {"family": "llama", "layers": max(5, 2 * processes + 1), "hidden": 32, "heads": 4,
+         "kv_heads": 2, "ffn": 48, "vocab": 96, "max_positions": 64, "tied": True},
         "verify",
     )  # fmt: skip
 
@@ -38,16 +42,15 @@ def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Preci
     """A strategy on all ranks, with two accumulation steps."""
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
-    micro_batch, left = divmod(trial.global_batch, 2 * shares)
-    if left or not micro_batch:
+    samples, left = divmod(trial.global_batch, 2 * shares)
+    if left or not samples:
         raise BadInputError(
             f"{trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
             f"each; verify on {' or '.join(str(n) for n in (1, 2, 4, 8))} processes"
         )
-    return Plan.parse(
-        {"strategy": strategy, **sizes, "micro_batch": micro_batch, "precision": precision},
-        "verify",
-    )
+    parts = default_microbatches(strategy, sizes["pp"], samples)
+    values = {"micro_batch": samples // parts, "pp_microbatches": parts, "precision": precision}
+    return Plan.parse({"strategy": strategy, **sizes, **values}, "verify")
 
 
 def verify(

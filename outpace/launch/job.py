@@ -323,7 +323,7 @@ def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader
         data,
         seed=settings.seed,
         global_batch=settings.global_batch,
-        micro_batch=job.plan.micro_batch,
+        micro_batch=job.plan.samples_per_pass,
         rank=job.plan.data_rank(job.ranks.rank),
         data_parallel=job.plan.data_parallel,
         start_step=start_step,
