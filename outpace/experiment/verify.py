@@ -21,8 +21,7 @@ from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, Precision, Strategy, fill_axes
 from outpace.records.ranks import Ranks
 
-# In fp64 rounding passes and a wrong factor cannot. Where the tolerances of the others come from is
-# in docs/verify.md.
+# In fp64 rounding passes and a wrong factor cannot.
 TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
 
 
