@@ -9,7 +9,7 @@ from pydantic import PositiveInt, model_validator
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 
-Strategy = Literal["single", "ddp", "zero2", "zero3", "hsdp"]
+Strategy = Literal["single", "ddp", "ring", "zero2", "zero3", "hsdp"]
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -19,6 +19,7 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "single": (),
     "ddp": ("dp_replicate",),
+    "ring": ("dp_replicate",),
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
