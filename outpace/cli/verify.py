@@ -32,7 +32,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.launch.group import process_groups
 
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
-    spec = open_model(arguments.model).spec if arguments.model else tiny_spec()
+    spec = open_model(arguments.model).spec if arguments.model else tiny_spec(ranks.world_size)
     if spec is None:
         raise BadInputError("--model: verify takes a preset, a spec or a Hugging Face directory")
     trial = Trial(spec)

@@ -10,6 +10,7 @@ import torch
 from outpace.catalog.accelerators import find_accelerator
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
+from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -48,7 +49,7 @@ def _cuda(ranks: Ranks) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise BadInputError("--device cuda: no CUDA device is visible. Use --device cpu.")
-    if ranks.local_world_size > count:
+    if ranks.local_rank >= count:
         raise BadInputError(
             f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
             f"process needs one. Use --nproc {count} or --device cpu."
@@ -63,13 +64,13 @@ def resolve_plan(
 ) -> Plan:
     """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
-    asked = {axis: getattr(settings, axis) for axis in ("dp_replicate", "dp_shard")}
+    asked = {axis: getattr(settings, axis) for axis in ("dp_replicate", "dp_shard", "pp")}
     sizes = fill_axes(strategy, ranks.world_size, asked)
     plan = Plan.parse(
         {
             "strategy": strategy,
             **sizes,
-            "micro_batch": settings.micro_batch or _whole_share(settings, sizes),
+            **_micro_batches(settings, strategy, sizes),
             "precision": settings.precision or default_precision(device, machine),
             "checkpointing": settings.checkpointing,
             "compile": settings.compile,
@@ -86,9 +87,25 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
     """What the axes that were given amount to; replicas where none was."""
     if world_size == 1:
         return "single"
+    if settings.pp not in (None, 1):
+        return "1f1b"
     if settings.dp_shard in (None, 1):
         return "ddp"
     return "zero3" if settings.dp_replicate in (None, 1) else "hsdp"
+
+
+def _micro_batches(
+    settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """As asked; what was not is a rank's whole share, in as many parts as suit a pipeline."""
+    if settings.micro_batch is None:
+        possible = _whole_share(settings, sizes)
+    else:
+        shares = sizes["dp_replicate"] * sizes["dp_shard"]
+        possible = settings.global_batch // (shares * settings.micro_batch)
+    parts = settings.pp_microbatches or default_microbatches(strategy, sizes["pp"], possible)
+    micro_batch = settings.micro_batch or max(1, possible // parts)
+    return {"micro_batch": micro_batch, "pp_microbatches": parts}
 
 
 def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:

@@ -69,7 +69,11 @@ class LanguageModelObjective(nn.Module):
             batch.get("segments"),
             batch.get("padding_mask"),
         )
-        targets_N = batch["targets"].flatten()
+        return self.loss_of(hidden_BSD, batch["targets"])
+
+    def loss_of(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, from the model's hidden states."""
+        targets_N = targets_BS.flatten()
         loss_sum = linear_loss_sum(
             hidden_BSD.flatten(0, -2),
             self.model.head_weight,

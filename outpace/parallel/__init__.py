@@ -3,11 +3,15 @@
 from importlib import import_module
 
 from outpace.parallel.api import Layout, Pass, Request
+from outpace.records.pipelines import SCHEDULES
 
 __all__ = ["Layout", "Pass", "Request", "apply"]
 
 # Strategies that share a file; every other has one of its own name.
-_FILES = {"zero2": "sharded", "zero3": "sharded", "hsdp": "sharded"}
+_FILES = {
+    **dict.fromkeys(("zero2", "zero3", "hsdp"), "sharded"),
+    **dict.fromkeys(SCHEDULES, "pipeline"),
+}
 
 
 def apply(request: Request) -> Layout:

@@ -27,10 +27,10 @@ def parameter_count(spec: ModelSpec) -> int:
         outside = norm
     else:  # the embeddings' norm; BERT's transform before the head, and the head's bias
         outside = norm + spec.hidden**2 + spec.hidden + norm + spec.vocab
-    return embedding + spec.layers * (_block_weights(spec) + _block_rest(spec)) + outside + head
+    return embedding + spec.layers * (block_weights(spec) + _block_rest(spec)) + outside + head
 
 
-def _block_weights(spec: ModelSpec) -> int:
+def block_weights(spec: ModelSpec) -> int:
     """Elements of one block's weight matrices: each is one multiply-add per token."""
     attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     return attention + (3 if spec.gated else 2) * spec.hidden * spec.ffn
@@ -43,7 +43,7 @@ def _recomputed_weights(spec: ModelSpec) -> int:
     the MLP's down, is before it only where a dropout or a norm follows.
     """
     last_is_read = spec.dropout > 0 or not spec.norm_first
-    return _block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
+    return block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
 
 
 def _block_rest(spec: ModelSpec) -> int:
@@ -58,7 +58,7 @@ def _block_rest(spec: ModelSpec) -> int:
     return rest + (2 * spec.head_dim if spec.qk_norm else 0)
 
 
-def _head_weights(spec: ModelSpec) -> int:
+def head_weights(spec: ModelSpec) -> int:
     """Elements of the matrices after the last block."""
     return spec.vocab * spec.hidden + (0 if spec.norm_first else spec.hidden**2)
 
@@ -70,7 +70,7 @@ def _attention_product(spec: ModelSpec, seq_len: int) -> int:
 
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int) -> int:
     """FLOPs of one forward with the head, over `samples` sequences of `seq_len` tokens."""
-    weights = spec.layers * _block_weights(spec) + _head_weights(spec)
+    weights = spec.layers * block_weights(spec) + head_weights(spec)
     attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
     return samples * (2 * seq_len * weights + attention)
 

@@ -8,8 +8,12 @@ from pydantic import PositiveInt, model_validator
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES, refusal
 
-Strategy = Literal["single", "ddp", "ring", "zero2", "zero3", "hsdp"]
+Strategy = Literal[
+    "single", "ddp", "ring", "zero2", "zero3", "hsdp",
+    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev",
+]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -23,6 +27,14 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
+    "mp": ("pp",),
+    "gpipe": ("pp",),
+    "1f1b": ("pp",),
+    "interleaved": ("pp",),
+    "loopedbfs": ("pp",),
+    "zb": ("pp",),
+    "zbv": ("pp",),
+    "dualpipev": ("pp",),
 }
 
 
@@ -50,6 +62,17 @@ class Plan(Record):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        why_not = refusal(
+            self.strategy,
+            pp=self.pp,
+            microbatches=self.pp_microbatches,
+            replicas=self.dp_replicate,
+            checkpointing=self.checkpointing != "none",
+            compiled=self.compile,
+            chunked=self.loss == "chunked",
+        )
+        if why_not is not None:
+            raise ValueError(why_not)
         for axis in AXES:
             size = getattr(self, axis)
             if size > 1 and axis not in SPLITS[self.strategy]:
@@ -70,6 +93,17 @@ class Plan(Record):
         """The number of shares that a global batch is cut into."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples that a share of the data puts through the model before it has a gradient."""
+        return self.micro_batch * self.pp_microbatches
+
+    @property
+    def stages(self) -> int:
+        """The parts that a pipeline cuts the model into."""
+        schedule = SCHEDULES.get(self.strategy)
+        return 1 if schedule is None else self.pp * schedule.stages_per_rank
+
     def data_rank(self, rank: int) -> int:
         """Which share of a global batch `rank` reads.
 
@@ -85,7 +119,7 @@ class Plan(Record):
 
     def accumulation(self, global_batch: int) -> int:
         """Forwards per data-parallel rank and step. Raises BadInputError when they don't divide."""
-        per_pass = self.micro_batch * self.pp_microbatches * self.data_parallel
+        per_pass = self.samples_per_pass * self.data_parallel
         if global_batch % per_pass:
             lower = global_batch // per_pass * per_pass
             nearest = " or ".join(str(n) for n in (lower, lower + per_pass) if n)
@@ -98,7 +132,7 @@ class Plan(Record):
 
     def _factors(self, accumulation: int | None = None) -> str:
         parts = [f"micro-batch {self.micro_batch}"]
-        if self.pp > 1:
+        if self.pp_microbatches > 1:
             parts.append(f"pipeline micro-batches {self.pp_microbatches}")
         if accumulation is not None:
             parts.append(f"accumulation {accumulation}")

@@ -149,6 +149,10 @@ class TrainSettings(Record):
     )
     dp_replicate: int | None = _axis("groups of ranks that hold the same parameters")
     dp_shard: int | None = _axis("ranks that parameters and their states are split over")
+    pp: int | None = _axis("ranks that layers are split over")
+    pp_microbatches: PositiveInt | None = _field(
+        "computation", "micro-batches under way in a pipeline (default: one a stage)"
+    )
     compress_gradients: Literal["none", "bf16"] = _field(
         "computation", "dtype in which ddp exchanges gradients", "none"
     )
@@ -182,7 +186,7 @@ class TrainSettings(Record):
         lengths = [name for name in ("steps", "tokens", "epochs") if getattr(self, name)]
         if len(lengths) > 1:
             raise ValueError(f"give one of steps, tokens, epochs, not {' and '.join(lengths)}")
-        for axis in ("dp_replicate", "dp_shard"):
+        for axis in ("dp_replicate", "dp_shard", "pp"):
             if getattr(self, axis) == 0:
                 raise ValueError(f"{axis} is 0; it is at least 1, or -1 for the ranks left over")
         if self.data_weights is not None and len(self.data_weights) != len(self.data):

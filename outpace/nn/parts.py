@@ -1,0 +1,61 @@
+"""A part of a transformer: some of its blocks, with or without embedding and head."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outpace.nn.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which blocks, by number; the embedding, if the part is `first`; the head, if `last`."""
+
+    blocks: Collection[int]
+    first: bool
+    last: bool
+
+
+class Absent(nn.Module):
+    """In the place of a module that is elsewhere: hands on its first argument."""
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """What it was given."""
+        return x
+
+
+def take_part(model: Transformer, part: Part) -> Transformer:
+    """A transformer of this part's modules, which it shares with `model`.
+
+    Parameters keep their names. Called with hidden states (B, S, D) in place of tokens where the
+    part is not the first. A tied embedding is in the last part too, as its head.
+    """
+    with torch.device("meta"):
+        taken = Transformer(model.spec)
+    for number, block in enumerate(model.blocks):
+        taken.blocks[number] = block if number in part.blocks else Absent()
+    modules = {
+        "embed": _embedding(model, part),
+        "final_norm": _last(model.final_norm, part),
+        "head_transform": _last(model.head_transform, part),
+        "head": model.head if part.last else None,
+        "head_bias": model.head_bias if part.last else None,
+    }
+    for name, held in modules.items():
+        setattr(taken, name, held)
+    return taken
+
+
+def _last(module: nn.Module | None, part: Part) -> nn.Module | None:
+    return module if module is None or part.last else Absent()
+
+
+def _embedding(model: Transformer, part: Part) -> nn.Module:
+    if part.first:
+        return model.embed
+    absent = Absent()
+    if part.last and model.head is None:
+        absent.add_module("tokens", model.embed.tokens)
+    return absent

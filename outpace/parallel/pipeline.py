@@ -1,0 +1,311 @@
+"""Pipelines: the layers split over ranks in stages, and micro-batches passing through them.
+
+`mp` is naive model parallelism, one micro-batch under way and one rank busy at a time. `gpipe`:
+all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2). `1f1b`: a backward as soon
+as there is one, so that a stage keeps no more micro-batches than stages follow it (Narayanan et
+al., PipeDream, SOSP 2019, §3.2; arXiv 2104.04473, §2.2). With two stages on each rank:
+`interleaved` (the latter, §2.2.2) and `loopedbfs` (Lamy-Poirier, arXiv 2211.05953). With the
+gradients of weights put off to where a rank would wait: `zb`, `zbv` (Qi et al., arXiv 2401.10241,
+§2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437, §3.2.1, as a V of half the stages).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.parts import Part, take_part
+from outpace.nn.transformer import Transformer
+from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.tensors import hollow
+from outpace.planner.stages import layers_per_stage
+from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan
+
+_CLASSES: Mapping[str, type[Any]] = {
+    "mp": ScheduleGPipe,
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "loopedbfs": ScheduleLoopedBFS,
+    "zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+# What else than tokens a stage needs of a batch; each rank has it, since all read the same share.
+_CONTEXT = ("documents", "segments", "padding_mask")
+
+
+class Stage(PipelineStage):
+    """A stage that is entered as the trainer's pass says, and says what its time went to."""
+
+    given = Pass()
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """A micro-batch's forward. What was done before was to wait for it."""
+        self.given.mark("communication")
+        with self.given.cast():
+            output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.given.mark("forward")
+        return output
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """A micro-batch's backward, or the part of it that is due."""
+        self.given.mark("communication")
+        gradients = super().backward_maybe_with_nosync(*args, **kwargs)
+        self.given.mark("backward")
+        return gradients
+
+
+class Pipeline(Layout):
+    """This rank's stages of a transformer with its loss.
+
+    `parts` are the stages of the whole pipeline, as parts of the model; `group` are its ranks,
+    from the first stage's on. Totals of losses and targets are the last stage's.
+    """
+
+    objective: LanguageModelObjective
+
+    def __init__(self, request: Request, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
+        super().__init__(request.objective)
+        plan, model = request.plan, self.objective.model
+        self._plan, self._group = plan, group
+        self._rank = dist.get_rank(group)
+        schedule = SCHEDULES[plan.strategy]
+        self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
+        self._parts = parts
+        self._hollow: Transformer = hollow(model)  # type: ignore[assignment]
+        mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
+        self._modules = {stage: take_part(model, parts[stage]) for stage in mine}
+        self._tied = self._tied_group() if model.head is None else None
+        self.objective.model = take_part(model, _together([parts[stage] for stage in mine]))
+        self.averages = plan.data_parallel
+        self._shape: torch.Size | None = None
+
+    def _tied_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the first and the last stage, where they are two."""
+        ends = {self._ranks_of[0], self._ranks_of[-1]}
+        if len(ends) == 1:
+            return None
+        everyone = dist.get_process_group_ranks(self._group)
+        group = dist.new_group([everyone[rank] for rank in sorted(ends)])
+        return group if self._rank in ends else None
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
+        # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
+        given.scale(torch.zeros((), device=self._device()))
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device())
+        for batch in batches:
+            schedule = self._schedule_for(batch["tokens"])
+            for stage in self._stages:
+                stage.given = given
+            schedule.step(
+                batch["tokens"],
+                target=batch["targets"],
+                return_outputs=False,
+                loss_kwargs={"given": given, "totals": totals},
+                **_context(batch),
+            )
+        self._sum_tied_gradients()
+        return totals
+
+    def _schedule_for(self, tokens: Tensor) -> Any:
+        """The schedule for batches like this one; made anew when their shape changes."""
+        if self._shape != tokens.shape:
+            self._shape = tokens.shape
+            self._stages = [self._stage(number, tokens) for number in self._modules]
+            kind, count = _CLASSES[self._plan.strategy], self._plan.pp_microbatches
+            single = issubclass(kind, PipelineScheduleSingle)
+            held = self._stages[0] if single else self._stages
+            self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
+        return self._schedule
+
+    def _stage(self, number: int, tokens: Tensor) -> Stage:
+        """With the shapes of what goes in and out told, or torch would run a batch to see them."""
+        shape = (self._plan.micro_batch, tokens.shape[1], self._hollow.spec.hidden)
+        hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
+        first = tokens[: self._plan.micro_batch].to("meta")
+        return Stage(
+            self._modules[number],
+            number,
+            len(self._parts),
+            self._device(),
+            input_args=hidden if number else first,
+            output_args=hidden,
+            group=self._group,
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of hidden states between blocks, whatever the products' is."""
+        return next(self.model.parameters()).dtype
+
+    def _scaled_loss(self, hidden: Tensor, targets: Tensor, given: Pass, totals: Tensor) -> Tensor:
+        """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
+        with given.cast():
+            loss_sum, count = self.objective.loss_of(hidden, targets)
+        totals += torch.stack((loss_sum.detach().double(), count.double()))
+        scaled = given.scale(loss_sum)
+        given.mark("forward")
+        return scaled
+
+    def _sum_tied_gradients(self) -> None:
+        """The embedding's gradient is its own, on the first stage, and the head's, on the last."""
+        weight = self.model.get_parameter("embed.tokens.weight") if self._tied else None
+        if weight is not None and weight.grad is not None:
+            dist.all_reduce(weight.grad, group=self._tied)
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """Forward only, one micro-batch after the other through this rank's stages.
+
+        In this order sends and receives fit on any placement of stages.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device())
+        sent: list[tuple[dist.Work, Tensor]] = []
+        size = self._plan.micro_batch
+        for begin in range(0, len(batch["tokens"]), size):
+            micro_batch = {name: part[begin : begin + size] for name, part in batch.items()}
+            totals += self._pass_on(micro_batch, given, sent)
+        for work, _ in sent:
+            work.wait()
+        return totals
+
+    def _pass_on(self, batch: Batch, given: Pass, sent: list[tuple[dist.Work, Tensor]]) -> Tensor:
+        """A micro-batch through this rank's stages; what is `sent` must stay until it is there."""
+        hidden: Tensor = batch["tokens"]
+        ranks, last = self._ranks_of, len(self._parts) - 1
+        for stage, module in self._modules.items():
+            if stage and ranks[stage - 1] != self._rank:
+                shape = (*batch["tokens"].shape, self._hollow.spec.hidden)
+                hidden = torch.empty(shape, dtype=self._dtype, device=self._device())
+                dist.recv(hidden, group=self._group, group_src=ranks[stage - 1])
+            with given.cast():
+                hidden = module(hidden, **_context(batch))
+                if stage == last:
+                    loss_sum, count = self.objective.loss_of(hidden, batch["targets"])
+                    return torch.stack((loss_sum.double(), count.double()))
+            if ranks[stage + 1] != self._rank:
+                work = dist.isend(hidden, group=self._group, group_dst=ranks[stage + 1])
+                assert work is not None
+                sent.append((work, hidden))
+        return torch.zeros(2, dtype=torch.float64, device=self._device())
+
+    def total_norm(self) -> Tensor:
+        """Over all stages; a tied embedding that two of them hold is the first's."""
+        counted = [
+            parameter.grad
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and not self._is_copy(name)
+        ]
+        square = nn.utils.get_total_norm(counted).square()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def _is_copy(self, name: str) -> bool:
+        return self._rank != self._ranks_of[0] and name.startswith("embed.")
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each rank has seen its own stages only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """Sends the weights to the first rank one by one; it alone may want them."""
+        held = self.model.state_dict()
+        weights: dict[str, Tensor] = {}
+        for name, owner in self._owners().items():
+            tensor = self._at_first(held.get(name), self._hollow.get_parameter(name), owner)
+            if wanted and tensor is not None:
+                weights[name] = tensor.cpu()
+        if not wanted:
+            return None
+        self._hollow.load_state_dict(weights, assign=True)
+        return self._hollow
+
+    def _owners(self) -> dict[str, int]:
+        """The rank that has each parameter; the first of them, for one that two have."""
+        owners: dict[str, int] = {}
+        for part, rank in zip(self._parts, self._ranks_of, strict=True):
+            for name in take_part(self._hollow, part).state_dict():
+                owners.setdefault(name, rank)
+        return owners
+
+    def _at_first(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
+        """A tensor that `owner` holds, on the first rank; None on the others."""
+        if self._rank == 0 == owner:
+            return held
+        if self._rank == owner:
+            assert held is not None
+            dist.send(held.contiguous(), group=self._group, group_dst=0)
+        elif self._rank == 0:
+            received = torch.empty_like(like, device=self._device())
+            dist.recv(received, group=self._group, group_src=owner)
+            return received
+        return None
+
+
+def _together(parts: Sequence[Part]) -> Part:
+    """All that the parts have."""
+    return Part(
+        blocks=[block for part in parts for block in part.blocks],
+        first=any(part.first for part in parts),
+        last=any(part.last for part in parts),
+    )
+
+
+def _context(batch: Batch) -> dict[str, Tensor]:
+    """What the blocks need of a batch, by the names that the transformer has for it."""
+    return {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
+
+
+def cut(plan: Plan, model: Transformer) -> list[Part]:
+    """The stages of a plan's pipeline. Raises BadInputError for fewer layers than stages."""
+    spec = model.spec
+    if spec.layers < plan.stages:
+        # At least one layer for each stage.
+        most = spec.layers // SCHEDULES[plan.strategy].stages_per_rank
+        instead = [f"{most} ranks"] if most > 1 else []
+        if plan.pp <= spec.layers:
+            instead.append("gpipe or 1f1b (one stage on each rank)")
+        raise BadInputError(
+            f"{plan.strategy} on {plan.pp} ranks has {plan.stages} stages, but the model has "
+            f"{spec.layers} layers. Use {', '.join([*instead, 'zero3'])} or a deeper model."
+        )
+    parts, begin = [], 0
+    for stage, count in enumerate(layers_per_stage(spec, plan.stages)):
+        blocks = range(begin, begin + count)
+        parts.append(Part(blocks, first=stage == 0, last=stage == plan.stages - 1))
+        begin += count
+    return parts
+
+
+def apply(request: Request) -> Layout:
+    """Keep this rank's stages. The default process group must be there.
+
+    Raises BadInputError for a person's own model and for fewer layers than stages.
+    """
+    objective, plan = request.objective, request.plan
+    if not isinstance(objective, LanguageModelObjective):
+        raise BadInputError(
+            f"strategy {plan.strategy} cuts outpace's own and Hugging Face models into stages; it "
+            "does not know where to cut a person's own model. Use zero3, which splits any model."
+        )
+    if SCHEDULES[plan.strategy].splits_backward and objective.loss == "auto":
+        objective.loss = "plain"  # the chunked loss has one backward only
+    group = dist.new_group()
+    return Pipeline(request, cut(plan, objective.model), group)

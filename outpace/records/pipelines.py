@@ -1,0 +1,120 @@
+"""Pipeline schedules by strategy: how stages lie on ranks, and which micro-batches they take."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from outpace.records.base import Record
+
+
+class Schedule(Record):
+    """How a schedule places stages, and what it does with a backward.
+
+    "loop": stage s is on rank s mod p. "v": the second stage of each rank in reverse order, so
+    that rank 0 has the first and the last. `splits_backward`: gradients of inputs come first,
+    those of weights later, where the pipeline would be idle (Qi et al., arXiv 2401.10241, §2).
+    """
+
+    stages_per_rank: PositiveInt = 1
+    placement: Literal["loop", "v"] = "loop"
+    splits_backward: bool = False
+
+    def rank_of(self, stage: int, pp: int) -> int:
+        """The rank of the pipeline that a stage is on."""
+        lap, place = divmod(stage, pp)
+        return pp - 1 - place if self.placement == "v" and lap % 2 else place
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "mp": Schedule(),
+    "gpipe": Schedule(),
+    "1f1b": Schedule(),
+    "interleaved": Schedule(stages_per_rank=2),
+    "loopedbfs": Schedule(stages_per_rank=2),
+    "zb": Schedule(stages_per_rank=2, splits_backward=True),
+    "zbv": Schedule(stages_per_rank=2, placement="v", splits_backward=True),
+    "dualpipev": Schedule(stages_per_rank=2, placement="v", splits_backward=True),
+}
+
+# What goes wrong when a backward is split, and what to use.
+_SPLIT_REPLICAS = (
+    "and replicas would average gradients before they are whole (pytorch#144530). "
+    "Use dp_replicate 1, or 1f1b"
+)
+_SPLIT_CHECKPOINTING = (
+    "and checkpointing would compute a block again for each of its weights. "
+    "Use checkpointing none, or interleaved"
+)
+_SPLIT_COMPILED = (
+    "and a compiled block has one backward only. Leave compile out, or use interleaved"
+)
+_SPLIT_CHUNKED = "and the chunked loss has one backward only. Use loss plain, or interleaved"
+
+
+def refusal(
+    strategy: str,
+    *,
+    pp: int,
+    microbatches: int,
+    replicas: int = 1,
+    checkpointing: bool = False,
+    compiled: bool = False,
+    chunked: bool = False,
+) -> str | None:
+    """Why a schedule cannot do what is asked, with what can; None where it can."""
+    schedule = SCHEDULES.get(strategy)
+    if schedule is None:
+        if microbatches > 1:
+            return (
+                f"strategy {strategy} is no pipeline, but pp_microbatches is {microbatches}. "
+                "Use micro_batch alone: what remains of the global batch is accumulated"
+            )
+        return None
+    number = _number_refusal(strategy, schedule, pp, microbatches)
+    if number is not None or not schedule.splits_backward:
+        return number
+    reasons = {
+        _SPLIT_REPLICAS: replicas > 1,
+        _SPLIT_CHECKPOINTING: checkpointing,
+        _SPLIT_COMPILED: compiled,
+        _SPLIT_CHUNKED: chunked,
+    }
+    why_not = next((reason for reason, holds in reasons.items() if holds), None)
+    return why_not and f"{strategy} splits the backward into inputs' and weights', {why_not}"
+
+
+def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: int) -> str | None:
+    """Whether the schedule can take this many micro-batches."""
+    stages = pp * schedule.stages_per_rank
+    asked = f"pp_microbatches is {microbatches}"
+    if strategy == "mp" and microbatches > 1:
+        return f"mp has one micro-batch under way, but {asked}. Use 1, or strategy gpipe"
+    if strategy == "1f1b" and microbatches < stages:
+        return f"1f1b needs a micro-batch for each of {stages} stages, but {asked}. Use gpipe"
+    if strategy == "dualpipev" and microbatches < stages:
+        return f"dualpipev needs a micro-batch for each of {stages} stages, but {asked}. Use zbv"
+    rounds = max(1, microbatches // pp)
+    if strategy in ("interleaved", "zb") and microbatches % rounds:
+        return (
+            f"{strategy} works in rounds of about {pp} micro-batches, but {asked}, which does not "
+            f"divide into {rounds} rounds. Use {microbatches - microbatches % pp}"
+        )
+    return None
+
+
+def default_microbatches(strategy: str, pp: int, samples: int) -> int:
+    """Micro-batches for a share of `samples`, which they divide: one a stage, or the next more.
+
+    Where none of these is possible, the most that the schedule takes.
+    """
+    schedule = SCHEDULES.get(strategy)
+    if schedule is None or strategy == "mp":
+        return 1
+    stages = pp * schedule.stages_per_rank
+    possible = [
+        count
+        for count in range(1, samples + 1)
+        if samples % count == 0 and refusal(strategy, pp=pp, microbatches=count) is None
+    ]
+    return next((n for n in possible if n >= stages), max(possible, default=max(1, samples)))
