@@ -25,6 +25,9 @@ FIXED = (
     "seq_len",
     "global_batch",
     "optimizer",
+    "weight_decay",
+    "beta1",
+    "beta2",
     "seed",
 )
 _PATHS = ("model", "data", "eval_data", "tokenizer")

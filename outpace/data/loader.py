@@ -5,15 +5,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from outpace.data.order import samples_at
+from outpace.data.seeding import seed_generators
 from outpace.records.errors import BadInputError
 
 Batch = Any
 
 
 _STEPS_LOCATED = 32
+_OWN = 0x6F776E  # sets these seeds apart from those of steps
 
 
 class Loader:
@@ -39,9 +41,17 @@ class Loader:
         pin_memory: bool,
         device: torch.device,
     ) -> None:
+        dataset = dataset if hasattr(dataset, "locate") else _Own(dataset, seed)
         self._dataset = dataset
         self._slots = _Slots(
-            dataset, seed, global_batch, micro_batch, rank, data_parallel, start_step, total_steps
+            self._dataset,
+            seed,
+            global_batch,
+            micro_batch,
+            rank,
+            data_parallel,
+            start_step,
+            total_steps,
         )
         self._workers = workers
         self._pin = pin_memory
@@ -66,7 +76,7 @@ class Loader:
 
     def _foreground(self) -> Iterator[Batch]:
         for keys in self._slots:
-            batch = collate(fetch(self._dataset, keys))
+            batch = collate(self._dataset.__getitems__(keys))
             yield pinned(batch) if self._pin else batch
 
     def _background(self) -> Iterator[Batch]:
@@ -136,7 +146,7 @@ class _Slots:
         for begin in range(self._steps.start, self._steps.stop, _STEPS_LOCATED):
             steps = np.arange(begin, min(begin + _STEPS_LOCATED, self._steps.stop))
             positions = steps[:, None, None] * self._global_batch + self._slots
-            keys = locate(self._dataset, self._seed, positions.reshape(-1))
+            keys = self._dataset.locate(self._seed, positions.reshape(-1))
             for first in range(0, len(keys), self._slots.shape[1]):
                 yield keys[first : first + self._slots.shape[1]]
 
@@ -144,18 +154,31 @@ class _Slots:
         return len(self._steps) * self.passes
 
 
-def locate(dataset: Any, seed: int, positions: Any) -> list[Any]:
-    """Keys of the samples at positions of training; a plain data set's are its indices."""
-    if hasattr(dataset, "locate"):
-        return list(dataset.locate(seed, positions))
-    return [int(i) for i in samples_at(seed, positions, len(dataset))]
+class _Own(Dataset[Any]):
+    """A person's data set, whose random numbers are a function of (seed, place in training)."""
 
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
 
-def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
-    """The samples at `keys`, as torch's own fetcher gets them."""
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(keys)
-    return [dataset[key] for key in keys]
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def locate(self, seed: int, positions: Any) -> list[tuple[int, int]]:
+        """Place in training and index of each sample."""
+        indices = samples_at(seed, positions, len(self))
+        return list(zip(positions.tolist(), indices.tolist(), strict=True))
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        """The samples, as torch's own fetcher gets them."""
+        if hasattr(self._dataset, "__getitems__"):
+            seed_generators(self._seed, keys[0][0], _OWN)
+            return self._dataset.__getitems__([index for _, index in keys])
+        return [self._sample(*key) for key in keys]
+
+    def _sample(self, position: int, index: int) -> Any:
+        seed_generators(self._seed, position, _OWN)
+        return self._dataset[index]
 
 
 def collate(found: Any) -> Batch:

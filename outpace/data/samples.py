@@ -15,7 +15,7 @@ from outpace.records.errors import BadInputError
 
 IGNORED = -100
 # Devlin et al. 2019, §3.1: of the 15 % to predict, 80 % are masked and 10 % replaced at random.
-_PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
+PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
 
 # Where a sample lies, and the place in training at which it is used.
 Key = tuple[int, int, int]  # stream, sample within it, position since the start of training
@@ -136,7 +136,7 @@ class _MaskIds:
         tokens, targets = rows.copy(), np.full_like(rows, IGNORED)
         for row, position in enumerate(positions):
             draw = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, position))))
-            chosen = draw.random(rows.shape[1]) < _PREDICTED
+            chosen = draw.random(rows.shape[1]) < PREDICTED
             chosen &= ~np.isin(rows[row], self._special)
             fate = draw.random(rows.shape[1])
             other = draw.integers(0, self._vocab, rows.shape[1])

@@ -6,7 +6,8 @@ nothing else. Every rank runs it for itself, then runs its part of the plan, and
 holds.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ Batch = dict[str, Tensor]
 # Values this much smaller than the largest of their kind may be rounding: the gradient of a key
 # projection's bias is truly zero.
 FLOOR = 1e-6
+# In the order in which a step makes them: what goes wrong first makes the rest wrong.
+KINDS = ("used parameter", "loss", "gradient", "norm", "exp_avg", "exp_avg_sq", "parameter")
 _DTYPES = {"fp64": torch.float64}
 
 
@@ -88,31 +91,39 @@ class Trace:
 def reference(trial: Trial, plan: Plan) -> Trace:
     """Train on one process, each global batch at once."""
     objective = trial.objective(plan)
-    settings = trial.settings()
-    optimizer = make_optimizer(objective.model.named_parameters(), settings)
+    parameters = dict(objective.model.named_parameters())
+    optimizer = make_optimizer(parameters.items(), trial.settings())
     trace = Trace()
     for batch in trial.batches():
+        used = {name: p.detach().clone() for name, p in parameters.items()}
         loss_sum, count = objective(batch)
         (loss_sum / count).backward()
-        gradients = {
-            n: p.grad.clone() for n, p in objective.model.named_parameters() if p.grad is not None
-        }
-        norm = nn.utils.clip_grad_norm_(objective.model.parameters(), trial.clip)
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        norm = nn.utils.clip_grad_norm_(parameters.values(), trial.clip)
         optimizer.step()
         optimizer.zero_grad()
-        scalars = {"loss": loss_sum.detach() / count, "norm": norm, "tokens": count.double()}
-        trace.steps.append(
-            {
-                "scalar": scalars,
-                "gradient": gradients,
-                **_state(objective.model.named_parameters(), optimizer),
-            }
-        )
+        held = _step_of(used, loss_sum.detach(), count, gradients, norm)
+        trace.steps.append({**held, **_state(parameters.items(), optimizer)})
     return trace
 
 
+def _step_of(
+    used: dict[str, Tensor],
+    loss_sum: Tensor,
+    count: Tensor,
+    gradients: dict[str, Tensor],
+    norm: Tensor,
+) -> dict[str, dict[str, Tensor]]:
+    return {
+        "used parameter": used,
+        "loss": {"mean": loss_sum / count, "tokens": count.double()},
+        "gradient": gradients,
+        "norm": {"before clipping": norm},
+    }
+
+
 def _state(
-    named: Iterator[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Tensor]]:
     """Copies of all parameters and of the optimizer's moments, whole. Collective."""
     found: dict[str, dict[str, Tensor]] = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
@@ -142,6 +153,8 @@ def planned(
     optimizer = make_optimizer(layout.named_parameters(), settings)
     spoil(layout)
     seen: dict[str, Tensor] = {}
+    used: dict[str, Tensor] = {}
+    _watch_use(layout.model, used, wire)
 
     def look() -> None:
         with wire.paused():
@@ -164,22 +177,30 @@ def planned(
     trace = Trace()
     for step, batch in enumerate(trial.batches(), 1):
         seen.clear()
+        used.clear()
         stepper.begin()
         with wire if step == trial.steps else nullcontext():
             raw = stepper.run(step, trial.lr, shares(batch, plan, ranks.rank), lambda: False)
-        scalars = {
-            "loss": raw.totals[0] / raw.totals[1],
-            "norm": raw.grad_norm,
-            "tokens": raw.totals[1],
-        }
-        trace.steps.append(
-            {
-                "scalar": scalars,
-                "gradient": dict(seen),
-                **_state(layout.named_parameters(), optimizer),
-            }
-        )
+        held = _step_of(dict(used), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm)
+        trace.steps.append({**held, **_state(layout.named_parameters(), optimizer)})
     return trace
+
+
+def _watch_use(model: nn.Module, used: dict[str, Tensor], wire: Wire) -> None:
+    """Copy each parameter as a step's first forward finds it: gathered, if it was sharded."""
+
+    def copy(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, _arguments: object) -> None:
+            for own, parameter in module.named_parameters(name, recurse=False):
+                if own not in used:
+                    with wire.paused():
+                        used[own] = whole(parameter.detach()).clone()
+
+        return look
+
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            module.register_forward_pre_hook(copy(name))
 
 
 def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
@@ -195,8 +216,18 @@ def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
 class Difference:
     """A tensor of a step, and how far it is from the reference's."""
 
+    step: int
+    kind: str
     name: str
     relative: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} (step {self.step})"
+
+    @property
+    def cause(self) -> tuple[int, int, float]:
+        """Sorts first what the others may follow from."""
+        return self.step, KINDS.index(self.kind), -self.relative
 
 
 def differences(expected: Trace, found: Trace) -> Iterator[Difference]:
@@ -210,12 +241,10 @@ def differences(expected: Trace, found: Trace) -> Iterator[Difference]:
             for name, tensor in tensors.items():
                 known = wanted[kind].get(name)
                 if known is None:
-                    yield Difference(f"{kind} {name}, which one process has not", float("inf"))
+                    yield Difference(number, kind, f"{name}, which one process has not,", math.inf)
                     continue
                 scale = max(float(known.abs().max()), FLOOR * largest)
-                if kind == "scalar":
-                    scale = float(known.abs())
                 apart = float((tensor.to(known.dtype) - known).abs().max())
                 # NaN is no difference at all to `max`, so it is made the largest.
-                relative = apart / scale if apart == apart else float("inf")
-                yield Difference(f"{kind} {name} (step {number})", relative)
+                relative = apart / scale if apart == apart else math.inf
+                yield Difference(number, kind, name, relative)

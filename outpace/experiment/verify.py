@@ -1,6 +1,7 @@
 """`outpace verify`: every strategy against a single process, in the processes of one job."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,6 +11,7 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.parity import Difference, Trial, differences, planned, reference
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
+from outpace.parallel import Layout
 from outpace.probe.machine import identify
 from outpace.probe.versions import commit, versions
 from outpace.records.certificate import Certificate, Verdict
@@ -19,8 +21,7 @@ from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, Precision, Strategy, fill_axes
 from outpace.records.ranks import Ranks
 
-# In fp64 rounding passes and a wrong factor cannot. Where the tolerances of the others come from is
-# in docs/verify.md.
+# In fp64 rounding passes and a wrong factor cannot.
 TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
 
 
@@ -51,8 +52,16 @@ def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Preci
     return Plan.parse({"strategy": strategy, **sizes, **values}, "verify")
 
 
-def verify(plans: Sequence[Plan], trial: Trial, groups: Groups) -> Certificate:
-    """Prove each plan; every rank of the job calls this and gets the same certificate."""
+def verify(
+    plans: Sequence[Plan],
+    trial: Trial,
+    groups: Groups,
+    spoil: Callable[[Layout], None] = lambda layout: None,
+) -> Certificate:
+    """Prove each plan; every rank of the job calls this and gets the same certificate.
+
+    `spoil` plants a fault in each layout, to see it caught.
+    """
     expected = {}
     verdicts = []
     for plan in plans:
@@ -61,7 +70,7 @@ def verify(plans: Sequence[Plan], trial: Trial, groups: Groups) -> Certificate:
         alone = plan.world_size == 1
         ranks = Ranks() if alone else groups.ranks
         wire = Wire()
-        found = planned(trial, plan, ranks, groups.control, wire)
+        found = planned(trial, plan, ranks, groups.control, wire, spoil)
         seen = list(differences(expected[plan.precision], found))
         missing = expected[plan.precision].names() - found.names()
         verdicts.append(_judge(plan, seen, missing, wire, groups))
@@ -89,27 +98,30 @@ def _judge(
     groups: Groups,
 ) -> Verdict:
     """What all ranks found, as one verdict."""
-    worst = max(seen, key=lambda difference: difference.relative)
-    said: list[Any] = [None] * groups.ranks.world_size
-    mine = (worst.relative, worst.name, missing, wire.bytes, dict(wire.exchanges))
-    dist.all_gather_object(said, mine, group=groups.control)
-    heard = [one for one in said if one is not None]
-    relative, name = max((one[0], one[1]) for one in heard)
-    nowhere = set.intersection(*(one[2] for one in heard))
     tolerance = TOLERANCES[plan.precision]
+    worst = max(seen, key=lambda difference: difference.relative)
+    wrong = [difference for difference in seen if not difference.relative <= tolerance]
+    first = min(wrong, key=lambda difference: difference.cause, default=None)
+    said: list[Any] = [None] * groups.ranks.world_size
+    mine = (worst, first, missing, wire.bytes, dict(wire.exchanges))
+    dist.all_gather_object(said, mine, group=groups.control)
+    worst = max((one[0] for one in said), key=lambda difference: difference.relative)
+    causes = [one[1] for one in said if one[1] is not None]
+    nowhere = set.intersection(*(one[2] for one in said))
+    busiest = max(said, key=lambda one: one[3])
     reason = None
     if nowhere:
         reason = f"no rank has {min(nowhere)}"
-    elif relative > tolerance:
-        reason = f"{name} is off by {relative:.2g} of its largest value"
-    busiest = max(heard, key=lambda one: one[3])
+    elif causes:
+        cause = min(causes, key=lambda difference: difference.cause)
+        reason = f"{cause} is off by {cause.relative:.2g} of its largest value"
     return Verdict(
         strategy=plan.strategy,
         mesh=plan.mesh,
         precision=plan.precision,
         passed=reason is None,
-        worst_relative_difference=relative if relative < float("inf") else None,
-        worst_tensor=name,
+        worst_relative_difference=worst.relative if worst.relative < math.inf else None,
+        worst_tensor=str(worst),
         tolerance=tolerance,
         bytes_on_wire=busiest[3],
         exchanges=busiest[4],

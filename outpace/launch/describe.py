@@ -17,21 +17,22 @@ from outpace.train.schedule import warmup_steps
 _TOY_PARAMETERS = 1_000_000
 
 
-def claim(job: Job, record: RunRecord) -> None:
-    """On rank 0: make the directory this run's, or take it up again."""
+def claim(job: Job, record: RunRecord) -> RunRecord:
+    """On rank 0: make the directory this run's, or see that it can be taken up again.
+
+    Returns the run's record. That of a resumed run is not written yet: more may stand against it.
+    """
     if not job.settings.resume:
         job.run_dir.require_free()
         job.run_dir.begin(record)
-        return
+        return record
     earlier = job.run_dir.require_run()
     _require_same_materials(earlier, record, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
-    job.run_dir.begin(
-        record.model_copy(
-            update={"started": earlier.started, "resumes": (*earlier.resumes, resumed)}
-        )
-    )
     clear_partial(job.run_dir.checkpoints)
+    return record.model_copy(
+        update={"started": earlier.started, "resumes": (*earlier.resumes, resumed)}
+    )
 
 
 def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:

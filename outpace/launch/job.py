@@ -32,10 +32,11 @@ from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.ranks import Ranks
+from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import Callback, tell
-from outpace.train.checkpoint import Checkpointer, Progress, newest_intact
+from outpace.train.checkpoint import Checkpointer, Progress, newest_intact, remove_later, step_of
 from outpace.train.evaluate import evaluate
 from outpace.train.guards import StopSignal
 from outpace.train.loggers import make_loggers, require_loggers
@@ -43,7 +44,7 @@ from outpace.train.loop import Loop
 from outpace.train.optimizer import make_optimizer
 from outpace.train.precision import Mixed, make_mixed
 from outpace.train.profile import memory_history, profiler
-from outpace.train.run_dir import RESULT_FILE, MetricsWriter, RunDir
+from outpace.train.run_dir import MetricsWriter, RunDir
 from outpace.train.step import Stepper
 from outpace.train.threads import set_threads
 
@@ -132,6 +133,17 @@ def prepared(
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, restart)
         )
+        groups.require_same(
+            {
+                "device": device.type,
+                "plan": plan.model_dump_json(),
+                "number of steps": total_steps,
+                "model": None if materials.spec is None else materials.spec.model_dump_json(),
+                "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
+                "training data": materials.train_fingerprint,
+                "validation data": materials.eval_fingerprint,
+            }
+        )
         run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
         job = Job(
             settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir, heard
@@ -153,7 +165,7 @@ def _prepare(
     objective = build_objective(job.materials, settings, plan.loss, mixed.dtype, device)
     parameters = sum(p.numel() for p in objective.model.parameters())
     record = run_record(job, origins, command, threads, parameters)
-    job.groups.once(lambda: claim(job, record))
+    record = job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
@@ -167,7 +179,7 @@ def _prepare(
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, layout.model, optimizer, mixed)
     start_step = progress.step if progress else 0
-    job.groups.once(lambda: _require_work(job, start_step))
+    job.groups.once(lambda: _take_up(job, record, start_step))
     stepper = _stepper(job, layout, optimizer, mixed)
     loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
@@ -200,14 +212,19 @@ def _prepare(
     return Prepared(job, loop, parameters, initial, measure)
 
 
-def _require_work(job: Job, start_step: int) -> None:
-    """Refuse to resume a run that has nothing left to do."""
-    if start_step >= job.total_steps and (job.run_dir.path / RESULT_FILE).is_file():
+def _take_up(job: Job, record: RunRecord, start_step: int) -> None:
+    """Write down that a run goes on; refuse one that has nothing left to do."""
+    if not job.settings.resume:
+        return
+    done = start_step == job.total_steps and job.run_dir.finished_at() == start_step
+    if done or start_step > job.total_steps:
         raise BadInputError(
-            f"{job.run_dir.path} is finished: {start_step} of {job.total_steps} steps are done. "
+            f"{job.run_dir.path} has {start_step} of {job.total_steps} steps done already. "
             f"Train it further with --steps above {start_step}, or start another run from its "
             f"weights with --model {job.run_dir.path}."
         )
+    job.run_dir.cut_metrics(start_step)
+    job.run_dir.begin(record)
 
 
 def _discard_unbegun(job: Job) -> None:
@@ -226,7 +243,7 @@ def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: 
         clip=job.settings.clip,
         device=job.device,
         control=job.groups.control,
-        expected_targets=job.settings.global_batch * (targets or 1),
+        expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
         targets_known=targets is not None,
     )
 
@@ -256,15 +273,19 @@ def _restore(
     def say(sentence: str) -> None:
         tell(job.callbacks, "on_hint", sentence)
 
-    folder = job.groups.once(lambda: newest_intact(job.run_dir.checkpoints, say))
+    def choose() -> Path | None:
+        chosen = newest_intact(job.run_dir.checkpoints, say)
+        if chosen is not None:
+            remove_later(job.run_dir.checkpoints, step_of(chosen))
+        return chosen
+
+    folder = job.groups.once(choose)
     if folder is None:
         say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
-        job.groups.once(lambda: job.run_dir.cut_metrics(0))
         return None
     progress = checkpointer.load(folder, model, optimizer)
     if mixed.scaler is not None and progress.scaler is not None:
         mixed.scaler.load_state_dict(progress.scaler)
-    job.groups.once(lambda: job.run_dir.cut_metrics(progress.step))
     return progress
 
 

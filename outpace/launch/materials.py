@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outpace.data.corpus import Corpus, prepare
-from outpace.data.samples import TokenDataset
+from outpace.data.samples import PREDICTED, TokenDataset
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel, open_model
@@ -55,6 +55,13 @@ class Materials:
         """Targets in every sample, None where they differ (masked tokens, a person's own data)."""
         causal = self.spec is not None and self.spec.causal
         return self.seq_len if causal else None
+
+    @property
+    def likely_targets(self) -> int:
+        """About as many targets as a sample has: those that are masked, or one."""
+        if self.spec is None or self.seq_len is None:
+            return 1
+        return max(1, round(PREDICTED * self.seq_len))
 
 
 def gather(

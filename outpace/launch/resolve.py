@@ -49,7 +49,7 @@ def _cuda(ranks: Ranks) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise BadInputError("--device cuda: no CUDA device is visible. Use --device cpu.")
-    if ranks.local_world_size > count:
+    if ranks.local_rank >= count:
         raise BadInputError(
             f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
             f"process needs one. Use --nproc {count} or --device cpu."

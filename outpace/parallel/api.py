@@ -40,6 +40,16 @@ class Request:
     device: torch.device
 
 
+def _total_dtype(device: torch.device) -> torch.dtype:
+    """float64, which Metal does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _totals(loss_sum: Tensor, count: Tensor) -> Tensor:
+    dtype = _total_dtype(loss_sum.device)
+    return torch.stack((loss_sum.to(dtype), count.to(dtype)))
+
+
 class Layout:
     """An objective on this rank. As it stands here: whole on each rank, nothing exchanged.
 
@@ -71,7 +81,7 @@ class Layout:
         Returns (2,) float64: its share of the sum of losses and of the number of targets; the sum
         over all ranks is the global batch's. Afterwards every parameter's gradient is exchanged.
         """
-        totals = torch.zeros(2, dtype=torch.float64, device=self._device())
+        totals = torch.zeros(2, dtype=_total_dtype(self._device()), device=self._device())
         for number, batch in enumerate(batches, 1):
             with self.unsynchronised() if number < len(batches) else nullcontext():
                 totals += self._forward_backward(batch, given)
@@ -83,7 +93,7 @@ class Layout:
         given.mark("forward")
         given.scale(loss_sum).backward()
         given.mark("backward")
-        return torch.stack((loss_sum.detach().double(), count.double()))
+        return _totals(loss_sum.detach(), count)
 
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
@@ -96,7 +106,7 @@ class Layout:
         """As `gradients`, of one micro-batch and without gradients."""
         with given.cast():
             loss_sum, count = self.objective(batch)
-        return torch.stack((loss_sum.double(), count.double()))
+        return _totals(loss_sum, count)
 
     def local_gradients(self) -> list[Tensor]:
         """The parts of all gradients that lie on this rank."""

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,3 +26,10 @@ def hollow(module: nn.Module) -> nn.Module:
     for tensor in module.parameters():
         memo[id(tensor)] = nn.Parameter(memo[id(tensor)], tensor.requires_grad)
     return copy.deepcopy(module, memo)
+
+
+@torch.no_grad()
+def make_equal(module: nn.Module) -> None:
+    """Give all ranks rank 0's parameters and buffers. Collective."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor, 0)

@@ -81,7 +81,12 @@ def write_atomic(path: Path, text: str) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Wait until every file is on the disk: some file systems say only then that it is full."""
-    for path in [*folder.rglob("*"), folder]:
+    sync_paths(*folder.rglob("*"), folder)
+
+
+def sync_paths(*paths: Path) -> None:
+    """Wait until each file's contents, or the names in each folder, are on the disk."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
-    "single", "ddp", "zero2", "zero3", "hsdp",
+    "single", "ddp", "ring", "zero2", "zero3", "hsdp",
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
@@ -23,6 +23,7 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "single": (),
     "ddp": ("dp_replicate",),
+    "ring": ("dp_replicate",),
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),

@@ -50,6 +50,9 @@ class Ledger:
         loss = loss_sum / max(count, 1.0)
         if not abs(loss) < float("inf"):
             raise DivergedError(f"the loss became {loss} at step {raw.step}")
+        norm = float(raw.grad_norm)
+        if not raw.skipped and not norm < float("inf"):  # the weights are no numbers any more
+            raise DivergedError(f"the gradient's norm became {norm} at step {raw.step}")
         costs = self.costs
         self.samples += costs.samples
         if self.tokens is not None and costs.tokens is not None:

@@ -6,6 +6,7 @@ A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -25,12 +27,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_leaves
 
-from outpace.records.base import Record, write_atomic
+from outpace.records.base import Record, sync_folder, sync_paths, write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
+from outpace.train.optimizer import fill_state
 
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20
+_LOOKS, _LOOK_AGAIN_S = 20, 0.5
 # Each parameter's optimizer state under its own name, so that any layout finds what it needs.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -73,7 +77,24 @@ def _checksum(path: Path) -> str:
 def _mark_complete(folder: Path) -> None:
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.name != MARKER)
     entries = {p.name: {"bytes": p.stat().st_size, "xxh3_128": _checksum(p)} for p in files}
+    sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
+    # Names are on the disk only when their folders are; older checkpoints are removed after this.
+    sync_paths(folder, folder.parent)
+
+
+def _require_files(folder: Path, metadata: Metadata) -> None:
+    """Raises OSError unless every rank's files are to be seen from here."""
+    wanted = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    for _ in range(_LOOKS):
+        missing = sorted(name for name in wanted if not (folder / name).is_file())
+        if not missing:
+            return
+        time.sleep(_LOOK_AGAIN_S)  # a network file system may show them a little later
+    raise OSError(
+        f"{missing[0]} and {len(missing) - 1} more files of other hosts are not there; --out has "
+        "to be a directory that all hosts share"
+    )
 
 
 def damage(folder: Path) -> str | None:
@@ -153,10 +174,9 @@ class Checkpointer:
         """Begin to save. Returns when the state is copied; waits for a save still going on."""
         self.wait()
         folder = self.directory / f"step-{progress.step}"
-        if (folder / MARKER).is_file():
-            return
         if not self._prepare(folder, progress):
             return
+        fill_state(optimizer)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
         self._needed_bytes = _tensor_bytes((model_state, optimizer_state))
         written = async_save(
@@ -183,8 +203,9 @@ class Checkpointer:
 
     def _finish(self, written: Future[Any], folder: Path) -> None:
         """In the background: when every rank's files are there, rank 0 marks them whole."""
-        written.result()
+        metadata = written.result()
         if self._rank == 0:
+            _require_files(folder, metadata)
             _mark_complete(folder)
 
     def poll(self) -> None:
@@ -223,7 +244,10 @@ class Checkpointer:
 
     def _disk_full(self) -> str | None:
         """Said plainly, since a writer on a full disk fails in words of its own."""
-        free = shutil.disk_usage(self.directory).free
+        try:
+            free = shutil.disk_usage(self.directory.parent).free
+        except OSError:
+            return None
         if free > self._needed_bytes:
             return None
         return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
@@ -236,12 +260,11 @@ class Checkpointer:
     def _prune(self) -> None:
         whole = whole_checkpoints(self.directory)
         for old in whole[self._keep :]:
-            # The marker goes first, so that a kill in between leaves no marked half.
-            (old / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
 
     def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
         """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it."""
+        fill_state(optimizer)
         model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         try:
@@ -258,6 +281,19 @@ class Checkpointer:
             options=_BY_NAME,
         )
         return Progress.load(folder / "progress.json")
+
+
+def remove_later(directory: Path, step: int) -> None:
+    """Remove the checkpoints after `step`, from where training goes on: they are damaged."""
+    for folder in directory.glob("step-*"):
+        if folder.name[5:].isdigit() and step_of(folder) > step:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """The marker goes first, so that a kill in between leaves no marked half."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_partial(directory: Path) -> None:

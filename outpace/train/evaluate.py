@@ -26,16 +26,18 @@ def evaluate(
 
     Dropout is off. Each rank must pass its own share and the same number of steps.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(2, dtype=torch.float64)
+    found: list[torch.Tensor] = []
     began_s = time.perf_counter()
     was_training = layout.objective.training
     layout.objective.eval()
     with torch.no_grad():
         for batches in steps:
             for batch in batches:
-                totals += layout.evaluate(batch, Pass(mixed.cast))
+                found.append(layout.evaluate(batch, Pass(mixed.cast)))
     layout.objective.train(was_training)
-    totals = totals.cpu()
+    for part in found:  # not before: reading one would wait for the device
+        totals += part.cpu()
     if group is not None:
         dist.all_reduce(totals, group=group)
     took_s = time.perf_counter() - began_s

@@ -1,15 +1,14 @@
 """What keeps a run in order: signals, random numbers that need no state, non-finite losses."""
 
 import os
-import random
 import signal
 import time
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 
+from outpace.data.seeding import seed_generators
 from outpace.records.errors import InterruptedRunError
 
 # The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
@@ -57,14 +56,8 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
 
     Dropout then needs no saved generator state: a resumed run draws the same numbers.
     """
-    mixed = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
-    wide = int(mixed[0]) << 32 | int(mixed[1])
-    # Not torch.manual_seed: where CUDA is not initialised it queues a call, with a traceback, each
-    # time, which costs as much as all other accounting of a step and is never freed.
-    torch.default_generator.manual_seed(wide)
+    wide = seed_generators(seed, step, rank)
     if device.type == "cuda":
         torch.cuda.manual_seed(wide)
     elif device.type == "mps":
         torch.mps.manual_seed(wide)
-    random.seed(int(mixed[0]))
-    np.random.seed(mixed[1])

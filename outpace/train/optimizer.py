@@ -28,3 +28,20 @@ def make_optimizer(
         fused=settings.optimizer == "adamw-fused",
         foreach=settings.optimizer == "adamw-foreach",
     )
+
+
+@torch.no_grad()
+def fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that have not been updated yet the state from which AdamW begins.
+
+    So that a checkpoint has the state of all. torch's own way is a step with lr 0, which counts.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                device = parameter.device if group.get("fused") else "cpu"
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

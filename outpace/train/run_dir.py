@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from outpace.records.errors import BadInputError
-from outpace.records.measurement import Evaluation, StepRecord
+from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import RunRecord
 from outpace.train.callbacks import Callback
 
@@ -88,6 +88,11 @@ class RunDir:
                     break  # the last line of a killed run may be cut short
                 kept_bytes += len(line)
             os.truncate(path, kept_bytes)
+
+    def finished_at(self) -> int | None:
+        """The step at which the run was finished last; None when it never was."""
+        path = self.path / RESULT_FILE
+        return Measurement.load(path).steps if path.is_file() else None
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation that was logged at `step`, None when there is none."""

@@ -1,4 +1,5 @@
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -117,6 +118,19 @@ def test_a_data_set_that_gives_many_samples_at_once_is_batched_as_any_other():
     changed = {"global_batch": 5, "micro_batch": 5, "total_steps": 1, "workers": 0}
     ((x, y),) = [batch for step in steps_of(part, **changed) for batch in step]
     assert x.shape == (5, 3) and sorted(y.tolist()) == [2.5, 3.0, 3.5, 4.0, 4.5]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_numbers_of_a_data_set_depend_on_the_place_in_training_alone(workers):
+    def noisy(i):
+        return torch.rand(()), np.random.rand(), random.random()
+
+    changed = {"global_batch": 5, "micro_batch": 5, "total_steps": 4, "workers": workers}
+    whole = steps_of(Own(noisy), **changed)
+    torch.rand(3)
+    resumed = steps_of(Own(noisy), **changed, start_step=2)
+    assert [b for s in whole[2:] for b in map(str, s)] == [b for s in resumed for b in map(str, s)]
+    assert len({str(batch) for step in whole for batch in step}) == 4
 
 
 def test_a_data_set_without_samples_is_told():

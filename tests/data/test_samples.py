@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 import torch
 
-from outpace.data.loader import fetch, locate
 from outpace.data.samples import IGNORED, TokenDataset
 from outpace.data.tokenizer import train_tokenizer
 from outpace.records.errors import BadInputError
@@ -35,18 +34,18 @@ def test_samples_tile_the_stream_and_targets_are_one_further(files, prepare):
 
 def test_a_pass_over_several_sources_uses_every_sample_once(files, prepare):
     dataset = dataset_of(prepare(*files[:3]))
-    keys = locate(dataset, 5, np.arange(len(dataset)))
+    keys = dataset.locate(5, np.arange(len(dataset)))
     assert len({(s, i) for s, i, _ in keys}) == len(dataset)
     assert {s for s, _, _ in keys} == {0, 1, 2}
 
 
 def test_weights_are_kept_whatever_the_sizes(files, prepare):
     dataset = dataset_of(prepare(*files[:3], weights=(1.0, 1.0, 2.0)))
-    keys = locate(dataset, 5, np.arange(4000))
+    keys = dataset.locate(5, np.arange(4000))
     shares = np.bincount([s for s, _, _ in keys]) / 4000
     np.testing.assert_allclose(shares, [0.25, 0.25, 0.5])
-    rare = locate(dataset_of(prepare(*files[:2], weights=(0.0005, 1.0))), 5, np.arange(100_000))
-    assert sum(s == 0 for s, _, _ in rare) == 50
+    rare = dataset_of(prepare(*files[:2], weights=(0.0005, 1.0)))
+    assert sum(s == 0 for s, _, _ in rare.locate(5, np.arange(100_000))) == 50
     first = [i for s, i, _ in keys if s == 0]
     size = len(set(first))
     assert sorted(first[:size]) == list(range(size))
@@ -97,7 +96,7 @@ def masked(files, prepare, library_texts):
 def test_masking_has_bert_shares(masked):
     dataset, tokenizer = masked
     plain = {i: dataset._streams[0].read(i * 128, 128) for i in range(len(dataset))}
-    keys = locate(dataset, 3, np.arange(1500))
+    keys = dataset.locate(3, np.arange(1500))
     batch = dataset.__getitems__(keys)
     rows = torch.from_numpy(np.stack([plain[i] for _, i, _ in keys]))
     chosen = batch["targets"] != IGNORED
@@ -129,7 +128,7 @@ def test_masking_needs_a_mask_token(files, prepare, tokenizer):
 
 def test_a_batch_is_its_samples(files, prepare):
     dataset = dataset_of(prepare(*files[:2]))
-    keys = locate(dataset, 0, np.arange(9))
-    together = fetch(dataset, keys)
+    keys = dataset.locate(0, np.arange(9))
+    together = dataset.__getitems__(keys)
     for row, key in enumerate(keys):
-        assert (fetch(dataset, [key])["tokens"][0] == together["tokens"][row]).all()
+        assert (dataset.__getitems__([key])["tokens"][0] == together["tokens"][row]).all()

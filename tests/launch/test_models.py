@@ -129,6 +129,24 @@ def test_a_persons_own_run_is_evaluated_and_taken_further(start, tmp_path):
         start("anew", model=mine, init="random", steps=1)
 
 
+class Idle(nn.Module):
+    """Has a part that never gets a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(1, 1), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_a_parameter_that_is_never_used_does_not_stand_in_the_way_of_a_resume(start):
+    given = {"live": lambda: (Idle(), squared, Pairs(), Pairs()), "data": ("stdlib",)}
+    start("run", steps=2, **given)
+    further = start("run", steps=4, resume=True, **given)
+    assert further.steps == 4
+
+
 def test_weights_without_their_tokenizer_are_refused(start, tmp_path):
     start("run")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):

@@ -135,9 +135,13 @@ def test_accumulation_does_not_change_the_mathematics(run):
 def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_steps(run, tmp_path):
     run(steps=3)
     result = (tmp_path / "run" / "result.json").read_text()
-    with pytest.raises(BadInputError, match="is finished: 3 of 3 steps"):
+    with pytest.raises(BadInputError, match="has 3 of 3 steps done already"):
         run(steps=3, resume=True)
     assert (tmp_path / "run" / "result.json").read_text() == result
+    record = (tmp_path / "run" / "run.json").read_text()
+    with pytest.raises(BadInputError, match="has 3 of 2 steps done already"):
+        run(steps=2, resume=True)
+    assert (tmp_path / "run" / "run.json").read_text() == record
     further = run(steps=5, resume=True)
     assert [m["step"] for m in metrics(further)] == [1, 2, 3, 4, 5]
 
@@ -182,6 +186,29 @@ def test_a_loss_that_is_no_number_ends_the_run_and_exports_nothing(run, tmp_path
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_weights_that_are_no_numbers_any_more_are_not_saved(run, tmp_path):
+    """A step's loss is made before its update, so a bad gradient shows in the norm first."""
+
+    class Poison(Callback):
+        def on_step(self, record):
+            if record.step == 2:
+                poisoned.append(True)
+
+    poisoned = []
+    before = torch.autograd.backward
+
+    def backward(tensors, *arguments, **named):
+        before(tensors * float("nan") if poisoned else tensors, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DivergedError) as caught:
+        patch.setattr(torch.autograd, "backward", backward)
+        run(steps=3, save_every=1, callbacks=[Poison()])
+    assert "the gradient's norm became nan at step 3" in str(caught.value)
+    assert str(caught.value).split("checkpoint is ")[1].startswith(str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "checkpoints" / "step-3").exists()
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
     whole = run("whole", save_every=2)
     with pytest.raises(InterruptedRunError):
@@ -194,7 +221,10 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
         def on_hint(self, sentence):
             heard.append(sentence)
 
-    resumed = run("cut", callbacks=[Hear()], resume=True, save_every=2)
+    resumed = run("cut", callbacks=[Hear()], resume=True, save_every=5, keep=1)
+    # The damaged one does not count as one that is kept, nor stand in the way of another.
+    left = [folder.name for folder in (tmp_path / "cut" / "checkpoints").iterdir()]
+    assert left == ["step-8"]
     assert any("step-5" in sentence and "passed over" in sentence for sentence in heard)
     assert_same_run(whole, resumed)
 

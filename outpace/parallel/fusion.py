@@ -1,0 +1,80 @@
+"""Gradients of several parameters in one buffer, so that they cross the wire as one message.
+
+Sergeev and Del Balso, "Horovod", arXiv 1802.05799, §4, "tensor fusion": many small messages cost
+more than one large one.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Fused:
+    """A buffer for the gradients of `parameters`, all of one dtype and on one device.
+
+    Behind the gradients the buffer has one number for each parameter: 1 where it has a gradient.
+    When buffers have been added up over ranks, a 0 says that no rank has one, and the optimizer
+    leaves the parameter alone as it would in a single process.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        self.parameters = tuple(parameters)
+        sizes = [parameter.numel() for parameter in self.parameters]
+        first = self.parameters[0]
+        self.buffer = torch.zeros(
+            sum(sizes) + len(sizes), dtype=dtype or first.dtype, device=first.device
+        )
+        *parts, self.present = self.buffer.split([*sizes, len(sizes)])
+        self.parts = [
+            part.view(parameter.shape)
+            for part, parameter in zip(parts, self.parameters, strict=True)
+        ]
+
+    @torch.no_grad()
+    def take(self, index: int) -> None:
+        """Move a parameter's gradient into the buffer."""
+        gradient = self.parameters[index].grad
+        self.present[index] = gradient is not None
+        if gradient is None:
+            self.parts[index].zero_()
+        else:
+            self.parts[index].copy_(gradient)
+        self.parameters[index].grad = None
+
+    def take_all(self) -> None:
+        """Move all gradients into the buffer."""
+        for index in range(len(self.parameters)):
+            self.take(index)
+
+    def give(self) -> None:
+        """Let the parameters' gradients be what the buffer holds, sharing its memory."""
+        found = self.present.tolist()
+        for parameter, part, count in zip(self.parameters, self.parts, found, strict=True):
+            parameter.grad = part.to(parameter.dtype) if count else None
+
+
+def fuse(
+    parameters: Iterable[nn.Parameter], limit_bytes: int, dtype: torch.dtype | None = None
+) -> list[Fused]:
+    """Buffers of at most `limit_bytes` of gradients, parameters in the order given.
+
+    A parameter larger than that has one of its own. `dtype` is that of the buffers, None for the
+    parameters' own.
+    """
+    groups: list[list[nn.Parameter]] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * (dtype or parameter.dtype).itemsize
+        fits = groups and filled + size <= limit_bytes and _alike(groups[-1][0], parameter)
+        if fits:
+            groups[-1].append(parameter)
+            filled += size
+        else:
+            groups.append([parameter])
+            filled = size
+    return [Fused(group, dtype) for group in groups]
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device

@@ -1,0 +1,172 @@
+"""Replicas that add up their gradients in a ring, each rank talking to its two neighbours only.
+
+Sergeev and Del Balso, "Horovod", arXiv 1802.05799; the algorithm: Patarasuk and Yuan, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations", JPDC 2009. Gradients are put into
+buffers in the order in which backward makes them. A full buffer goes round the ring, in a thread
+of its own, while backward goes on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.fusion import fuse
+from outpace.parallel.tensors import make_equal
+
+
+def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
+    """Add up `buffer` (one dimension, any length) over the ranks of `group`, in place.
+
+    Cut into N pieces, it goes round in 2(N − 1) steps, a piece each: N − 1 in which a rank adds
+    what its left neighbour sends to its own, until it has the sum of one piece (reduce-scatter),
+    and N − 1 in which the sums are passed on (all-gather). So each rank sends 2(N − 1)/N of the
+    buffer, whatever N is (Patarasuk and Yuan 2009, §3). A sum is made on one rank and copied from
+    there, which keeps replicas equal to the last bit.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    pieces = buffer.tensor_split(size)
+    received = torch.empty_like(pieces[0])  # the first is the longest
+    for step in range(size - 1):
+        target = pieces[(rank - step - 1) % size]
+        arrived = received[: target.numel()]
+        _shift(pieces[(rank - step) % size], arrived, group)
+        target.add_(arrived)
+    for step in range(size - 1):
+        _shift(pieces[(rank - step + 1) % size], pieces[(rank - step) % size], group)
+
+
+def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
+    """Send to the right neighbour and receive from the left at once."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    operations = [
+        dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size),
+    ]
+    # Fewer elements than ranks leave empty pieces, which are not sent.
+    filled = [operation for operation in operations if operation.tensor.numel()]
+    for work in dist.batch_isend_irecv(filled) if filled else ():
+        work.wait()
+
+
+class Exchange:
+    """A thread that takes buffers round the ring, one after the other, by a group of its own.
+
+    On every rank buffers must come in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ring")
+        self._pending: list[Future[None]] = []
+
+    def begin(self, buffer: Tensor) -> None:
+        """Send a buffer round once all that was launched to fill it is done."""
+        filled = None if self._stream is None else torch.cuda.current_stream().record_event()
+        # Dispatch modes are a thread's own: what counts or traces here does so there, too.
+        modes = _get_current_dispatch_mode_stack()
+        self._pending.append(self._thread.submit(self._go_round, buffer, filled, modes))
+
+    def _go_round(
+        self, buffer: Tensor, filled: torch.cuda.Event | None, modes: Sequence[Any]
+    ) -> None:
+        with ExitStack() as entered:
+            for mode in modes:
+                entered.enter_context(mode)
+            if self._stream is not None and filled is not None:
+                entered.enter_context(torch.cuda.stream(self._stream))
+                self._stream.wait_event(filled)
+            ring_all_reduce(buffer, self._group)
+
+    def finish(self) -> None:
+        """Wait until all buffers have been round; raises what went wrong there."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class Ring(Layout):
+    """Replicas whose gradients are added up in a ring during the last backward of a step."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.objective)
+        plan, device = request.plan, request.device
+        self._exchange = Exchange(_own_group(device), device)
+        self._exchanging = True
+        dtype = torch.bfloat16 if plan.compress_gradients == "bf16" else None
+        trainable = [p for p in request.objective.parameters() if p.requires_grad]
+        # Backward reaches the last layers first.
+        self._buckets = fuse(reversed(trainable), plan.bucket_mib * 2**20, dtype)
+        self._begin_step()
+        for number, bucket in enumerate(self._buckets):
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(number, index))
+        make_equal(request.objective)
+
+    def _begin_step(self) -> None:
+        self._missing = [set(range(len(bucket.parameters))) for bucket in self._buckets]
+        self._sent = 0
+
+    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            if self._exchanging:
+                self._take(number, index)
+                self._send_full()
+
+        return on_gradient
+
+    def _take(self, number: int, index: int) -> None:
+        self._buckets[number].take(index)
+        self._missing[number].remove(index)
+
+    def _send_full(self) -> None:
+        """In the order of buckets, which is alike on all ranks; that of gradients need not be."""
+        while self._sent < len(self._buckets) and not self._missing[self._sent]:
+            self._exchange.begin(self._buckets[self._sent].buffer)
+            self._sent += 1
+
+    @contextmanager
+    def unsynchronised(self) -> Iterator[None]:
+        """Gradients stay where they are and add up."""
+        self._exchanging = False
+        try:
+            yield
+        finally:
+            self._exchanging = True
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As for every layout; returns when the last buffer has been round."""
+        totals = super().gradients(batches, given)
+        # What the last backward had no gradient for may have one of an earlier micro-batch.
+        for number, missing in enumerate(self._missing):
+            for index in sorted(missing):
+                self._take(number, index)
+        self._send_full()
+        self._exchange.finish()
+        for bucket in self._buckets:
+            bucket.give()
+        self._begin_step()
+        return totals
+
+
+def _own_group(device: torch.device) -> dist.ProcessGroup:
+    """All ranks, by connections that no other thread uses; the timeout is the default group's."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    timeout = everyone._get_backend(device).options._timeout
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout)
+    return group
+
+
+def apply(request: Request) -> Layout:
+    """Make replicas equal and join them in a ring. The default process group must be there."""
+    return Ring(request)

@@ -1,0 +1,105 @@
+"""Plants one fault after another in a layout and prints what the verifier says of each.
+
+python -m torch.distributed.run --standalone --nproc-per-node=2 tests/experiment/faults.py
+"""
+
+import json
+import os
+import sys
+
+import torch
+from torch import nn
+
+from outpace.experiment.parity import Trial
+from outpace.experiment.verify import plan_for, tiny_spec, verify
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.parallel import Layout
+from outpace.parallel.tensors import local
+
+STALE = "blocks.2.mlp.up.weight"
+
+
+def scaled_by_world_size(layout: Layout) -> None:
+    """As where a sum is taken for a mean."""
+    layout.averages = layout.averages * 2
+
+
+def one_gradient_doubled(layout: Layout) -> None:
+    parameter, whole_step = dict(layout.named_parameters())[STALE], layout.gradients
+
+    def doubled(batches, given):
+        totals = whole_step(batches, given)
+        local(parameter.grad).mul_(2)
+        return totals
+
+    layout.gradients = doubled
+
+
+def norm_counts_replicas_twice(layout: Layout) -> None:
+    counted = layout.total_norm
+    layout.total_norm = lambda: counted() * 2**0.5
+
+
+def untied_embedding(layout: Layout) -> None:
+    model = layout.model
+    tied = model.embed.tokens.weight
+    model.head = nn.Linear(tied.shape[1], tied.shape[0], bias=False, dtype=tied.dtype)
+    model.head.weight = nn.Parameter(tied.detach().clone())
+
+
+def skipped_micro_batch(layout: Layout) -> None:
+    all_of_them = layout.gradients
+    layout.gradients = lambda batches, given: all_of_them(batches[1:], given)
+
+
+def stale_all_gather(layout: Layout) -> None:
+    """One rank goes on with a gathered parameter of the first step."""
+    name, _, part = STALE.rpartition(".")
+    kept = []
+
+    def stale(module, _arguments):
+        weight = getattr(module, part)
+        kept.append(weight.detach().clone())
+        with torch.no_grad():
+            weight.copy_(kept[0])
+
+    if torch.distributed.get_rank() == 1:
+        layout.model.get_submodule(name).register_forward_pre_hook(stale)
+
+
+def gone(layout: Layout) -> None:
+    """A parameter that no rank trains."""
+    named = layout.named_parameters
+    layout.named_parameters = lambda: (pair for pair in named() if pair[0] != STALE)
+
+
+FAULTS = [
+    scaled_by_world_size,
+    one_gradient_doubled,
+    norm_counts_replicas_twice,
+    untied_embedding,
+    skipped_micro_batch,
+    stale_all_gather,
+    gone,
+]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    strategy = sys.argv[1]
+    ranks = ranks_from(os.environ)
+    trial = Trial(tiny_spec(ranks.world_size))
+    plan = plan_for(strategy, ranks.world_size, trial, "fp64")
+    said = {}
+    faults = [fault for fault in FAULTS if strategy == "ddp" or fault is not untied_embedding]
+    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+        for fault in faults:
+            (verdict,) = verify([plan], trial, groups, fault).verdicts
+            said[fault.__name__] = {"passed": verdict.passed, "reason": verdict.reason}
+    if ranks.rank == 0:
+        print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
