@@ -7,7 +7,13 @@ from outpace.parallel.api import Layout, Pass, Request
 __all__ = ["Layout", "Pass", "Request", "apply"]
 
 # Strategies that share a file; every other has one of its own name.
-_FILES = {"zero2": "sharded", "zero3": "sharded", "hsdp": "sharded"}
+_FILES = {
+    "zero2": "sharded",
+    "zero3": "sharded",
+    "hsdp": "sharded",
+    "tp": "tensor",
+    "cp": "context",
+}
 
 
 def apply(request: Request) -> Layout:

@@ -9,7 +9,7 @@ from pydantic import PositiveInt, model_validator
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 
-Strategy = Literal["single", "ddp", "zero2", "zero3", "hsdp"]
+Strategy = Literal["single", "ddp", "zero2", "zero3", "hsdp", "tp", "cp"]
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -22,6 +22,8 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
+    "tp": ("tp",),
+    "cp": ("cp",),
 }
 
 
@@ -29,7 +31,7 @@ class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
-    `pp_microbatches` of them under way. fp64 is for proofs.
+    `pp_microbatches` of them under way. `sequence_parallel` belongs to tp. fp64 is for proofs.
     """
 
     strategy: Strategy = "single"
@@ -38,6 +40,7 @@ class Plan(Record):
     cp: PositiveInt = 1
     tp: PositiveInt = 1
     pp: PositiveInt = 1
+    sequence_parallel: bool = True
     micro_batch: PositiveInt = 1
     pp_microbatches: PositiveInt = 1
     precision: Precision = "fp32"
@@ -75,6 +78,10 @@ class Plan(Record):
         Ranks are laid out as pp × dp_replicate × dp_shard × cp × tp, the last closest together.
         """
         return rank // (self.cp * self.tp) % self.data_parallel
+
+    def random_rank(self, rank: int) -> int:
+        """Whose random numbers `rank` draws: the ranks of a tensor-parallel group are as one."""
+        return rank // self.tp
 
     @property
     def mesh(self) -> str:

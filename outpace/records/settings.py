@@ -149,6 +149,9 @@ class TrainSettings(Record):
     )
     dp_replicate: int | None = _axis("groups of ranks that hold the same parameters")
     dp_shard: int | None = _axis("ranks that parameters and their states are split over")
+    sequence_parallel: bool = _field(
+        "computation", "split the sequence between tp's layers too", True
+    )
     compress_gradients: Literal["none", "bf16"] = _field(
         "computation", "dtype in which ddp exchanges gradients", "none"
     )
