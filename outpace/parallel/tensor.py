@@ -40,7 +40,7 @@ from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.tensors import hollow, local
-from outpace.parallel.vocabulary import split_linear_loss_sum
+from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 
@@ -77,6 +77,24 @@ class LookedUp(WholeWeights):
         return output.to_local()
 
 
+class SplitRows(ParallelStyle):
+    """The embedding of tokens, split by the vocabulary; its sum over ranks goes to `placement`."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spread(module, "weight", device_mesh, Shard(0))
+        module.forward = partial(self._look_up, module, device_mesh)
+        return module
+
+    def _look_up(self, module: nn.Module, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
+        share = split_embedding(tokens_BS, local(module.weight), first_row(module.weight))
+        summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+        return summed.redistribute(placements=[self.placement]).to_local()
+
+
 class Gathered(ParallelStyle):
     """The first input is gathered from `placement`, once for all matrices that read it."""
 
@@ -90,6 +108,15 @@ class Gathered(ParallelStyle):
 
     def _enter(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
         return gathered(inputs[0], mesh, self.placement), *inputs[1:]
+
+
+def first_row(weight: Tensor) -> int:
+    """The number of this rank's first row of a weight that is split by rows."""
+    assert isinstance(weight, DTensor)
+    _, offset = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    return int(offset[0])
 
 
 def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -188,7 +215,7 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
 def _split_embeddings(embed: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
     """Tokens by the vocabulary; the rest is small, and each rank looks its part up."""
     styles: dict[str, ParallelStyle] = {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "tokens": SplitRows(stream),
         "positions": LookedUp(stream),
         "segments": LookedUp(stream),
         "norm": WholeWeights(stream),
@@ -222,17 +249,13 @@ class SplitObjective(nn.Module):
         # Each rank's rows of the head give a share of the gradient.
         hidden_BSD = hidden.to_local(grad_placements=[Partial()])
         weight, bias = self.model.head_weight, self.model.head_bias
-        assert isinstance(weight, DTensor)
-        _, (first_row, _) = compute_local_shape_and_global_offset(
-            weight.shape, self._mesh, weight.placements
-        )
         targets_N = batch["targets"].flatten()
         loss_sum = split_linear_loss_sum(
             hidden_BSD.flatten(0, -2),
             local(weight),
             None if bias is None else local(bias),
             targets_N,
-            first_row,
+            first_row(weight),
             self._mesh.get_group(),
         )
         return loss_sum, (targets_N != IGNORED).sum()
@@ -267,7 +290,7 @@ class TensorParallel(Sharded):
 
     def _add_shares(self) -> None:
         """Add up the gradients of whole weights that saw parts of the sequence or of the heads."""
-        shared = [p for p in self.model.parameters() if p.grad is not None and _is_share(p.grad)]
+        shared = [p for p in self.model.parameters() if p.grad is not None and _is_share(p)]
         if not shared:
             return
         flat = torch.cat([local(p.grad).flatten() for p in shared])
@@ -287,8 +310,11 @@ class TensorParallel(Sharded):
         return (square + nn.utils.get_total_norm(whole).square()).sqrt()
 
 
-def _is_share(gradient: Tensor) -> bool:
-    return isinstance(gradient, DTensor) and gradient.placements[0].is_partial()
+def _is_share(parameter: nn.Parameter) -> bool:
+    """Whether the gradient is yet to be added up over ranks."""
+    is_share: bool = parameter.grad.placements[0].is_partial()
+    assert is_share or parameter.grad.placements == parameter.placements
+    return is_share
 
 
 def apply(request: Request) -> Layout:
@@ -314,12 +340,14 @@ def apply(request: Request) -> Layout:
 
 def require_splittable(spec: ModelSpec, ranks: int) -> None:
     """Raise BadInputError where heads or the MLP's width cannot be shared evenly."""
+    if -(-spec.vocab // ranks) * (ranks - 1) >= spec.vocab:
+        raise BadInputError(f"tp {ranks} leaves a rank no part of a vocabulary of {spec.vocab}.")
     for name in ("heads", "kv_heads", "ffn"):
         size = getattr(spec, name)
         if size % ranks:
             fits = [n for n in range(ranks, 1, -1) if not (spec.kv_heads % n or spec.ffn % n)]
-            fewer = f"tp {fits[0]}, or " if fits else ""
+            fewer = f"tp {fits[0]} or " if fits else ""
             raise BadInputError(
-                f"tp {ranks} gives each rank as many {name}, but the model has {size}. Use "
-                f"{fewer}a model whose heads, kv_heads and ffn are multiples of {ranks}."
+                f"{ranks} tensor-parallel ranks cannot share {size} {name} evenly. Use {fewer}a "
+                f"model whose heads, kv_heads and ffn are multiples of {ranks}."
             )

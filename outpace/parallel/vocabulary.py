@@ -1,8 +1,8 @@
-"""Cross-entropy over a vocabulary whose rows are split over ranks.
+"""Embedding and cross-entropy over a vocabulary whose rows are split over ranks.
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank has the logits of its own rows, and
-only numbers per token cross the wire: the largest logit, the sum of exponentials and the target's
-logit.
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tokens among its own
+rows, and has the logits of its own rows. Of the loss only numbers per token cross the wire: the
+largest logit, the sum of exponentials and the target's logit.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
 """
@@ -18,6 +18,18 @@ from outpace.nn.block import raised
 from outpace.nn.loss import IGNORED
 
 
+def split_embedding(tokens: Tensor, weight_PD: Tensor, first_row: int) -> Tensor:
+    """Rows of the tokens that are this rank's, zeros for the others: (…, D), a share of the sum.
+
+    `first_row` is the number of this rank's first row in the vocabulary. (DTensor's own embedding
+    gives a gradient with all rows on every rank.)
+    """
+    rows = tokens - first_row
+    elsewhere = (rows < 0) | (rows >= weight_PD.shape[0])
+    found = F.embedding(rows.masked_fill(elsewhere, 0), weight_PD)
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
 def split_linear_loss_sum(
     hidden_ND: Tensor,
     weight_PD: Tensor,
@@ -28,9 +40,8 @@ def split_linear_loss_sum(
 ) -> Tensor:
     """As `linear_loss_sum`, from this rank's rows of the head. Collective over `group`.
 
-    `first_row` is the number of this rank's first row in the vocabulary. `hidden_ND` and
-    `targets_N` are the same on all ranks of the group, and so is the loss. The gradient of
-    `hidden_ND` is this rank's share: the sum over the group is the whole.
+    `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
+    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole.
     """
     logits_NP = F.linear(hidden_ND, weight_PD, bias_P)
     loss_sum: Tensor = SplitCrossEntropySum.apply(  # type: ignore[no-untyped-call]
@@ -49,10 +60,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
         """Two exchanges: the largest logits; the sums of exponentials with the targets' logits."""
         scores_NP = raised(logits_NP.detach())
         rows = scores_NP.shape[1]
-        if rows:
-            largest_N = scores_NP.amax(1)
-        else:
-            largest_N = scores_NP.new_full(targets_N.shape, -torch.inf)
+        largest_N = scores_NP.amax(1)
         dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
         scores_NP = scores_NP - largest_N.unsqueeze(1)
         counts_N = targets_N != IGNORED
