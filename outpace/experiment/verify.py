@@ -28,11 +28,14 @@ TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
 def tiny_spec(processes: int) -> ModelSpec:
     """All that has made trainers wrong before: tied weights, grouped queries, unequal stages.
 
-    Pipelines with two stages on each rank need as many layers; one more makes them unequal.
+    Pipelines with two stages on each rank need as many layers; one more makes them unequal. Tensor
+    parallelism shares the keys' heads.
     """
+    kv_heads = max(2, processes)
     return ModelSpec.parse(
-        {"family": "llama", "layers": max(5, 2 * processes + 1), "hidden": 32, "heads": 4,
-         "kv_heads": 2, "ffn": 48, "vocab": 96, "max_positions": 64, "tied": True},
+        {"family": "llama", "layers": max(5, 2 * processes + 1), "hidden": 16 * kv_heads,
+         "heads": 2 * kv_heads, "kv_heads": kv_heads, "ffn": 24 * kv_heads, "vocab": 96,
+         "max_positions": 64, "tied": True},
         "verify",
     )  # fmt: skip
 

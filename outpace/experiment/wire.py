@@ -35,7 +35,7 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._paused and func.namespace in ("c10d", "_c10d_functional"):
             name = func._opname.strip("_")
-            if not name.startswith(("wait", "barrier", "monitored")):
+            if not name.startswith(("wait", "wrap", "barrier", "monitored")):
                 self.exchanges[name] += 1
                 self.bytes += _given_bytes(name, args)
         return func(*args, **(kwargs or {}))

@@ -200,7 +200,7 @@ def _prepare(
         evaluate=measure,
         callbacks=job.callbacks,
         stop=stop,
-        rank=job.ranks.rank,
+        random_rank=job.plan.random_rank(job.ranks.rank),
         world_size=job.ranks.world_size,
         total_steps=job.total_steps,
         start_step=start_step,

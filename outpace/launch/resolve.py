@@ -75,6 +75,7 @@ def resolve_plan(
             "checkpointing": settings.checkpointing,
             "compile": settings.compile,
             "loss": settings.loss,
+            "sequence_parallel": settings.sequence_parallel,
             "compress_gradients": settings.compress_gradients,
         },
         "plan",

@@ -11,6 +11,7 @@ __all__ = ["Layout", "Pass", "Request", "apply"]
 _FILES = {
     **dict.fromkeys(("zero2", "zero3", "hsdp"), "sharded"),
     **dict.fromkeys(SCHEDULES, "pipeline"),
+    "tp": "tensor",
 }
 
 

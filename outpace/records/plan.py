@@ -12,7 +12,7 @@ from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
     "single", "ddp", "ring", "zero2", "zero3", "hsdp",
-    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev",
+    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -35,6 +35,7 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "zb": ("pp",),
     "zbv": ("pp",),
     "dualpipev": ("pp",),
+    "tp": ("tp",),
 }
 
 
@@ -42,7 +43,7 @@ class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
-    `pp_microbatches` of them under way. fp64 is for proofs.
+    `pp_microbatches` of them under way. `sequence_parallel` belongs to tp. fp64 is for proofs.
     """
 
     strategy: Strategy = "single"
@@ -51,6 +52,7 @@ class Plan(Record):
     cp: PositiveInt = 1
     tp: PositiveInt = 1
     pp: PositiveInt = 1
+    sequence_parallel: bool = True
     micro_batch: PositiveInt = 1
     pp_microbatches: PositiveInt = 1
     precision: Precision = "fp32"
@@ -110,6 +112,10 @@ class Plan(Record):
         Ranks are laid out as pp × dp_replicate × dp_shard × cp × tp, the last closest together.
         """
         return rank // (self.cp * self.tp) % self.data_parallel
+
+    def random_rank(self, rank: int) -> int:
+        """Whose random numbers `rank` draws: the ranks of a tensor-parallel group are as one."""
+        return rank // self.tp
 
     @property
     def mesh(self) -> str:

@@ -153,6 +153,9 @@ class TrainSettings(Record):
     pp_microbatches: PositiveInt | None = _field(
         "computation", "micro-batches under way in a pipeline (default: one a stage)"
     )
+    sequence_parallel: bool = _field(
+        "computation", "split the sequence between tp's layers too", True
+    )
     compress_gradients: Literal["none", "bf16"] = _field(
         "computation", "dtype in which ddp exchanges gradients", "none"
     )

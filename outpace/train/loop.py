@@ -33,7 +33,7 @@ class Loop:
     evaluate: Callable[[int], Evaluation | None]
     callbacks: Sequence[Callback]
     stop: StopSignal
-    rank: int
+    random_rank: int
     world_size: int
     total_steps: int
     start_step: int
@@ -72,7 +72,7 @@ class Loop:
         settings = self.settings
         self.stepper.begin()
         batches = next(self.steps)
-        seed_step(settings.seed, step, self.rank, self.device)
+        seed_step(settings.seed, step, self.random_rank, self.device)
         rate = learning_rate(settings, step - 1, self.total_steps)
         return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 

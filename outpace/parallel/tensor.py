@@ -1,0 +1,363 @@
+"""Tensor and sequence parallelism: each layer's matrices split over ranks.
+
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: queries, keys, values and the MLP's first
+matrices are split by columns (whole heads), what follows them by rows, embedding and head by the
+vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: between them, where all ranks would compute
+the same, each has a part of the sequence; an all-reduce becomes a reduce-scatter and an all-gather.
+
+The residual stream is a plain tensor on each rank: a part of the sequence, or without sequence
+parallelism the whole. Modules turn it into DTensors at their doors.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from outpace.nn.block import lowered
+from outpace.nn.loss import IGNORED, LanguageModelObjective
+from outpace.nn.transformer import Transformer
+from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.tensors import hollow, local
+from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+
+
+class WholeWeights(ParallelStyle):
+    """Weights whole on every rank; inputs and outputs spread over ranks as `placement` says."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicate(module, device_mesh)
+        return distribute_module(module, device_mesh, None, self._enter, self._leave)
+
+    def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        x = DTensor.from_local(inputs[0], mesh, [self.placement], run_check=False)
+        return x, *inputs[1:]
+
+    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(placements=[self.placement]).to_local()
+
+
+class LookedUp(WholeWeights):
+    """An embedding whose weights are whole; ranks look up their parts of whole (…, S) numbers."""
+
+    def _enter(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        numbers = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+        if self.placement.is_shard():
+            numbers = numbers.redistribute(placements=[Shard(inputs[0].ndim - 1)])
+        return (numbers,)
+
+    def _leave(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.to_local()
+
+
+class SplitRows(ParallelStyle):
+    """The embedding of tokens, split by the vocabulary; its sum over ranks goes to `placement`."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spread(module, "weight", device_mesh, Shard(0))
+        module.forward = partial(self._look_up, module, device_mesh)
+        return module
+
+    def _look_up(self, module: nn.Module, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
+        weight = module.get_parameter("weight")
+        share = split_embedding(tokens_BS, local(weight), first_row(weight))
+        summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+        return summed.redistribute(placements=[self.placement]).to_local()
+
+
+class Gathered(ParallelStyle):
+    """The first input is gathered from `placement`, once for all matrices that read it."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__()
+        self.placement = placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(self._enter, device_mesh))
+        return module
+
+    def _enter(self, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+        return gathered(inputs[0], mesh, self.placement), *inputs[1:]
+
+
+def first_row(weight: Tensor) -> int:
+    """The number of this rank's first row of a weight that is split by rows."""
+    assert isinstance(weight, DTensor)
+    _, offset = compute_local_shape_and_global_offset(
+        weight.shape, weight.device_mesh, weight.placements
+    )
+    return int(offset[0])
+
+
+def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    """The whole of an activation, in autocast's dtype before it crosses the wire."""
+    spread = DTensor.from_local(lowered(part), mesh, [placement], run_check=False)
+    return spread.redistribute(placements=[Replicate()])
+
+
+class OwnRandom(ParallelStyle):
+    """Dropout on a part of what is dropped from: each rank draws its own mask."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.forward = partial(_draw_apart, module, module.forward, device_mesh.get_local_rank())
+        return module
+
+
+def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *args: Any) -> Any:
+    if not module.training:
+        return forward(*args)
+    with own_random(args[0].device, index):
+        return forward(*args)
+
+
+@contextmanager
+def own_random(device: torch.device, index: int) -> Iterator[None]:
+    """Random numbers of this rank's own; outside, all ranks of the group draw alike.
+
+    The seed comes from the common generator, so that recomputed activations find it again.
+    """
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + index)
+        yield
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make all of a module's parameters DTensors that every rank holds whole."""
+    for part in module.modules():
+        for name, _ in list(part.named_parameters(recurse=False)):
+            spread(part, name, mesh, Replicate())
+
+
+def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Make a parameter a DTensor. All ranks hold the same values already, so nothing is sent."""
+    given = getattr(module, name)
+    tensor = distribute_tensor(given.detach(), mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(tensor, given.requires_grad))
+
+
+def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]:
+    """How the parts of a block are split, by their names in it."""
+    styles: dict[str, ParallelStyle] = {
+        "attention_norm": WholeWeights(stream),
+        "attention": Gathered(stream),
+        "attention.out": RowwiseParallel(output_layouts=stream),
+        "mlp_norm": WholeWeights(stream),
+        "mlp": Gathered(stream),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=stream),
+    }
+    styles |= {f"attention.{part}": ColwiseParallel() for part in "qkv"}
+    if spec.gated:
+        styles["mlp.gate"] = ColwiseParallel()
+    if spec.qk_norm:
+        # Each rank has its own heads, (B, H, S, C).
+        heads = Shard(1)
+        styles |= {f"attention.{part}_norm": WholeWeights(heads) for part in "qk"}
+    return styles
+
+
+def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None:
+    """Split a Transformer in place over the ranks of `mesh`."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, block_styles(model.spec, stream), src_data_rank=None)
+    _split_embeddings(model.embed, mesh, stream)
+    if model.final_norm is not None:
+        parallelize_module(model.final_norm, mesh, WholeWeights(stream))
+    if model.head_transform is not None:
+        replicate(model.head_transform, mesh)
+        parallelize_module(model.head_transform, mesh, Gathered(stream))
+    if model.head is not None:
+        spread(model.head, "weight", mesh, Shard(0))
+    if model.head_bias is not None:
+        spread(model, "head_bias", mesh, Shard(0))
+    if model.spec.dropout:
+        blocks: Any = model.blocks
+        for block in blocks:
+            parallelize_module(block.attention, mesh, OwnRandom())
+            if stream.is_shard():
+                parallelize_module(block.dropout, mesh, OwnRandom())
+
+
+def _split_embeddings(embed: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
+    """Tokens by the vocabulary; the rest is small, and each rank looks its part up."""
+    styles: dict[str, ParallelStyle] = {
+        "tokens": SplitRows(stream),
+        "positions": LookedUp(stream),
+        "segments": LookedUp(stream),
+        "norm": WholeWeights(stream),
+    }
+    if stream.is_shard() and getattr(embed.dropout, "p", False):
+        styles["dropout"] = OwnRandom()
+    held = {name: style for name, style in styles.items() if getattr(embed, name) is not None}
+    parallelize_module(embed, mesh, held, src_data_rank=None)
+
+
+class SplitObjective(nn.Module):
+    """The model with a loss over a vocabulary that is split over `mesh`."""
+
+    def __init__(self, model: Transformer, mesh: DeviceMesh, stream: Placement) -> None:
+        super().__init__()
+        self.model = model
+        self._mesh = mesh
+        self._stream = stream
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """As LanguageModelObjective's, with the same loss and count on all ranks of the mesh."""
+        self._check_length(batch["tokens"].shape[1])
+        hidden = self.model(
+            batch["tokens"],
+            batch.get("documents"),
+            batch.get("segments"),
+            batch.get("padding_mask"),
+        )
+        if not isinstance(hidden, DTensor):
+            hidden = gathered(hidden, self._mesh, self._stream)
+        # Each rank's rows of the head give a share of the gradient.
+        hidden_BSD = hidden.to_local(grad_placements=[Partial()])
+        weight, bias = self.model.head_weight, self.model.head_bias
+        targets_N = batch["targets"].flatten()
+        loss_sum = split_linear_loss_sum(
+            hidden_BSD.flatten(0, -2),
+            local(weight),
+            None if bias is None else local(bias),
+            targets_N,
+            first_row(weight),
+            self._mesh.get_group(),
+        )
+        return loss_sum, (targets_N != IGNORED).sum()
+
+    def _check_length(self, length: int) -> None:
+        ranks = self._mesh.size()
+        if self._stream.is_shard() and length % ranks:
+            raise BadInputError(
+                f"sequence parallelism splits each sequence over {ranks} ranks, but {length} "
+                f"tokens are no multiple of {ranks}. Use --seq-len {-(-length // ranks) * ranks}, "
+                "or --no-sequence-parallel."
+            )
+
+
+class TensorParallel(Sharded):
+    """A Transformer split over the ranks of `mesh`, which all read the same samples."""
+
+    def __init__(self, objective: SplitObjective, whole: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(objective, whole, mesh.get_group())
+        # Every rank sees the loss of all samples: one tells it.
+        self._tells = mesh.get_local_rank() == 0
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As Layout's, with what is left to add up added up once a step."""
+        totals = super().gradients(batches, given)
+        self._add_shares()
+        return totals * self._tells
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """As Layout's; the group's first rank tells."""
+        return super().evaluate(batch, given) * self._tells
+
+    def _add_shares(self) -> None:
+        """Add up the gradients of whole weights that saw parts of the sequence or of the heads."""
+        shared = [p for p in self.model.parameters() if p.grad is not None and _is_share(p)]
+        if not shared:
+            return
+        flat = torch.cat([_gradient(p).to_local().flatten() for p in shared])
+        dist.all_reduce(flat, group=self._group)
+        for p, summed in zip(shared, flat.split([p.numel() for p in shared]), strict=True):
+            like = _spread(p)
+            p.grad = DTensor.from_local(
+                summed.view(p.shape), like.device_mesh, like.placements, run_check=False
+            )
+
+    def total_norm(self) -> Tensor:
+        """Split weights' squares are added up over the group; whole weights count once."""
+        held = [p for _, p in self.named_parameters() if p.grad is not None]
+        split = [_gradient(p).to_local() for p in held if _spread(p).placements[0].is_shard()]
+        whole = [_gradient(p).to_local() for p in held if not _spread(p).placements[0].is_shard()]
+        square = nn.utils.get_total_norm(split).square()
+        dist.all_reduce(square, group=self._group)
+        return (square + nn.utils.get_total_norm(whole).square()).sqrt()
+
+
+def _is_share(parameter: nn.Parameter) -> bool:
+    """Whether the gradient is yet to be added up over ranks."""
+    placements = _gradient(parameter).placements
+    is_share: bool = placements[0].is_partial()
+    assert is_share or placements == _spread(parameter).placements
+    return is_share
+
+
+def _spread(parameter: nn.Parameter) -> DTensor:
+    assert isinstance(parameter, DTensor)
+    return parameter
+
+
+def _gradient(parameter: nn.Parameter) -> DTensor:
+    assert isinstance(parameter.grad, DTensor)
+    return parameter.grad
+
+
+def apply(request: Request) -> Layout:
+    """Split the model over the ranks of the plan."""
+    objective, plan = request.objective, request.plan
+    if not isinstance(objective, LanguageModelObjective):
+        raise BadInputError(
+            "strategy tp knows which matrices to split in outpace's own transformers only, not in "
+            "a person's own model. Use zero3, which splits any parameters."
+        )
+    require_splittable(objective.model.spec, plan.tp)
+    if plan.loss == "chunked":
+        raise BadInputError(
+            f"--loss chunked does not go with tp: its logits are split over {plan.tp} ranks "
+            "instead. Leave --loss out."
+        )
+    mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
+    stream = Shard(1) if plan.sequence_parallel else Replicate()
+    copied = hollow(objective.model)
+    split_model(objective.model, mesh, stream)
+    return TensorParallel(SplitObjective(objective.model, mesh, stream), copied, mesh)
+
+
+def require_splittable(spec: ModelSpec, ranks: int) -> None:
+    """Raise BadInputError where heads or the MLP's width cannot be shared evenly."""
+    if -(-spec.vocab // ranks) * (ranks - 1) >= spec.vocab:
+        raise BadInputError(f"tp {ranks} leaves a rank no part of a vocabulary of {spec.vocab}.")
+    for name in ("heads", "kv_heads", "ffn"):
+        size = getattr(spec, name)
+        if size % ranks:
+            fits = [n for n in range(ranks, 1, -1) if not (spec.kv_heads % n or spec.ffn % n)]
+            fewer = f"tp {fits[0]} or " if fits else ""
+            raise BadInputError(
+                f"{ranks} tensor-parallel ranks cannot share {size} {name} evenly. Use {fewer}a "
+                f"model whose heads, kv_heads and ffn are multiples of {ranks}."
+            )

@@ -1,0 +1,85 @@
+"""Embedding and cross-entropy over a vocabulary whose rows are split over ranks.
+
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tokens among its own
+rows, and has the logits of its own rows. Of the loss only numbers per token cross the wire: the
+largest logit, the sum of exponentials and the target's logit.
+
+Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.nn.block import raised
+from outpace.nn.loss import IGNORED
+
+
+def split_embedding(tokens: Tensor, weight_PD: Tensor, first_row: int) -> Tensor:
+    """Rows of the tokens that are this rank's, zeros for the others: (…, D), a share of the sum.
+
+    `first_row` is the number of this rank's first row in the vocabulary. (DTensor's own embedding
+    gives a gradient with all rows on every rank.)
+    """
+    rows = tokens - first_row
+    elsewhere = (rows < 0) | (rows >= weight_PD.shape[0])
+    found = F.embedding(rows.masked_fill(elsewhere, 0), weight_PD)
+    return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def split_linear_loss_sum(
+    hidden_ND: Tensor,
+    weight_PD: Tensor,
+    bias_P: Tensor | None,
+    targets_N: Tensor,
+    first_row: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """As `linear_loss_sum`, from this rank's rows of the head. Collective over `group`.
+
+    `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
+    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole.
+    """
+    logits_NP = F.linear(hidden_ND, weight_PD, bias_P)
+    loss_sum: Tensor = SplitCrossEntropySum.apply(  # type: ignore[no-untyped-call]
+        logits_NP, targets_N, first_row, group
+    )
+    return loss_sum
+
+
+class SplitCrossEntropySum(torch.autograd.Function):
+    """Sum over targets of log Σ exp(logits) − logits[target], in fp32 or fp64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Two exchanges: the largest logits; the sums of exponentials with the targets' logits."""
+        scores_NP = raised(logits_NP.detach())
+        rows = scores_NP.shape[1]
+        largest_N = scores_NP.amax(1)
+        dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+        scores_NP = scores_NP - largest_N.unsqueeze(1)
+        counts_N = targets_N != IGNORED
+        here_N = counts_N & (targets_N >= first_row) & (targets_N < first_row + rows)
+        (at,) = here_N.nonzero(as_tuple=True)
+        column = targets_N[at] - first_row
+        sums_2N = scores_NP.new_zeros(2, targets_N.shape[0])
+        sums_2N[1, at] = scores_NP[at, column]
+        exps_NP = scores_NP.exp_()
+        sums_2N[0] = exps_NP.sum(1)
+        dist.all_reduce(sums_2N, group=group)
+        ctx.save_for_backward(exps_NP, sums_2N[0], counts_N, at, column)
+        ctx.dtype = logits_NP.dtype
+        return ((sums_2N[0].log() - sums_2N[1]) * counts_N).sum()
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """softmax − one-hot, where there is a target; nothing is exchanged."""
+        exps_NP, sums_N, counts_N, at, column = ctx.saved_tensors
+        grad_NP = exps_NP * (counts_N * loss_grad / sums_N).unsqueeze(1)
+        grad_NP[at, column] -= loss_grad
+        return grad_NP.to(ctx.dtype), None, None, None
