@@ -76,6 +76,7 @@ def resolve_plan(
             "compile": settings.compile,
             "loss": settings.loss,
             "compress_gradients": settings.compress_gradients,
+            "bucket_mib": settings.bucket_mib,
         },
         "plan",
     )

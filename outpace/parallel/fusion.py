@@ -18,7 +18,9 @@ class Fused:
     leaves the parameter alone as it would in a single process.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None
+    ) -> None:
         self.parameters = tuple(parameters)
         sizes = [parameter.numel() for parameter in self.parameters]
         first = self.parameters[0]
