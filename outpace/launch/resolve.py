@@ -77,6 +77,7 @@ def resolve_plan(
             "loss": settings.loss,
             "sequence_parallel": settings.sequence_parallel,
             "compress_gradients": settings.compress_gradients,
+            "bucket_mib": settings.bucket_mib,
         },
         "plan",
     )

@@ -157,7 +157,10 @@ class TrainSettings(Record):
         "computation", "split the sequence between tp's layers too", True
     )
     compress_gradients: Literal["none", "bf16"] = _field(
-        "computation", "dtype in which ddp exchanges gradients", "none"
+        "computation", "dtype in which ddp and ring exchange gradients", "none"
+    )
+    bucket_mib: PositiveInt = _field(
+        "computation", "MiB of gradients that ddp and ring exchange at once", 25
     )
     nproc: PositiveInt | None = _field("computation", "processes to start on this host")
     device: Literal["auto", "cpu", "cuda", "mps"] = _field(
