@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
-    "single", "ddp", "ring", "zero2", "zero3", "hsdp",
+    "single", "dp", "ddp", "ring", "zero2", "zero3", "hsdp",
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
@@ -22,6 +22,7 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 # The axes that a strategy splits; the last takes the ranks that are left, the others two each.
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "single": (),
+    "dp": ("dp_replicate",),
     "ddp": ("dp_replicate",),
     "ring": ("dp_replicate",),
     "zero2": ("dp_shard",),
@@ -104,11 +105,23 @@ class Plan(Record):
         schedule = SCHEDULES.get(self.strategy)
         return 1 if schedule is None else self.pp * schedule.stages_per_rank
 
-    def data_rank(self, rank: int) -> int:
-        """Which share of a global batch `rank` reads.
+    @property
+    def readers(self) -> int:
+        """The number of ranks that read different samples."""
+        return 1 if self.strategy == "dp" else self.data_parallel
+
+    @property
+    def samples_read(self) -> int:
+        """Samples that a reader reads at once; under dp those of all ranks."""
+        return self.samples_per_pass * self.data_parallel // self.readers
+
+    def data_rank(self, rank: int) -> int | None:
+        """Which of the readers' shares of a global batch `rank` reads; None if it reads nothing.
 
         Ranks are laid out as pp × dp_replicate × dp_shard × cp × tp, the last closest together.
         """
+        if self.strategy == "dp":
+            return 0 if rank == 0 else None
         return rank // (self.cp * self.tp) % self.data_parallel
 
     @property
