@@ -8,7 +8,7 @@ output is the last hidden state: rank 0 computes the head as well as the loss.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from outpace.nn.loss import LanguageModelObjective
 from outpace.parallel.api import Batch, Build, Layout, Pass, Request
 from outpace.parallel.fusion import fuse
+from outpace.parallel.tensors import by_dtype, joined, spread
 from outpace.parallel.witness import Witness
 from outpace.records.errors import BadInputError
 
-_NO_LIMIT = 2**63
 # For each tensor of a micro-batch that the model needs: name, shape and dtype.
 Form = list[tuple[str, torch.Size, torch.dtype]]
 
@@ -42,7 +42,7 @@ class DataParallel(Layout):
         self._witness = Witness(request.device)
         self._form: Form | None = None
         trainable = [p for p in request.objective.parameters() if p.requires_grad]
-        self._fused = fuse(trainable, _NO_LIMIT)
+        self._fused = fuse(trainable)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """Parameters are stepped on rank 0 only."""
@@ -105,13 +105,11 @@ class DataParallel(Layout):
     @torch.no_grad()
     def _replicate(self) -> None:
         """Give all ranks rank 0's weights, in one message for each dtype."""
-        held = [*self.objective.parameters(), *self.objective.buffers()]
-        for dtype in dict.fromkeys(tensor.dtype for tensor in held):
-            alike = [tensor for tensor in held if tensor.dtype == dtype]
-            message = torch.cat([tensor.flatten() for tensor in alike])
+        for alike in by_dtype([*self.objective.parameters(), *self.objective.buffers()]):
+            message = joined(alike)
             dist.broadcast(message, 0)
             if not self._first:
-                _spread(message, alike)
+                spread(message, alike)
 
     def _scatter(self, batch: Batch) -> dict[str, Tensor]:
         """This rank's micro-batch, without targets: bytes, as its tensors differ in dtype."""
@@ -184,14 +182,6 @@ class DataParallel(Layout):
     def agree(self, found_inf: Tensor) -> None:
         """Only rank 0 has seen gradients."""
         dist.broadcast(found_inf, 0)
-
-
-def _spread(message: Tensor, into: Iterable[Tensor]) -> None:
-    """Copy a message's parts to where they belong."""
-    at = 0
-    for tensor in into:
-        tensor.copy_(message[at : at + tensor.numel()].view(tensor.shape))
-        at += tensor.numel()
 
 
 def _show(form: Form) -> str:

@@ -153,6 +153,12 @@ class TrainSettings(Record):
     pp_microbatches: PositiveInt | None = _field(
         "computation", "micro-batches under way in a pipeline (default: one a stage)"
     )
+    servers: PositiveInt | None = _field(
+        "computation", "parameter servers of strategy ps, the last ranks (default: 1)"
+    )
+    server_updates: bool = _field(
+        "computation", "parameter servers step the optimizer, rather than the workers", False
+    )
     compress_gradients: Literal["none", "bf16"] = _field(
         "computation", "dtype in which ddp and ring exchange gradients", "none"
     )
