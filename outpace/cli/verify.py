@@ -27,7 +27,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     import torch
 
     from outpace.experiment.parity import Trial
-    from outpace.experiment.verify import plan_for, tiny_spec, verify
+    from outpace.experiment.verify import plan_for, tiny_spec, variants, verify
     from outpace.interop.models import open_model
     from outpace.launch.group import process_groups
 
@@ -39,7 +39,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.plan is not None:
         plans = [Plan.load(arguments.plan)]
     else:
-        plans = [plan_for(name, ranks.world_size, trial, "fp64") for name in strategies]
+        plans = [
+            plan
+            for name in strategies
+            for plan in variants(plan_for(name, ranks.world_size, trial, "fp64"))
+        ]
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups)
     if ranks.rank == 0:

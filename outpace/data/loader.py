@@ -23,7 +23,8 @@ class Loader:
 
     Slot s of a global batch goes to accumulation pass a and rank r with
     s // micro_batch = a · data_parallel + r. So the samples of a step do not depend on the number
-    of ranks, of workers, or on where training was resumed.
+    of ranks, of workers, or on where training was resumed. A rank of None reads nothing, and has
+    None for each micro-batch.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Loader:
         seed: int,
         global_batch: int,
         micro_batch: int,
-        rank: int,
+        rank: int | None,
         data_parallel: int,
         start_step: int,
         total_steps: int,
@@ -48,17 +49,21 @@ class Loader:
             seed,
             global_batch,
             micro_batch,
-            rank,
+            rank or 0,
             data_parallel,
             start_step,
             total_steps,
         )
+        self._reads = rank is not None
         self._workers = workers
         self._pin = pin_memory
         self._device = device
         self._running: Any = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
+        if not self._reads:
+            yield from self._slots.nothing()
+            return
         batches = self._background() if self._workers else self._foreground()
         if self._device.type == "cuda":
             yield from self._ahead(self._steps(batches))
@@ -149,6 +154,11 @@ class _Slots:
             keys = self._dataset.locate(self._seed, positions.reshape(-1))
             for first in range(0, len(keys), self._slots.shape[1]):
                 yield keys[first : first + self._slots.shape[1]]
+
+    def nothing(self) -> Iterator[list[None]]:
+        """As many micro-batches and steps as there are, without samples."""
+        for _ in self._steps:
+            yield [None] * self.passes
 
     def __len__(self) -> int:
         return len(self._steps) * self.passes

@@ -123,15 +123,16 @@ def _step_of(
 
 
 def _state(
-    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
     """Copies of all parameters and of the optimizer's moments, whole. Collective."""
     found: dict[str, dict[str, Tensor]] = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    state = {} if optimizer is None else optimizer.state
     for name, parameter in named:
         found["parameter"][name] = whole(parameter.detach()).clone()
         for kind in ("exp_avg", "exp_avg_sq"):
-            if parameter in optimizer.state:
-                found[kind][name] = whole(optimizer.state[parameter][kind]).clone()
+            if parameter in state:
+                found[kind][name] = whole(state[parameter][kind]).clone()
     return found
 
 
@@ -150,7 +151,7 @@ def planned(
     device = torch.device("cpu")
     settings = trial.settings()
     layout = apply(Request(trial.objective(plan), plan, ranks, device))
-    optimizer = make_optimizer(layout.named_parameters(), settings)
+    optimizer = make_optimizer(layout.named_parameters(), settings, layout.make_optimizer)
     spoil(layout)
     seen: dict[str, Tensor] = {}
     used: dict[str, Tensor] = {}
@@ -182,8 +183,16 @@ def planned(
         with wire if step == trial.steps else nullcontext():
             raw = stepper.run(step, trial.lr, shares(batch, plan, ranks.rank), lambda: False)
         held = _step_of(dict(used), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm)
-        trace.steps.append({**held, **_state(layout.named_parameters(), optimizer)})
+        trace.steps.append({**held, **_state(*_counting(layout, optimizer))})
     return trace
+
+
+def _counting(
+    layout: Layout, optimizer: torch.optim.Optimizer
+) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
+    """This rank's parameters and optimizer, where a checkpoint would have them from it."""
+    model, holder = layout.saved(optimizer)
+    return (() if model is None else layout.named_parameters()), holder
 
 
 def _watch_use(model: nn.Module, used: dict[str, Tensor], wire: Wire) -> None:
@@ -203,11 +212,13 @@ def _watch_use(model: nn.Module, used: dict[str, Tensor], wire: Wire) -> None:
             module.register_forward_pre_hook(copy(name))
 
 
-def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
+def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
     """A rank's micro-batches of a global batch, in the order in which the loader gives them."""
-    size, degree = plan.samples_per_pass, plan.data_parallel
+    size, degree = plan.samples_read, plan.readers
     first = plan.data_rank(rank)
     samples = len(batch["tokens"])
+    if first is None:
+        return [None] * plan.accumulation(samples)
     begins = range(first * size, samples, degree * size)
     return [{name: part[begin : begin + size] for name, part in batch.items()} for begin in begins]
 

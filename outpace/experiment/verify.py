@@ -18,7 +18,7 @@ from outpace.records.certificate import Certificate, Verdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import Plan, Precision, Strategy, fill_axes
+from outpace.records.plan import Plan, Precision, Strategy, count_servers, fill_axes
 from outpace.records.ranks import Ranks
 
 # In fp64 rounding passes and a wrong factor cannot.
@@ -42,7 +42,9 @@ def tiny_spec(processes: int) -> ModelSpec:
 
 def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Precision) -> Plan:
     """A strategy on all ranks, with two accumulation steps."""
-    sizes = fill_axes(strategy, 1 if strategy == "single" else world_size, {})
+    # As many servers as workers, so that both share.
+    servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
+    sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     samples, left = divmod(trial.global_batch, 2 * shares)
     if left or not samples:
@@ -52,7 +54,14 @@ def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Preci
         )
     parts = default_microbatches(strategy, sizes["pp"], samples)
     values = {"micro_batch": samples // parts, "pp_microbatches": parts, "precision": precision}
-    return Plan.parse({"strategy": strategy, **sizes, **values}, "verify")
+    return Plan.parse({"strategy": strategy, "servers": servers, **sizes, **values}, "verify")
+
+
+def variants(plan: Plan) -> list[Plan]:
+    """A plan, and what else its strategy's name stands for."""
+    if plan.strategy != "ps":
+        return [plan]
+    return [plan, plan.model_copy(update={"server_updates": True})]
 
 
 def verify(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -41,14 +42,21 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_READ_SECOND = ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")
+
+
+def _is_root(args: Any) -> bool:
+    """Whether a broadcast starts from this rank."""
+    _, group, root, *_ = args
+    return bool(dist.ProcessGroup.unbox(group).rank() == root)
+
+
 def _given_bytes(name: str, args: Any) -> int:
     """Of the tensors that a collective reads."""
     given = args
-    if name.startswith(
-        ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter", "alltoall")
-    ):
+    if name.startswith(_READ_SECOND):
         given = args[1:2]  # after the tensors that it writes
-    elif name.startswith("recv"):
+    elif name.startswith("recv") or (name.startswith("broadcast") and not _is_root(args)):
         return 0
     tensors = [leaf for leaf in tree_leaves(list(given)) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)

@@ -174,10 +174,10 @@ def _prepare(
     if plan.compile:
         compile_blocks(objective.model)
     layout = apply(Request(objective, plan, job.ranks, device))
-    optimizer = make_optimizer(layout.named_parameters(), settings)
+    optimizer = make_optimizer(layout.named_parameters(), settings, layout.make_optimizer)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
-    progress = _restore(job, checkpointer, layout.model, optimizer, mixed)
+    progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
     job.groups.once(lambda: _take_up(job, record, start_step))
     stepper = _stepper(job, layout, optimizer, mixed)
@@ -262,8 +262,8 @@ def _checkpointer(job: Job) -> Checkpointer:
 def _restore(
     job: Job,
     checkpointer: Checkpointer,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
     mixed: Mixed,
 ) -> Progress | None:
     """Load the newest intact checkpoint of a run that is resumed."""
@@ -323,9 +323,9 @@ def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader
         data,
         seed=settings.seed,
         global_batch=settings.global_batch,
-        micro_batch=job.plan.samples_per_pass,
+        micro_batch=job.plan.samples_read,
         rank=job.plan.data_rank(job.ranks.rank),
-        data_parallel=job.plan.data_parallel,
+        data_parallel=job.plan.readers,
         start_step=start_step,
         total_steps=total_steps,
         workers=settings.workers,

@@ -11,7 +11,7 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import Plan, Strategy, fill_axes
+from outpace.records.plan import Plan, Strategy, count_servers, fill_axes
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.precision import default_precision
@@ -65,11 +65,14 @@ def resolve_plan(
     """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
     asked = {axis: getattr(settings, axis) for axis in ("dp_replicate", "dp_shard", "pp")}
-    sizes = fill_axes(strategy, ranks.world_size, asked)
+    servers = count_servers(strategy, ranks.world_size, settings.servers)
+    sizes = fill_axes(strategy, ranks.world_size - servers, asked)
     plan = Plan.parse(
         {
             "strategy": strategy,
             **sizes,
+            "servers": servers,
+            "server_updates": settings.server_updates,
             **_micro_batches(settings, strategy, sizes),
             "precision": settings.precision or default_precision(device, machine),
             "checkpointing": settings.checkpointing,

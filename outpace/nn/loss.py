@@ -63,13 +63,17 @@ class LanguageModelObjective(nn.Module):
         `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
         and optionally `documents` (B, S), `segments` (B, S) and `padding_mask` (B, S).
         """
-        hidden_BSD = self.model(
+        return self.loss_of(self.hidden_of(batch), batch["targets"])
+
+    def hidden_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """The model's hidden states (B, S, D), for which targets are not needed."""
+        hidden_BSD: Tensor = self.model(
             batch["tokens"],
             batch.get("documents"),
             batch.get("segments"),
             batch.get("padding_mask"),
         )
-        return self.loss_of(hidden_BSD, batch["targets"])
+        return hidden_BSD
 
     def loss_of(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward`, from the model's hidden states."""

@@ -14,6 +14,8 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
 Batch = Any
+# Makes an optimizer of parameter groups, as torch.optim's classes do.
+Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,20 @@ class Layout:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, by their names in a single process."""
         yield from self.model.named_parameters()
+
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """The optimizer of this rank; `build` makes one of groups of its parameters."""
+        return build(groups)
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """What of the run's state lies on this rank, to be saved, or filled from a checkpoint.
+
+        The module with its weights and the optimizer with its state, None where it has none that
+        counts.
+        """
+        return self.model, optimizer
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """Forward and backward of this rank's micro-batches of one step.

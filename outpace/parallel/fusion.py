@@ -57,7 +57,9 @@ class Fused:
 
 
 def fuse(
-    parameters: Iterable[nn.Parameter], limit_bytes: int, dtype: torch.dtype | None = None
+    parameters: Iterable[nn.Parameter],
+    limit_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Fused]:
     """Buffers of at most `limit_bytes` of gradients, parameters in the order given.
 
@@ -68,8 +70,8 @@ def fuse(
     filled = 0
     for parameter in parameters:
         size = parameter.numel() * (dtype or parameter.dtype).itemsize
-        fits = groups and filled + size <= limit_bytes and _alike(groups[-1][0], parameter)
-        if fits:
+        within = limit_bytes is None or filled + size <= limit_bytes
+        if groups and within and _alike(groups[-1][0], parameter):
             groups[-1].append(parameter)
             filled += size
         else:

@@ -1,6 +1,8 @@
 """A tensor that may be spread over ranks: its part here, and the whole."""
 
 import copy
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,3 +35,35 @@ def make_equal(module: nn.Module) -> None:
     """Give all ranks rank 0's parameters and buffers. Collective."""
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor, 0)
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors of each dtype, in the order given."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """All values of tensors of one dtype, one after the other: a message."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+@torch.no_grad()
+def spread(message: Tensor, into: Iterable[Tensor]) -> None:
+    """Copy what was `joined` to where it belongs."""
+    at = 0
+    for tensor in into:
+        tensor.copy_(message[at : at + tensor.numel()].view(tensor.shape))
+        at += tensor.numel()
+
+
+def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
+    """Let a module forget its parameters, but for those `kept`, and its buffers."""
+    ids = {id(tensor) for tensor in kept}
+    for part in module.modules():
+        registers: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for register in registers:
+            for name, tensor in register.items():
+                register[name] = tensor if id(tensor) in ids else None

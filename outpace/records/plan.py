@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
-    "single", "ddp", "ring", "zero2", "zero3", "hsdp",
+    "single", "dp", "ps", "ddp", "ring", "zero2", "zero3", "hsdp",
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
@@ -22,6 +22,8 @@ AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 # The axes that a strategy splits; the last takes the ranks that are left, the others two each.
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "single": (),
+    "dp": ("dp_replicate",),
+    "ps": ("dp_replicate",),
     "ddp": ("dp_replicate",),
     "ring": ("dp_replicate",),
     "zero2": ("dp_shard",),
@@ -44,6 +46,8 @@ class Plan(Record):
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
     `pp_microbatches` of them under way. `sequence_parallel` belongs to tp. fp64 is for proofs.
+    Parameter servers are ranks beside the axes; with `server_updates` they step the optimizer,
+    else workers do.
     """
 
     strategy: Strategy = "single"
@@ -53,6 +57,8 @@ class Plan(Record):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     sequence_parallel: bool = True
+    servers: NonNegativeInt = 0
+    server_updates: bool = False
     micro_batch: PositiveInt = 1
     pp_microbatches: PositiveInt = 1
     precision: Precision = "fp32"
@@ -75,6 +81,13 @@ class Plan(Record):
         )
         if why_not is not None:
             raise ValueError(why_not)
+        if self.strategy == "ps" and self.servers == 0:
+            raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
+        if self.strategy != "ps" and (self.servers or self.server_updates):
+            raise ValueError(
+                f"servers is {self.servers} and server_updates {self.server_updates}, but strategy "
+                f"{self.strategy} has no servers. Use strategy ps, or leave both out"
+            )
         for axis in AXES:
             size = getattr(self, axis)
             if size > 1 and axis not in SPLITS[self.strategy]:
@@ -88,7 +101,8 @@ class Plan(Record):
     @property
     def world_size(self) -> int:
         """The number of processes that this plan is for."""
-        return math.prod(getattr(self, axis) for axis in AXES)
+        on_axes: int = math.prod(getattr(self, axis) for axis in AXES)
+        return on_axes + self.servers
 
     @property
     def data_parallel(self) -> int:
@@ -106,11 +120,26 @@ class Plan(Record):
         schedule = SCHEDULES.get(self.strategy)
         return 1 if schedule is None else self.pp * schedule.stages_per_rank
 
-    def data_rank(self, rank: int) -> int:
-        """Which share of a global batch `rank` reads.
+    @property
+    def readers(self) -> int:
+        """The number of ranks that read different samples."""
+        return 1 if self.strategy == "dp" else self.data_parallel
+
+    @property
+    def samples_read(self) -> int:
+        """Samples that a reader reads at once; under dp those of all ranks."""
+        return self.samples_per_pass * self.data_parallel // self.readers
+
+    def data_rank(self, rank: int) -> int | None:
+        """Which of the readers' shares of a global batch `rank` reads; None if it reads nothing.
 
         Ranks are laid out as pp × dp_replicate × dp_shard × cp × tp, the last closest together.
+        Servers come after them.
         """
+        if rank >= self.world_size - self.servers:
+            return None
+        if self.strategy == "dp":
+            return 0 if rank == 0 else None
         return rank // (self.cp * self.tp) % self.data_parallel
 
     def random_rank(self, rank: int) -> int:
@@ -121,6 +150,9 @@ class Plan(Record):
     def mesh(self) -> str:
         """The axes that are split, for a person: "dp_replicate 2 × dp_shard 2"."""
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        if self.servers:
+            updates = " (update)" if self.server_updates else ""
+            return f"workers {self.dp_replicate}, servers {self.servers}{updates}"
         return " × ".join(split) or "one process"
 
     def accumulation(self, global_batch: int) -> int:
@@ -149,10 +181,28 @@ class Plan(Record):
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
 
 
+def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int:
+    """The number of parameter servers among `world_size` ranks: as asked, or one.
+
+    Raises BadInputError where the strategy has none, or no rank would be left to work.
+    """
+    if strategy != "ps":
+        if asked is not None:
+            raise BadInputError(f"servers {asked}: strategy {strategy} has none. Use strategy ps.")
+        return 0
+    servers = asked or 1
+    if servers >= world_size:
+        raise BadInputError(
+            f"{servers} parameter servers on {world_size} processes leave no worker. Start more "
+            f"processes than there are servers, {servers + 1} or more."
+        )
+    return servers
+
+
 def fill_axes(
     strategy: Strategy, world_size: int, asked: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """The size of every axis on `world_size` ranks.
+    """The size of every axis on `world_size` ranks, parameter servers not counted.
 
     `asked` has what a person set, −1 for the ranks left over. What was not set is 1, or the
     strategy's own. Raises BadInputError when the axes do not make up the world.

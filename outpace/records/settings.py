@@ -156,6 +156,12 @@ class TrainSettings(Record):
     sequence_parallel: bool = _field(
         "computation", "split the sequence between tp's layers too", True
     )
+    servers: PositiveInt | None = _field(
+        "computation", "parameter servers of strategy ps, the last ranks (default: 1)"
+    )
+    server_updates: bool = _field(
+        "computation", "parameter servers step the optimizer, rather than the workers", False
+    )
     compress_gradients: Literal["none", "bf16"] = _field(
         "computation", "dtype in which ddp and ring exchange gradients", "none"
     )

@@ -7,8 +7,9 @@ A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
@@ -144,6 +147,48 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
+def _state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """The tensors to save or to fill, by the names that they have in a single process."""
+    if model is None:
+        return {}
+    if optimizer is None:
+        return {"model": get_model_state_dict(model)}
+    fill_state(optimizer)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _fill(
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
+) -> None:
+    """Take over what was read into `state`."""
+    if model is None:
+        return
+    if optimizer is None:
+        set_model_state_dict(model, state["model"])
+        return
+    with _without_empty_groups(optimizer):
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=_BY_NAME,
+        )
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A rank that holds a share of the parameters may have none of a group, which torch expects."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
+
+
 class Checkpointer:
     """Saves and loads one rank's share of a run's state.
 
@@ -170,20 +215,23 @@ class Checkpointer:
         self._needed_bytes = 0
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-        """Begin to save. Returns when the state is copied; waits for a save still going on."""
+    def save(
+        self,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        progress: Progress,
+    ) -> None:
+        """Begin to save. Returns when the state is copied; waits for a save still going on.
+
+        `model` or `optimizer` is None where other ranks have all that counts.
+        """
         self.wait()
         folder = self.directory / f"step-{progress.step}"
         if not self._prepare(folder, progress):
             return
-        fill_state(optimizer)
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
-        self._needed_bytes = _tensor_bytes((model_state, optimizer_state))
-        written = async_save(
-            {"model": model_state, "optimizer": optimizer_state},
-            checkpoint_id=folder,
-            process_group=self._group,
-        )
+        state = _state(model, optimizer)
+        self._needed_bytes = _tensor_bytes(state)
+        written = async_save(state, checkpoint_id=folder, process_group=self._group)
         assert isinstance(written, Future)
         self._pending = (self._finisher.submit(self._finish, written, folder), folder)
 
@@ -262,24 +310,21 @@ class Checkpointer:
         for old in whole[self._keep :]:
             _remove(old)
 
-    def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    def load(
+        self,
+        folder: Path,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Progress:
         """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it."""
-        fill_state(optimizer)
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        state = _state(model, optimizer)
         try:
             load_distributed(state, checkpoint_id=folder, process_group=self._group)
         except (Exception, CheckpointException) as error:
             raise BadInputError(
                 f"checkpoint {folder} does not fit this model and optimizer: {_reason(error)}"
             ) from None
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=_BY_NAME,
-        )
+        _fill(model, optimizer, state)
         return Progress.load(folder / "progress.json")
 
 

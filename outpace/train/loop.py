@@ -96,7 +96,7 @@ class Loop:
             if evaluation is not None:
                 tell(self.callbacks, "on_eval", evaluation, False)
         if due_save:
-            self.checkpointer.save(self.layout.model, self.optimizer, self.progress(step))
+            self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))
         else:
             self.checkpointer.poll()
         if stopping:

@@ -1,17 +1,26 @@
 """AdamW with the usual groups: matrices decay, vectors (biases, norms) do not."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+from outpace.parallel.api import Build
 from outpace.records.settings import TrainSettings
+
+Groups = list[dict[str, Any]]
 
 
 def make_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], settings: TrainSettings
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: TrainSettings,
+    place: Callable[[Groups, Build], torch.optim.Optimizer] = lambda groups, build: build(groups),
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) in the implementation asked for."""
+    """AdamW (Loshchilov and Hutter 2019) in the implementation asked for.
+
+    `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
+    """
     assert settings.lr is not None  # settled before the first step
     trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
     groups = [
@@ -21,13 +30,18 @@ def make_optimizer(
         },
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        fused=settings.optimizer == "adamw-fused",
-        foreach=settings.optimizer == "adamw-foreach",
-    )
+
+    def build(groups: Groups) -> torch.optim.Optimizer:
+        assert settings.lr is not None
+        return torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            fused=settings.optimizer == "adamw-fused",
+            foreach=settings.optimizer == "adamw-foreach",
+        )
+
+    return place([group for group in groups if group["params"]], build)
 
 
 @torch.no_grad()

@@ -149,6 +149,8 @@ class Stepper:
     def _rescale(self, totals: Tensor) -> None:
         """Correct gradients for the true number of targets in the global batch."""
         gradients = self._layout.local_gradients()
+        if not gradients:
+            return
         factor = self._expected_targets / totals[1].clamp(min=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
@@ -176,9 +178,10 @@ class Stepper:
     def _clip_gradients(self) -> Tensor:
         """Scale the gradients so that their norm is at most `clip`; returns the norm before."""
         norm = self._layout.total_norm()
-        if self._clip > 0:
+        gradients = self._layout.local_gradients()
+        if self._clip > 0 and gradients:
             factor = (self._clip / (norm + CLIP_EPS)).clamp(max=1.0)
-            torch._foreach_mul_(self._layout.local_gradients(), factor)
+            torch._foreach_mul_(gradients, factor)
         return norm
 
 

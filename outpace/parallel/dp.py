@@ -1,0 +1,205 @@
+"""DataParallel: rank 0 has the data and the optimizer, the others compute for it.
+
+What `torch.nn.DataParallel` does with threads of one process, here with processes of one host; the
+"single parameter server". Each batch takes five exchanges: rank 0 (1) replicates the current
+weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, of which it computes the
+loss, (4) scatters the loss's gradient, and (5) has the parameters' gradients added up on it. The
+output is the last hidden state: rank 0 computes the head as well as the loss.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.nn.loss import LanguageModelObjective
+from outpace.parallel.api import Batch, Build, Layout, Pass, Request
+from outpace.parallel.fusion import fuse
+from outpace.parallel.tensors import by_dtype, joined, spread
+from outpace.parallel.witness import Witness
+from outpace.records.errors import BadInputError
+
+# For each tensor of a micro-batch that the model needs: name, shape and dtype.
+Form = list[tuple[str, torch.Size, torch.dtype]]
+
+
+class DataParallel(Layout):
+    """An objective whose batches, loss, gradients and optimizer are rank 0's.
+
+    `gradients` is given whole batches on rank 0 and None on the others.
+    """
+
+    objective: LanguageModelObjective
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.objective)
+        self._first = request.ranks.rank == 0
+        self._ranks = request.ranks.world_size
+        self._on = request.device
+        self._witness = Witness(request.device)
+        self._form: Form | None = None
+        trainable = [p for p in request.objective.parameters() if p.requires_grad]
+        self._fused = fuse(trainable)
+
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """Parameters are stepped on rank 0 only."""
+        return build(groups) if self._first else self._witness.optimizer(build)
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """All is on rank 0: the others' weights are those of the last forward."""
+        return (self.model, optimizer) if self._first else (None, None)
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As for every layout; the gradients end on rank 0."""
+        self._witness.attend()
+        return super().gradients(batches, given)
+
+    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+        output, totals, gradient = self._forward(batch, given)
+        mine = self._scatter_gradient(gradient, output)
+        given.mark("communication")
+        output.backward(mine)
+        given.mark("backward")
+        for fused in self._fused:
+            fused.take_all()
+            dist.reduce(fused.buffer, 0)
+            if self._first:
+                # The next batch's gradients are added to these, and reach the sum once again.
+                fused.give()
+        given.mark("communication")
+        return totals
+
+    def _forward(self, batch: Batch, given: Pass) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's output, and on rank 0 the totals and the gradient of all outputs."""
+        self._replicate()
+        part = self._scatter(batch)
+        given.mark("communication")
+        with given.cast():
+            output = self.objective.hidden_of(part)
+        given.mark("forward")
+        gathered = self._gather(output.detach())
+        given.mark("communication")
+        if gathered is None:
+            # A loss scaler makes its scale at the first call; there is no loss to scale here.
+            given.scale(torch.zeros((), device=self._on))
+            return output, torch.zeros(2, dtype=torch.float64, device=self._on), None
+        totals, gradient = self._loss(gathered, batch["targets"], given)
+        return output, totals, gradient
+
+    def _loss(self, outputs: Tensor, targets: Tensor, given: Pass) -> tuple[Tensor, Tensor | None]:
+        """Totals, and the gradient of the outputs where gradients are wanted. On rank 0."""
+        outputs.requires_grad_(torch.is_grad_enabled())
+        with given.cast():
+            loss_sum, count = self.objective.loss_of(outputs, targets)
+        given.mark("forward")
+        if outputs.requires_grad:
+            given.scale(loss_sum).backward()
+            given.mark("backward")
+        return torch.stack((loss_sum.detach().double(), count.double())), outputs.grad
+
+    @torch.no_grad()
+    def _replicate(self) -> None:
+        """Give all ranks rank 0's weights, in one message for each dtype."""
+        for alike in by_dtype([*self.objective.parameters(), *self.objective.buffers()]):
+            message = joined(alike)
+            dist.broadcast(message, 0)
+            if not self._first:
+                spread(message, alike)
+
+    def _scatter(self, batch: Batch) -> dict[str, Tensor]:
+        """This rank's micro-batch, without targets: bytes, as its tensors differ in dtype."""
+        form = self._agree_on_form(batch)
+        sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
+        mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
+        dist.scatter(mine, self._packed(batch, form) if self._first else None, 0)
+        return {
+            name: piece.clone().view(dtype).view(shape)
+            for (name, shape, dtype), piece in zip(form, mine.split(sizes), strict=True)
+        }
+
+    def _agree_on_form(self, batch: Batch) -> Form:
+        """What a micro-batch looks like, as rank 0 says once. Raises BadInputError for another."""
+        form = self._form_of(batch) if self._first else None
+        if self._form is None:
+            said = [form]
+            dist.broadcast_object_list(said, 0)
+            assert said[0] is not None
+            self._form = said[0]
+        if form is not None and form != self._form:
+            raise BadInputError(
+                f"dp was told that micro-batches have {_show(self._form)}, and now has one of "
+                f"{_show(form)}. It needs batches of one shape; use --strategy ddp for others."
+            )
+        return self._form
+
+    def _form_of(self, batch: dict[str, Tensor]) -> Form:
+        return [
+            (name, torch.Size((len(whole) // self._ranks, *whole.shape[1:])), whole.dtype)
+            for name, whole in batch.items()
+            if name != "targets"
+        ]
+
+    def _packed(self, batch: dict[str, Tensor], form: Form) -> list[Tensor]:
+        """Each rank's bytes."""
+        parts = [batch[name].chunk(self._ranks) for name, _, _ in form]
+        return [
+            torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in of_rank])
+            for of_rank in zip(*parts, strict=True)
+        ]
+
+    def _gather(self, output: Tensor) -> Tensor | None:
+        """All ranks' outputs, on rank 0."""
+        output = output.contiguous()
+        if not self._first:
+            dist.gather(output, None, 0)
+            return None
+        whole = output.new_empty(self._ranks * len(output), *output.shape[1:])
+        dist.gather(output, list(whole.chunk(self._ranks)), 0)
+        return whole
+
+    def _scatter_gradient(self, gradient: Tensor | None, output: Tensor) -> Tensor:
+        """The part of rank 0's `gradient` that belongs to this rank's output."""
+        mine = torch.empty_like(output, memory_format=torch.contiguous_format)
+        parts = None if gradient is None else list(gradient.contiguous().chunk(self._ranks))
+        dist.scatter(mine, parts, 0)
+        return mine
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """As `gradients`: the first three exchanges."""
+        return self._forward(batch, given)[1]
+
+    def total_norm(self) -> Tensor:
+        """Rank 0's, told to the others."""
+        norm = super().total_norm() if self._first else self._fused[0].buffer.new_zeros(())
+        dist.broadcast(norm, 0)
+        return norm
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Only rank 0 has seen gradients."""
+        dist.broadcast(found_inf, 0)
+
+
+def _show(form: Form) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in form)
+
+
+def apply(request: Request) -> Layout:
+    """Let rank 0 lead. Raises BadInputError across hosts, and for a loss that takes a batch."""
+    ranks, objective = request.ranks, request.objective
+    if ranks.local_world_size != ranks.world_size:
+        raise BadInputError(
+            f"--strategy dp works on one host, but {ranks.world_size - ranks.local_world_size} of "
+            f"{ranks.world_size} processes are on others: weights, outputs and gradients all pass "
+            "through rank 0 with every batch. Use --strategy ddp."
+        )
+    if not isinstance(objective, LanguageModelObjective):
+        raise BadInputError(
+            "--strategy dp computes the loss on rank 0 from outputs of other ranks, but a model of "
+            "one's own computes its loss from a whole batch. Use --strategy ddp."
+        )
+    return DataParallel(request)

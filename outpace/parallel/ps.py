@@ -1,0 +1,202 @@
+"""Parameter servers and workers.
+
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, §2.2 and
+§3: workers read the data and push gradients; the parameters are split over servers, each of which
+adds up the workers' gradients of its own. Here all wait for each other in every step (§3.4,
+"sequential"). Either the servers send the sums back and each worker steps the optimizer, or
+(`server_updates`) the servers step it and send parameters back.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.parallel.api import Batch, Build, Layout, Pass, Request
+from outpace.parallel.fusion import Fused, fuse
+from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, spread
+from outpace.parallel.witness import Witness
+from outpace.records.errors import BadInputError
+
+
+def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list[nn.Parameter]]:
+    """Each server's parameters, whole: the largest first, to whom has the fewest numbers yet.
+
+    Graham, "Bounds on multiprocessing timing anomalies", 1969: the fullest server has at most 4/3
+    of what it has in the best split.
+    """
+    shares: list[list[nn.Parameter]] = [[] for _ in range(servers)]
+    filled = [0] * servers
+    for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
+        server = filled.index(min(filled))
+        shares[server].append(parameter)
+        filled[server] += parameter.numel()
+    return shares
+
+
+class Role(Layout):
+    """What workers and servers have in common.
+
+    The norm is of the gradients where parameters are stepped: on every worker, of which rank 0 is
+    one, or in parts on the servers.
+    """
+
+    steps: bool  # whether parameters are stepped on this rank
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.objective)
+        self._plan = request.plan
+        self._on = request.device
+        self._dtype = next(request.objective.parameters()).dtype
+        self._witness = Witness(request.device)
+        self._workers = range(request.plan.data_parallel)
+        self._servers = range(request.plan.data_parallel, request.plan.world_size)
+
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """Over the parameters that this rank steps."""
+        optimizer = build(groups) if self.steps else self._witness.optimizer(build)
+        if self._plan.server_updates:
+            # Also where an fp16 step changes nothing, since that depends on the optimizer.
+            optimizer.register_step_post_hook(lambda *_: self._exchange_parameters())
+        return optimizer
+
+    def _exchange_parameters(self) -> None:
+        """After the servers' step."""
+        raise NotImplementedError
+
+    def total_norm(self) -> Tensor:
+        """Told by rank 0, or added up over the servers."""
+        norm = torch.zeros((), dtype=self._dtype, device=self._on)
+        if self.steps:
+            norm = norm + super().total_norm()
+        if not self._plan.server_updates:
+            dist.broadcast(norm, 0)
+            return norm
+        square = norm.square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each server has seen its own share only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+class Worker(Role):
+    """Has all weights and a share of the data."""
+
+    def __init__(self, request: Request, shares: Sequence[Sequence[nn.Parameter]]) -> None:
+        super().__init__(request)
+        self.steps = not request.plan.server_updates
+        self._shares = shares
+        self._fused = [fuse(share) for share in shares]
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """The weights; the optimizer's state is the servers' if they step it."""
+        return self.model, optimizer if self.steps else None
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As for every layout. Gradients end on the servers if these step, else here."""
+        self._witness.attend()
+        totals = super().gradients(batches, given)
+        pushed = []
+        for server, share in zip(self._servers, self._fused, strict=True):
+            for fused in share:
+                fused.take_all()
+                pushed.append(dist.isend(fused.buffer, server))
+        _wait(pushed)
+        if not self._plan.server_updates:
+            self._pull_sums()
+        return totals
+
+    def _pull_sums(self) -> None:
+        pulled = [
+            dist.irecv(fused.buffer, server)
+            for server, share in zip(self._servers, self._fused, strict=True)
+            for fused in share
+        ]
+        _wait(pulled)
+        for share in self._fused:
+            for fused in share:
+                fused.give()
+
+    def _exchange_parameters(self) -> None:
+        for server, share in zip(self._servers, self._shares, strict=True):
+            for alike in by_dtype(share):
+                message = torch.empty_like(joined(alike))
+                dist.recv(message, server)
+                spread(message, alike)
+
+
+class Server(Role):
+    """Adds up the workers' gradients of its share; has the share's weights if it steps them."""
+
+    def __init__(self, request: Request, share: Sequence[nn.Parameter]) -> None:
+        super().__init__(request)
+        self.steps = request.plan.server_updates
+        self._share = share if self.steps else []
+        fused = fuse(share)
+        self._fused: list[Fused] = fused if self.steps else []
+        self._sums = [one.buffer for one in fused]
+        drop_all_but(self._share, request.objective)
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """Its share."""
+        return (self.model, optimizer) if self.steps else (None, None)
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """The workers' added up, in the order of their ranks; its totals are 0."""
+        self._witness.attend()
+        # A loss scaler makes its scale at the first call; there is no loss to scale here.
+        given.scale(torch.zeros((), device=self._on))
+        for number, worker in enumerate(self._workers):
+            for total in self._sums:
+                received = torch.empty_like(total) if number else total
+                dist.recv(received, worker)
+                if number:
+                    total += received
+        for fused in self._fused:
+            fused.give()
+        if not self.steps:
+            self._send_all(self._sums)
+        return self._nothing()
+
+    def _send_all(self, messages: Sequence[Tensor]) -> None:
+        """To every worker."""
+        _wait([dist.isend(message, worker) for worker in self._workers for message in messages])
+
+    def _exchange_parameters(self) -> None:
+        self._send_all([joined(alike) for alike in by_dtype(self._share)])
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self._on)
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """Servers have nothing to evaluate."""
+        return self._nothing()
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def apply(request: Request) -> Layout:
+    """Make workers of the first ranks and servers of the last. Raises BadInputError."""
+    plan, objective = request.plan, request.objective
+    make_equal(objective)
+    trainable = [p for p in objective.parameters() if p.requires_grad]
+    if plan.servers > len(trainable):
+        raise BadInputError(
+            f"{plan.servers} parameter servers, but the model has {len(trainable)} parameters to "
+            f"train: a server needs at least one. Use --servers {len(trainable)} or less."
+        )
+    shares = split_by_size(trainable, plan.servers)
+    if request.ranks.rank < plan.data_parallel:
+        return Worker(request, shares)
+    return Server(request, shares[request.ranks.rank - plan.data_parallel])
