@@ -61,13 +61,14 @@ class LanguageModelObjective(nn.Module):
         """Sum of the losses in nats (fp32, with gradient) and the number of targets (int64).
 
         `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
-        and optionally `documents` (B, S), `segments` (B, S) and `padding_mask` (B, S).
+        and optionally `documents`, `segments`, `padding_mask` (B, S) and `positions` (S,).
         """
         hidden_BSD = self.model(
             batch["tokens"],
             batch.get("documents"),
             batch.get("segments"),
             batch.get("padding_mask"),
+            positions=batch.get("positions"),
         )
         targets_N = batch["targets"].flatten()
         loss_sum = linear_loss_sum(

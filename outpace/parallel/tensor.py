@@ -129,15 +129,11 @@ class OwnRandom(ParallelStyle):
     """Dropout on a part of what is dropped from: each rank draws its own mask."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.forward = partial(
-            _draw_apart, module, module.forward, device_mesh.get_local_rank()
-        )
+        module.forward = partial(_draw_apart, module, module.forward, device_mesh.get_local_rank())
         return module
 
 
-def _draw_apart(
-    module: nn.Module, forward: Callable[..., Any], index: int, *args: Any
-) -> Any:
+def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *args: Any) -> Any:
     if not module.training:
         return forward(*args)
     with own_random(args[0].device, index):
