@@ -14,7 +14,6 @@ from outpace.nn.masks import Visibility
 from outpace.nn.rotary import Tables, rotate
 from outpace.records.model import ModelSpec
 
-
 # Queries (B, H, S, C), keys and values (B, K, T, C), what is seen, dropout → (B, H, S, C).
 Mixing = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 

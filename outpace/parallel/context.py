@@ -21,12 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.nn.block import raised
+from outpace.nn.block import Block, raised
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Layout, Request
 from outpace.parallel.ddp import Replicas
+from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError
 
 # Rows of scores that are held at once.
@@ -134,9 +135,8 @@ class RingAttention(torch.autograd.Function):
         wide = raised(q)
         out, lse = torch.zeros_like(wide), wide.new_full(q.shape[:-1], -torch.inf)
         for number, turn in enumerate(ring.turns(causal, q.shape[-2])):
-            coming, works = held, []
-            if number < ring.size - 1:
-                coming, works = ring.pass_on(held, _KEYS_VALUES)
+            last = number == ring.size - 1
+            coming, works = (held, []) if last else ring.pass_on(held, _KEYS_VALUES)
             keys, values = raised(held[..., turn.keys, :])
             generator = drops.generator(number, q.device)
             part, part_lse = attend(
@@ -158,11 +158,11 @@ class RingAttention(torch.autograd.Function):
         wide, grad = raised(q), raised(grad)
         delta = (grad * raised(mixed)).sum(-1)
         q_grad = torch.zeros_like(wide)
-        sums, sums_works = torch.zeros_like(raised(held)), []
+        sums = torch.zeros_like(raised(held))
+        sums_works: list[dist.Work] = []
         for number, turn in enumerate(ring.turns(ctx.causal, q.shape[-2])):
-            coming, works = held, []
-            if number < ring.size - 1:
-                coming, works = ring.pass_on(held, _KEYS_VALUES)
+            last = number == ring.size - 1
+            coming, works = (held, []) if last else ring.pass_on(held, _KEYS_VALUES)
             rows = turn.queries
             keys, values = raised(held[..., turn.keys, :])
             known = (grad[..., rows, :], lse[..., rows], delta[..., rows])
@@ -248,7 +248,7 @@ def _pieces(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
 
 def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
     """q·kᵀ/√C for rows that hold G heads each, −∞ for keys behind `rows`."""
-    scores = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
+    scores: Tensor = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
     if rows is not None:
         at = torch.arange(rows.start, rows.stop, device=scores.device)
         behind = at.unsqueeze(1) < torch.arange(rows.stop, device=scores.device)
@@ -258,12 +258,16 @@ def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
 
 def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
     """(B, H, S, C) to (B, K, G·S, C), so that keys are multiplied with all queries they serve."""
-    return x_BHSC.unflatten(1, (groups, -1)).flatten(2, 3)
+    grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
+    return grouped.flatten(2, 3)
 
 
 def _by_head(x_BKRC: Tensor, heads: int) -> Tensor:
     """The other way round."""
-    return x_BKRC.unflatten(2, (heads // x_BKRC.shape[1], -1)).flatten(1, 2)
+    parted: Tensor = x_BKRC.unflatten(  # type: ignore[no-untyped-call]
+        2, (heads // x_BKRC.shape[1], -1)
+    )
+    return parted.flatten(1, 2)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -326,6 +330,20 @@ class PartOfSequence(nn.Module):
                 )
 
 
+class ContextParallel(Replicas):
+    """Replicas whose ranks share samples. `hollow` is the model with the attention of one rank."""
+
+    def __init__(self, request: Request, hollow: nn.Module) -> None:
+        super().__init__(request)
+        self._hollow = hollow
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """The model as it computes without the other ranks of the ring."""
+        if wanted:
+            self._hollow.load_state_dict(self.model.state_dict(), assign=True)
+        return self._hollow if wanted else None
+
+
 def apply(request: Request) -> Layout:
     """Split sequences over the plan's cp axis."""
     objective, plan = request.objective, request.plan
@@ -336,6 +354,8 @@ def apply(request: Request) -> Layout:
         )
     group, _ = dist.new_subgroups(plan.cp)
     ring = Ring(group, dist.get_rank(group), plan.cp)
+    copied = hollow(objective.model)
     for block in objective.model.blocks:
+        assert isinstance(block, Block)
         block.attention.mix = partial(ring_attention, ring)
-    return Replicas(replace(request, objective=PartOfSequence(objective, ring)))
+    return ContextParallel(replace(request, objective=PartOfSequence(objective, ring)), copied)
