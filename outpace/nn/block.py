@@ -3,6 +3,8 @@
 Legend: B batch, S queries, T keys, D hidden width, H query heads, K key/value heads, C head width.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -11,6 +13,9 @@ from outpace.nn.cache import LayerCache
 from outpace.nn.masks import Visibility
 from outpace.nn.rotary import Tables, rotate
 from outpace.records.model import ModelSpec
+
+# Queries (B, H, S, C), keys and values (B, K, T, C), what is seen, dropout → (B, H, S, C).
+Mixing = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 
 
 class Linear(nn.Linear):
@@ -50,15 +55,34 @@ def raised(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def fused_attention(
+    q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
+) -> Tensor:
+    """softmax(q·kᵀ/√C)·v by torch's kernels."""
+    return F.scaled_dot_product_attention(
+        q_BHSC,
+        k_BKTC,
+        v_BKTC,
+        attn_mask=sees.mask,
+        is_causal=sees.is_causal,
+        dropout_p=dropout,
+        enable_gqa=q_BHSC.shape[1] != k_BKTC.shape[1],
+    )
+
+
 class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads where the spec says so.
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
+    `mix` computes the values' weighted sums; a strategy may put another in its place.
     """
+
+    mix: Mixing
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.mix = fused_attention
         query_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Linear(spec.hidden, query_width, bias=spec.qkv_bias)
         self.k = Linear(spec.hidden, kv_width, bias=spec.qkv_bias)
@@ -82,15 +106,8 @@ class Attention(nn.Module):
         k_BKTC, v_BKTC = k_BKSC.to(dtype), v_BKSC
         if cache is not None:
             k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC)
-        mixed_BHSC = F.scaled_dot_product_attention(
-            q_BHSC.to(dtype),
-            k_BKTC,
-            v_BKTC,
-            attn_mask=sees.mask,
-            is_causal=sees.is_causal,
-            dropout_p=self.spec.dropout if self.training else 0.0,
-            enable_gqa=self.spec.kv_heads != self.spec.heads,
-        )
+        dropout = self.spec.dropout if self.training else 0.0
+        mixed_BHSC = self.mix(q_BHSC.to(dtype), k_BKTC, v_BKTC, sees, dropout)
         out: Tensor = self.out(mixed_BHSC.transpose(1, 2).flatten(2))
         return out
 

@@ -61,7 +61,7 @@ class LanguageModelObjective(nn.Module):
         """Sum of the losses in nats (fp32, with gradient) and the number of targets (int64).
 
         `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
-        and optionally `documents` (B, S), `segments` (B, S) and `padding_mask` (B, S).
+        and optionally `documents`, `segments`, `padding_mask` (B, S) and `positions` (S,).
         """
         return self.loss_of(self.hidden_of(batch), batch["targets"])
 
@@ -72,6 +72,7 @@ class LanguageModelObjective(nn.Module):
             batch.get("documents"),
             batch.get("segments"),
             batch.get("padding_mask"),
+            positions=batch.get("positions"),
         )
         return hidden_BSD
 

@@ -125,17 +125,20 @@ class Transformer(nn.Module):
         segments_BS: Tensor | None = None,
         padding_mask_BS: Tensor | None = None,
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, S, D), ready for `logits`.
 
         `documents_BS`: number of the document of each token; attention stays within equal
         numbers, and positions count from each document's start. `padding_mask_BS`: True for
-        real tokens. `cache`: holds the tokens before these; is extended. Raises BadInputError
-        for sequences longer than the model's positions.
+        real tokens. `cache`: holds the tokens before these; is extended. `positions`: (S,), where
+        they do not count from 0. Raises BadInputError for sequences longer than the model's
+        positions.
         """
         past = 0 if cache is None else cache.length
-        self._check_length(past + tokens_BS.shape[1])
-        positions = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+        self.check_length(past + tokens_BS.shape[1])
+        if positions is None:
+            positions = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
         if documents_BS is not None:
             positions = positions_in_documents(documents_BS)
         x_BSD = self.embed(tokens_BS, positions, segments_BS)
@@ -168,7 +171,8 @@ class Transformer(nn.Module):
             for window in windows
         }
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
+        """Raise BadInputError for a sequence longer than the model's positions."""
         if length > self.spec.max_positions:
             raise BadInputError(
                 f"a sequence of {length} tokens is longer than the model's "

@@ -12,6 +12,7 @@ _FILES = {
     **dict.fromkeys(("zero2", "zero3", "hsdp"), "sharded"),
     **dict.fromkeys(SCHEDULES, "pipeline"),
     "tp": "tensor",
+    "cp": "context",
 }
 
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 
 from outpace.nn.block import lowered
 from outpace.nn.loss import IGNORED, LanguageModelObjective
-from outpace.nn.transformer import Transformer
+from outpace.nn.transformer import Embeddings, Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.tensors import hollow, local
 from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
@@ -203,14 +203,12 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
     if model.head_bias is not None:
         spread(model, "head_bias", mesh, Shard(0))
     if model.spec.dropout:
-        blocks: Any = model.blocks
-        for block in blocks:
-            parallelize_module(block.attention, mesh, OwnRandom())
-            if stream.is_shard():
-                parallelize_module(block.dropout, mesh, OwnRandom())
+        parts = ["attention", "dropout"] if stream.is_shard() else ["attention"]
+        for block in model.blocks:
+            parallelize_module(block, mesh, {part: OwnRandom() for part in parts})
 
 
-def _split_embeddings(embed: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
+def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) -> None:
     """Tokens by the vocabulary; the rest is small, and each rank looks its part up."""
     styles: dict[str, ParallelStyle] = {
         "tokens": SplitRows(stream),
@@ -288,43 +286,35 @@ class TensorParallel(Sharded):
 
     def _add_shares(self) -> None:
         """Add up the gradients of whole weights that saw parts of the sequence or of the heads."""
-        shared = [p for p in self.model.parameters() if p.grad is not None and _is_share(p)]
+        shared = [(p, grad) for p, grad in self._held() if grad.placements[0].is_partial()]
         if not shared:
             return
-        flat = torch.cat([_gradient(p).to_local().flatten() for p in shared])
+        flat = torch.cat([local(grad).flatten() for _, grad in shared])
         dist.all_reduce(flat, group=self._group)
-        for p, summed in zip(shared, flat.split([p.numel() for p in shared]), strict=True):
-            like = _spread(p)
+        parts = flat.split([p.numel() for p, _ in shared])
+        for (p, _), summed in zip(shared, parts, strict=True):
             p.grad = DTensor.from_local(
-                summed.view(p.shape), like.device_mesh, like.placements, run_check=False
+                summed.view(p.shape), p.device_mesh, p.placements, run_check=False
             )
 
     def total_norm(self) -> Tensor:
         """Split weights' squares are added up over the group; whole weights count once."""
-        held = [p for _, p in self.named_parameters() if p.grad is not None]
-        split = [_gradient(p).to_local() for p in held if _spread(p).placements[0].is_shard()]
-        whole = [_gradient(p).to_local() for p in held if not _spread(p).placements[0].is_shard()]
-        square = nn.utils.get_total_norm(split).square()
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for _, grad in self._held():
+            parts[grad.placements[0].is_shard()].append(local(grad))
+        square = nn.utils.get_total_norm(parts[True]).square()
         dist.all_reduce(square, group=self._group)
-        return (square + nn.utils.get_total_norm(whole).square()).sqrt()
+        return (square + nn.utils.get_total_norm(parts[False]).square()).sqrt()
 
-
-def _is_share(parameter: nn.Parameter) -> bool:
-    """Whether the gradient is yet to be added up over ranks."""
-    placements = _gradient(parameter).placements
-    is_share: bool = placements[0].is_partial()
-    assert is_share or placements == _spread(parameter).placements
-    return is_share
-
-
-def _spread(parameter: nn.Parameter) -> DTensor:
-    assert isinstance(parameter, DTensor)
-    return parameter
-
-
-def _gradient(parameter: nn.Parameter) -> DTensor:
-    assert isinstance(parameter.grad, DTensor)
-    return parameter.grad
+    def _held(self) -> list[tuple[DTensor, DTensor]]:
+        """Parameters that have gradients, and these; both lie alike, or the gradient is a share."""
+        held: list[tuple[DTensor, DTensor]] = []
+        for _, p in self.named_parameters():
+            if p.grad is not None:
+                assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
+                assert p.grad.placements[0].is_partial() or p.grad.placements == p.placements
+                held.append((p, p.grad))
+        return held
 
 
 def apply(request: Request) -> Layout:

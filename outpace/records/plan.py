@@ -12,7 +12,7 @@ from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
     "single", "dp", "ps", "ddp", "ring", "zero2", "zero3", "hsdp",
-    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp",
+    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -38,6 +38,7 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "zbv": ("pp",),
     "dualpipev": ("pp",),
     "tp": ("tp",),
+    "cp": ("cp",),
 }
 
 
