@@ -27,7 +27,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     import torch
 
     from outpace.experiment.parity import Trial
-    from outpace.experiment.verify import plan_for, tiny_spec, variants, verify
+    from outpace.experiment.verify import plans_for, tiny_spec, verify
     from outpace.interop.models import open_model
     from outpace.launch.group import process_groups
 
@@ -40,9 +40,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         plans = [Plan.load(arguments.plan)]
     else:
         plans = [
-            plan
-            for name in strategies
-            for plan in variants(plan_for(name, ranks.world_size, trial, "fp64"))
+            plan for name in strategies for plan in plans_for(name, ranks.world_size, trial, "fp64")
         ]
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups)

@@ -1,8 +1,10 @@
 """`outpace verify`: every strategy against a single process, in the processes of one job."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +20,15 @@ from outpace.records.certificate import Certificate, Verdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import Plan, Precision, Strategy, count_servers, fill_axes
+from outpace.records.plan import (
+    AXES,
+    Plan,
+    Precision,
+    Strategy,
+    count_servers,
+    fill_axes,
+    schedule_of,
+)
 from outpace.records.ranks import Ranks
 
 # In fp64 rounding passes and a wrong factor cannot.
@@ -40,11 +50,36 @@ def tiny_spec(processes: int) -> ModelSpec:
     )  # fmt: skip
 
 
-def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Precision) -> Plan:
+def plans_for(
+    strategy: Strategy, world_size: int, trial: Trial, precision: Precision
+) -> Iterator[Plan]:
+    """All that a strategy's name stands for on `world_size` ranks.
+
+    Parameter servers that step the optimizer and that don't; for 3d each choice of axes with two
+    ranks on each.
+    """
+    if strategy == "3d" and world_size & (world_size - 1) == 0:
+        for chosen in combinations(AXES, world_size.bit_length() - 1):
+            asked: dict[str, int | None] = {axis: 2 if axis in chosen else 1 for axis in AXES}
+            yield plan_for(strategy, world_size, trial, precision, asked)
+        return
+    plan = plan_for(strategy, world_size, trial, precision)
+    yield plan
+    if strategy == "ps":
+        yield plan.model_copy(update={"server_updates": True})
+
+
+def plan_for(
+    strategy: Strategy,
+    world_size: int,
+    trial: Trial,
+    precision: Precision,
+    asked: Mapping[str, int | None] = MappingProxyType({}),
+) -> Plan:
     """A strategy on all ranks, with two accumulation steps."""
     # As many servers as workers, so that both share.
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
-    sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, {})
+    sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     samples, left = divmod(trial.global_batch, 2 * shares)
     if left or not samples:
@@ -52,16 +87,10 @@ def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Preci
             f"{trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
             f"each; verify on {' or '.join(str(n) for n in (1, 2, 4, 8))} processes"
         )
-    parts = default_microbatches(strategy, sizes["pp"], samples)
+    schedule = schedule_of(strategy, sizes["pp"], "1f1b")
+    parts = default_microbatches(schedule, sizes["pp"], samples)
     values = {"micro_batch": samples // parts, "pp_microbatches": parts, "precision": precision}
     return Plan.parse({"strategy": strategy, "servers": servers, **sizes, **values}, "verify")
-
-
-def variants(plan: Plan) -> list[Plan]:
-    """A plan, and what else its strategy's name stands for."""
-    if plan.strategy != "ps":
-        return [plan]
-    return [plan, plan.model_copy(update={"server_updates": True})]
 
 
 def verify(

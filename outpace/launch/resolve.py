@@ -11,7 +11,15 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import Plan, Strategy, count_servers, fill_axes
+from outpace.records.plan import (
+    AXES,
+    Axis,
+    Plan,
+    Strategy,
+    count_servers,
+    fill_axes,
+    schedule_of,
+)
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.precision import default_precision
@@ -64,7 +72,7 @@ def resolve_plan(
 ) -> Plan:
     """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
-    asked = {axis: getattr(settings, axis) for axis in ("dp_replicate", "dp_shard", "pp")}
+    asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
     sizes = fill_axes(strategy, ranks.world_size - servers, asked)
     plan = Plan.parse(
@@ -79,6 +87,7 @@ def resolve_plan(
             "compile": settings.compile,
             "loss": settings.loss,
             "sequence_parallel": settings.sequence_parallel,
+            "pp_schedule": settings.pp_schedule,
             "compress_gradients": settings.compress_gradients,
             "bucket_mib": settings.bucket_mib,
         },
@@ -92,11 +101,19 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
     """What the axes that were given amount to; replicas where none was."""
     if world_size == 1:
         return "single"
-    if settings.pp not in (None, 1):
-        return "1f1b"
-    if settings.dp_shard in (None, 1):
-        return "ddp"
-    return "zero3" if settings.dp_replicate in (None, 1) else "hsdp"
+    given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
+    alone: dict[Axis, Strategy] = {
+        "pp": settings.pp_schedule,
+        "dp_replicate": "ddp",
+        "dp_shard": "zero3",
+        "cp": "cp",
+        "tp": "tp",
+    }
+    if len(given) == 1:
+        return alone[given.pop()]
+    if given == {"dp_replicate", "dp_shard"}:
+        return "hsdp"
+    return "3d" if given else "ddp"
 
 
 def _micro_batches(
@@ -108,7 +125,8 @@ def _micro_batches(
     else:
         shares = sizes["dp_replicate"] * sizes["dp_shard"]
         possible = settings.global_batch // (shares * settings.micro_batch)
-    parts = settings.pp_microbatches or default_microbatches(strategy, sizes["pp"], possible)
+    schedule = schedule_of(strategy, sizes["pp"], settings.pp_schedule)
+    parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
     micro_batch = settings.micro_batch or max(1, possible // parts)
     return {"micro_batch": micro_batch, "pp_microbatches": parts}
 

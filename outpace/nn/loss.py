@@ -61,7 +61,7 @@ class LanguageModelObjective(nn.Module):
         """Sum of the losses in nats (fp32, with gradient) and the number of targets (int64).
 
         `batch` has `tokens` and `targets` (B, S), int64, −100 where nothing is to be predicted,
-        and optionally `documents`, `segments`, `padding_mask` (B, S) and `positions` (S,).
+        and optionally `documents`, `segments`, `padding_mask` (B, S) and `positions`.
         """
         return self.loss_of(self.hidden_of(batch), batch["targets"])
 

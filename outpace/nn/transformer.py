@@ -131,19 +131,20 @@ class Transformer(nn.Module):
 
         `documents_BS`: number of the document of each token; attention stays within equal
         numbers, and positions count from each document's start. `padding_mask_BS`: True for
-        real tokens. `cache`: holds the tokens before these; is extended. `positions`: (S,), where
-        they do not count from 0. Raises BadInputError for sequences longer than the model's
-        positions.
+        real tokens. `cache`: holds the tokens before these; is extended. `positions`: (S,) or
+        (B, S), where they do not count from 0, or `tokens_BS` are hidden states of a part of the
+        sequence. Raises BadInputError for sequences longer than the model's positions.
         """
         past = 0 if cache is None else cache.length
-        self.check_length(past + tokens_BS.shape[1])
+        length = tokens_BS.shape[1] if positions is None else positions.shape[-1]
+        self.check_length(past + length)
         if positions is None:
-            positions = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+            positions = torch.arange(past, past + length, device=tokens_BS.device)
         if documents_BS is not None:
             positions = positions_in_documents(documents_BS)
         x_BSD = self.embed(tokens_BS, positions, segments_BS)
         rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
-        lengths = (tokens_BS.shape[1], past + tokens_BS.shape[1])
+        lengths = (length, past + length)
         seen = self._visibilities(lengths, documents_BS, padding_mask_BS, tokens_BS.device)
         for index, block in enumerate(self.blocks):
             layer_cache = None if cache is None else cache.layers[index]

@@ -13,6 +13,7 @@ _FILES = {
     **dict.fromkeys(SCHEDULES, "pipeline"),
     "tp": "tensor",
     "cp": "context",
+    "3d": "combined",
 }
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.parallel.tensors import local, whole
+from outpace.parallel.tensors import local, square_sum, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -128,6 +128,10 @@ class Layout:
         """The parts of all gradients that lie on this rank."""
         return [local(p.grad) for _, p in self.named_parameters() if p.grad is not None]
 
+    def counted_gradients(self) -> list[Tensor]:
+        """The gradients that this rank has a part of, but for copies of one that another has."""
+        return [p.grad for _, p in self.named_parameters() if p.grad is not None]
+
     def total_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
         return nn.utils.get_total_norm(self.local_gradients())
@@ -169,7 +173,7 @@ class Sharded(Layout):
 
     def total_norm(self) -> Tensor:
         """The square root of the shards' squares, added up over the group."""
-        square = super().total_norm().square()
+        square = square_sum(self.counted_gradients(), self._group.size())
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 

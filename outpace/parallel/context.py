@@ -296,13 +296,17 @@ class PartOfSequence(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """As the objective's, of this rank's targets."""
+        outcome: tuple[Tensor, Tensor] = self.objective(self.part_of(batch))
+        return outcome
+
+    def part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's chunks of each sequence, with their positions (S,)."""
         self._check(batch)
         length, ranks = batch["tokens"].shape[1], self._ring.size
         at = torch.arange(length, device=batch["tokens"].device).chunk(2 * ranks)
         positions = torch.cat((at[self._ring.rank], at[2 * ranks - 1 - self._ring.rank]))
         part = {name: tensor[:, positions] for name, tensor in batch.items()}
-        outcome: tuple[Tensor, Tensor] = self.objective({**part, "positions": positions})
-        return outcome
+        return {**part, "positions": positions}
 
     def _check(self, batch: dict[str, Tensor]) -> None:
         length, spec, ranks = batch["tokens"].shape[1], self.model.spec, self._ring.size
@@ -344,16 +348,20 @@ class ContextParallel(Replicas):
 
 def apply(request: Request) -> Layout:
     """Split sequences over the plan's cp axis."""
-    objective, plan = request.objective, request.plan
+    copied = hollow(request.objective.model)  # type: ignore[arg-type]
+    group, _ = dist.new_subgroups(request.plan.cp)
+    part = share_sequences(request.objective, Ring(group, dist.get_rank(group), group.size()))
+    return ContextParallel(replace(request, objective=part), copied)
+
+
+def share_sequences(objective: nn.Module, ring: Ring) -> PartOfSequence:
+    """Have the model attend round the ring, in place. Raises BadInputError for another's model."""
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy cp replaces the attention of outpace's own transformers; it does not know "
             "that of a person's own model. Use ddp or zero3."
         )
-    group, _ = dist.new_subgroups(plan.cp)
-    ring = Ring(group, dist.get_rank(group), plan.cp)
-    copied = hollow(objective.model)
     for block in objective.model.blocks:
         assert isinstance(block, Block)
         block.attention.mix = partial(ring_attention, ring)
-    return ContextParallel(replace(request, objective=PartOfSequence(objective, ring)), copied)
+    return PartOfSequence(objective, ring)

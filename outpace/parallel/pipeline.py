@@ -9,7 +9,7 @@ gradients of weights put off to where a rank would wait: `zb`, `zbv` (Qi et al.,
 §2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437, §3.2.1, as a V of half the stages).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
 from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request
-from outpace.parallel.tensors import hollow
+from outpace.parallel.tensors import hollow, local, whole
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
@@ -76,42 +76,48 @@ class Pipeline(Layout):
     """This rank's stages of a transformer with its loss.
 
     `parts` are the stages of the whole pipeline, as parts of the model; `group` are its ranks,
-    from the first stage's on. Totals of losses and targets are the last stage's.
+    from the first stage's on. Totals of losses and targets are the last stage's. `whole` is the
+    model without memory for its weights, `share` makes this rank's part of a batch.
     """
 
     objective: LanguageModelObjective
 
-    def __init__(self, request: Request, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        request: Request,
+        parts: Sequence[Part],
+        group: dist.ProcessGroup,
+        whole: Transformer,
+        share: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
         super().__init__(request.objective)
         plan, model = request.plan, self.objective.model
-        self._plan, self._group = plan, group
+        self._plan, self._group, self._share = plan, group, share
         self._rank = dist.get_rank(group)
-        schedule = SCHEDULES[plan.strategy]
+        schedule = SCHEDULES[plan.schedule]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
         self._parts = parts
-        self._hollow: Transformer = hollow(model)  # type: ignore[assignment]
+        self._hollow = whole
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
-        self._modules = {stage: take_part(model, parts[stage]) for stage in mine}
-        self._tied = self._tied_group() if model.head is None else None
+        self.modules = {stage: take_part(model, parts[stage]) for stage in mine}
+        self._twin = self._other_end(tied=model.head is None)
         self.objective.model = take_part(model, _together([parts[stage] for stage in mine]))
         self.averages = plan.data_parallel
         self._shape: torch.Size | None = None
 
-    def _tied_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the first and the last stage, where they are two."""
-        ends = {self._ranks_of[0], self._ranks_of[-1]}
-        if len(ends) == 1:
+    def _other_end(self, tied: bool) -> int | None:
+        """The rank that has the same embedding as this one, first stage or last; mostly none."""
+        first, last = self._ranks_of[0], self._ranks_of[-1]
+        if not tied or first == last or self._rank not in (first, last):
             return None
-        everyone = dist.get_process_group_ranks(self._group)
-        group = dist.new_group([everyone[rank] for rank in sorted(ends)])
-        return group if self._rank in ends else None
+        return first if self._rank == last else last
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
         given.scale(torch.zeros((), device=self._device()))
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
-        for batch in batches:
+        for batch in map(self._share, batches):
             schedule = self._schedule_for(batch["tokens"])
             for stage in self._stages:
                 stage.given = given
@@ -129,20 +135,25 @@ class Pipeline(Layout):
         """The schedule for batches like this one; made anew when their shape changes."""
         if self._shape != tokens.shape:
             self._shape = tokens.shape
-            self._stages = [self._stage(number, tokens) for number in self._modules]
-            kind, count = _CLASSES[self._plan.strategy], self._plan.pp_microbatches
+            self._stages = [self._stage(number, tokens) for number in self.modules]
+            kind, count = _CLASSES[self._plan.schedule], self._plan.pp_microbatches
             single = issubclass(kind, PipelineScheduleSingle)
             held = self._stages[0] if single else self._stages
             self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
         return self._schedule
 
+    def _hidden_shape(self, tokens: Tensor) -> tuple[int, int, int]:
+        """Of what goes from stage to stage for `tokens` (B, S)."""
+        split = self._plan.tp if self._plan.sequence_parallel else 1
+        return len(tokens), tokens.shape[1] // split, self._hollow.spec.hidden
+
     def _stage(self, number: int, tokens: Tensor) -> Stage:
         """With the shapes of what goes in and out told, or torch would run a batch to see them."""
-        shape = (self._plan.micro_batch, tokens.shape[1], self._hollow.spec.hidden)
+        shape = self._hidden_shape(tokens[: self._plan.micro_batch])
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         first = tokens[: self._plan.micro_batch].to("meta")
         return Stage(
-            self._modules[number],
+            self.modules[number],
             number,
             len(self._parts),
             self._device(),
@@ -167,9 +178,22 @@ class Pipeline(Layout):
 
     def _sum_tied_gradients(self) -> None:
         """The embedding's gradient is its own, on the first stage, and the head's, on the last."""
-        weight = self.model.get_parameter("embed.tokens.weight") if self._tied else None
-        if weight is not None and weight.grad is not None:
-            dist.all_reduce(weight.grad, group=self._tied)
+        if self._twin is None:
+            return
+        gradient = self.model.get_parameter("embed.tokens.weight").grad
+        if gradient is None:
+            return
+        mine = local(gradient)
+        theirs = torch.empty_like(mine)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, group=self._group, group_peer=self._twin),
+                dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=self._twin),
+            ]
+        )
+        for work in works:
+            work.wait()
+        mine += theirs
 
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """Forward only, one micro-batch after the other through this rank's stages.
@@ -179,6 +203,7 @@ class Pipeline(Layout):
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         sent: list[tuple[dist.Work, Tensor]] = []
         size = self._plan.micro_batch
+        batch = self._share(batch)
         for begin in range(0, len(batch["tokens"]), size):
             micro_batch = {name: part[begin : begin + size] for name, part in batch.items()}
             totals += self._pass_on(micro_batch, given, sent)
@@ -190,9 +215,9 @@ class Pipeline(Layout):
         """A micro-batch through this rank's stages; what is `sent` must stay until it is there."""
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
-        for stage, module in self._modules.items():
+        for stage, module in self.modules.items():
             if stage and ranks[stage - 1] != self._rank:
-                shape = (*batch["tokens"].shape, self._hollow.spec.hidden)
+                shape = self._hidden_shape(batch["tokens"])
                 hidden = torch.empty(shape, dtype=self._dtype, device=self._device())
                 dist.recv(hidden, group=self._group, group_src=ranks[stage - 1])
             with given.cast():
@@ -206,14 +231,17 @@ class Pipeline(Layout):
                 sent.append((work, hidden))
         return torch.zeros(2, dtype=torch.float64, device=self._device())
 
-    def total_norm(self) -> Tensor:
-        """Over all stages; a tied embedding that two of them hold is the first's."""
-        counted = [
+    def counted_gradients(self) -> list[Tensor]:
+        """A tied embedding that two stages hold is the first's."""
+        return [
             parameter.grad
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and not self._is_copy(name)
         ]
-        square = nn.utils.get_total_norm(counted).square()
+
+    def total_norm(self) -> Tensor:
+        """Over all stages."""
+        square = nn.utils.get_total_norm(self.counted_gradients()).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 
@@ -226,7 +254,7 @@ class Pipeline(Layout):
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends the weights to the first rank one by one; it alone may want them."""
-        held = self.model.state_dict()
+        held = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
         weights: dict[str, Tensor] = {}
         for name, owner in self._owners().items():
             tensor = self._at_first(held.get(name), self._hollow.get_parameter(name), owner)
@@ -270,7 +298,10 @@ def _together(parts: Sequence[Part]) -> Part:
 
 def _context(batch: Batch) -> dict[str, Tensor]:
     """What the blocks need of a batch, by the names that the transformer has for it."""
-    return {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
+    held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
+    if "positions" in batch:
+        held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut as they are
+    return held
 
 
 def cut(plan: Plan, model: Transformer) -> list[Part]:
@@ -278,12 +309,12 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
     spec = model.spec
     if spec.layers < plan.stages:
         # At least one layer for each stage.
-        most = spec.layers // SCHEDULES[plan.strategy].stages_per_rank
+        most = spec.layers // SCHEDULES[plan.schedule].stages_per_rank
         instead = [f"{most} ranks"] if most > 1 else []
         if plan.pp <= spec.layers:
             instead.append("gpipe or 1f1b (one stage on each rank)")
         raise BadInputError(
-            f"{plan.strategy} on {plan.pp} ranks has {plan.stages} stages, but the model has "
+            f"{plan.schedule} on {plan.pp} ranks has {plan.stages} stages, but the model has "
             f"{spec.layers} layers. Use {', '.join([*instead, 'zero3'])} or a deeper model."
         )
     parts, begin = [], 0
@@ -305,7 +336,8 @@ def apply(request: Request) -> Layout:
             f"strategy {plan.strategy} cuts outpace's own and Hugging Face models into stages; it "
             "does not know where to cut a person's own model. Use zero3, which splits any model."
         )
-    if SCHEDULES[plan.strategy].splits_backward and objective.loss == "auto":
+    if SCHEDULES[plan.schedule].splits_backward and objective.loss == "auto":
         objective.loss = "plain"  # the chunked loss has one backward only
     group = dist.new_group()
-    return Pipeline(request, cut(plan, objective.model), group)
+    copied: Transformer = hollow(objective.model)  # type: ignore[assignment]
+    return Pipeline(request, cut(plan, objective.model), group, copied)

@@ -9,7 +9,7 @@ The residual stream is a plain tensor on each rank: a part of the sequence, or w
 parallelism the whole. Modules turn it into DTensors at their doors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ from outpace.parallel.tensors import hollow, local
 from outpace.parallel.vocabulary import split_embedding, split_linear_loss_sum
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
@@ -222,32 +223,30 @@ def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) ->
     parallelize_module(embed, mesh, held, src_data_rank=None)
 
 
-class SplitObjective(nn.Module):
+class SplitObjective(LanguageModelObjective):
     """The model with a loss over a vocabulary that is split over `mesh`."""
 
     def __init__(self, model: Transformer, mesh: DeviceMesh, stream: Placement) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._mesh = mesh
         self._stream = stream
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """As LanguageModelObjective's, with the same loss and count on all ranks of the mesh."""
-        self._check_length(batch["tokens"].shape[1])
-        hidden = self.model(
-            batch["tokens"],
-            batch.get("documents"),
-            batch.get("segments"),
-            batch.get("padding_mask"),
-        )
-        if not isinstance(hidden, DTensor):
-            hidden = gathered(hidden, self._mesh, self._stream)
+    def hidden_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """This rank's part of the hidden states."""
+        self.check_length(batch["tokens"].shape[1])
+        return super().hidden_of(batch)
+
+    def loss_of(self, hidden_BSD: Tensor, targets_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """From this rank's part, the same loss and count on all ranks of the mesh."""
+        if not isinstance(hidden_BSD, DTensor):
+            hidden_BSD = gathered(hidden_BSD, self._mesh, self._stream)
+        assert isinstance(hidden_BSD, DTensor)
         # Each rank's rows of the head give a share of the gradient.
-        hidden_BSD = hidden.to_local(grad_placements=[Partial()])
+        hidden_ND = hidden_BSD.to_local(grad_placements=[Partial()]).flatten(0, -2)
         weight, bias = self.model.head_weight, self.model.head_bias
-        targets_N = batch["targets"].flatten()
+        targets_N = targets_BS.flatten()
         loss_sum = split_linear_loss_sum(
-            hidden_BSD.flatten(0, -2),
+            hidden_ND,
             local(weight),
             None if bias is None else local(bias),
             targets_N,
@@ -256,7 +255,8 @@ class SplitObjective(nn.Module):
         )
         return loss_sum, (targets_N != IGNORED).sum()
 
-    def _check_length(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
+        """Raise BadInputError for a sequence that the ranks cannot share."""
         ranks = self._mesh.size()
         if self._stream.is_shard() and length % ranks:
             raise BadInputError(
@@ -264,6 +264,28 @@ class SplitObjective(nn.Module):
                 f"tokens are no multiple of {ranks}. Use --seq-len {-(-length // ranks) * ranks}, "
                 "or --no-sequence-parallel."
             )
+
+
+def add_shares(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up the gradients of whole weights that saw parts of the sequence or of the heads.
+
+    In one exchange over the ranks of the mesh, which hold the same parameters.
+    """
+    shared = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and grad.placements[0].is_partial():
+            assert isinstance(parameter, DTensor)
+            shared.append((parameter, grad))
+    if not shared:
+        return
+    flat = torch.cat([local(grad).flatten() for _, grad in shared])
+    dist.all_reduce(flat, group=shared[0][1].device_mesh.get_group())
+    parts = flat.split([p.numel() for p, _ in shared])
+    for (p, _), summed in zip(shared, parts, strict=True):
+        p.grad = DTensor.from_local(
+            summed.view(p.shape), p.device_mesh, p.placements, run_check=False
+        )
 
 
 class TensorParallel(Sharded):
@@ -277,49 +299,16 @@ class TensorParallel(Sharded):
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As Layout's, with what is left to add up added up once a step."""
         totals = super().gradients(batches, given)
-        self._add_shares()
+        add_shares(self.model.parameters())
         return totals * self._tells
 
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """As Layout's; the group's first rank tells."""
         return super().evaluate(batch, given) * self._tells
 
-    def _add_shares(self) -> None:
-        """Add up the gradients of whole weights that saw parts of the sequence or of the heads."""
-        shared = [(p, grad) for p, grad in self._held() if grad.placements[0].is_partial()]
-        if not shared:
-            return
-        flat = torch.cat([local(grad).flatten() for _, grad in shared])
-        dist.all_reduce(flat, group=self._group)
-        parts = flat.split([p.numel() for p, _ in shared])
-        for (p, _), summed in zip(shared, parts, strict=True):
-            p.grad = DTensor.from_local(
-                summed.view(p.shape), p.device_mesh, p.placements, run_check=False
-            )
 
-    def total_norm(self) -> Tensor:
-        """Split weights' squares are added up over the group; whole weights count once."""
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for _, grad in self._held():
-            parts[grad.placements[0].is_shard()].append(local(grad))
-        square = nn.utils.get_total_norm(parts[True]).square()
-        dist.all_reduce(square, group=self._group)
-        return (square + nn.utils.get_total_norm(parts[False]).square()).sqrt()
-
-    def _held(self) -> list[tuple[DTensor, DTensor]]:
-        """Parameters that have gradients, and these; both lie alike, or the gradient is a share."""
-        held: list[tuple[DTensor, DTensor]] = []
-        for _, p in self.named_parameters():
-            if p.grad is not None:
-                assert isinstance(p, DTensor) and isinstance(p.grad, DTensor)
-                assert p.grad.placements[0].is_partial() or p.grad.placements == p.placements
-                held.append((p, p.grad))
-        return held
-
-
-def apply(request: Request) -> Layout:
-    """Split the model over the ranks of the plan."""
-    objective, plan = request.objective, request.plan
+def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
+    """Split an objective's model in place over `mesh`. Raises BadInputError where it can't be."""
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy tp knows which matrices to split in outpace's own transformers only, not in "
@@ -331,11 +320,17 @@ def apply(request: Request) -> Layout:
             f"--loss chunked does not go with tp: its logits are split over {plan.tp} ranks "
             "instead. Leave --loss out."
         )
-    mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
     stream = Shard(1) if plan.sequence_parallel else Replicate()
-    copied = hollow(objective.model)
     split_model(objective.model, mesh, stream)
-    return TensorParallel(SplitObjective(objective.model, mesh, stream), copied, mesh)
+    return SplitObjective(objective.model, mesh, stream)
+
+
+def apply(request: Request) -> Layout:
+    """Split the model over the ranks of the plan."""
+    plan = request.plan
+    mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
+    copied = hollow(request.objective.model)  # type: ignore[arg-type]
+    return TensorParallel(split(request.objective, plan, mesh), copied, mesh)
 
 
 def require_splittable(spec: ModelSpec, ranks: int) -> None:

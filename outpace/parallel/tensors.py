@@ -1,13 +1,14 @@
 """A tensor that may be spread over ranks: its part here, and the whole."""
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -18,7 +19,34 @@ def local(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor. Collective over the ranks that hold a part of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    # What was split last is put together first: torch would do the same, with a warning.
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def copies(tensor: Tensor, ranks: int) -> int:
+    """On how many of `ranks` ranks each of a tensor's values lies."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
+
+
+def square_sum(gradients: Iterable[Tensor], ranks: int) -> Tensor:
+    """This rank's share of the sum of squares, each value's divided by its `copies`.
+
+    Where each gradient's parts lie on `ranks` ranks, the sum of their shares counts all once.
+    """
+    alike: dict[int, list[Tensor]] = {1: []}
+    for gradient in gradients:
+        alike.setdefault(copies(gradient, ranks), []).append(local(gradient))
+    squares = [nn.utils.get_total_norm(some).square() / n for n, some in alike.items()]
+    return torch.stack(squares).sum()
 
 
 def hollow(module: nn.Module) -> nn.Module:

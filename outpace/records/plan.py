@@ -12,13 +12,16 @@ from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
     "single", "dp", "ps", "ddp", "ring", "zero2", "zero3", "hsdp",
-    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp",
+    "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp", "3d",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
+# Of a pipeline that is one axis of several.
+ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
 
-AXES: tuple[Axis, ...] = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+# In the order in which ranks are laid out on them, the last closest together.
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # The axes that a strategy splits; the last takes the ranks that are left, the others two each.
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "single": (),
@@ -39,6 +42,7 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "dualpipev": ("pp",),
     "tp": ("tp",),
     "cp": ("cp",),
+    "3d": AXES,
 }
 
 
@@ -46,9 +50,9 @@ class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
-    `pp_microbatches` of them under way. `sequence_parallel` belongs to tp. fp64 is for proofs.
-    Parameter servers are ranks beside the axes; with `server_updates` they step the optimizer,
-    else workers do.
+    `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`.
+    `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
+    axes; with `server_updates` they step the optimizer, else workers do.
     """
 
     strategy: Strategy = "single"
@@ -62,6 +66,7 @@ class Plan(Record):
     server_updates: bool = False
     micro_batch: PositiveInt = 1
     pp_microbatches: PositiveInt = 1
+    pp_schedule: ProductSchedule = "1f1b"
     precision: Precision = "fp32"
     checkpointing: Checkpointing = "none"
     compile: bool = False
@@ -72,7 +77,7 @@ class Plan(Record):
     @model_validator(mode="after")
     def _check(self) -> Self:
         why_not = refusal(
-            self.strategy,
+            self.schedule,
             pp=self.pp,
             microbatches=self.pp_microbatches,
             replicas=self.dp_replicate,
@@ -95,9 +100,14 @@ class Plan(Record):
                 own = " and ".join(SPLITS[self.strategy])
                 raise ValueError(
                     f"strategy {self.strategy} {f'splits {own}' if own else 'is one process'}, "
-                    f"but {axis} is {size}. Use {axis} 1, or another strategy"
+                    f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axes"
                 )
         return self
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's, by its strategy's name; for a plan without a pipeline the strategy."""
+        return schedule_of(self.strategy, self.pp, self.pp_schedule)
 
     @property
     def world_size(self) -> int:
@@ -118,7 +128,7 @@ class Plan(Record):
     @property
     def stages(self) -> int:
         """The parts that a pipeline cuts the model into."""
-        schedule = SCHEDULES.get(self.strategy)
+        schedule = SCHEDULES.get(self.schedule)
         return 1 if schedule is None else self.pp * schedule.stages_per_rank
 
     @property
@@ -134,8 +144,7 @@ class Plan(Record):
     def data_rank(self, rank: int) -> int | None:
         """Which of the readers' shares of a global batch `rank` reads; None if it reads nothing.
 
-        Ranks are laid out as pp × dp_replicate × dp_shard × cp × tp, the last closest together.
-        Servers come after them.
+        Ranks are laid out in the order of AXES. Servers come after them.
         """
         if rank >= self.world_size - self.servers:
             return None
@@ -182,6 +191,11 @@ class Plan(Record):
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
 
 
+def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:
+    """The name of the pipeline's schedule; where there is no pipeline, the strategy's."""
+    return pp_schedule if strategy == "3d" and pp > 1 else strategy
+
+
 def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int:
     """The number of parameter servers among `world_size` ranks: as asked, or one.
 
@@ -208,13 +222,18 @@ def fill_axes(
     `asked` has what a person set, −1 for the ranks left over. What was not set is 1, or the
     strategy's own. Raises BadInputError when the axes do not make up the world.
     """
-    own = SPLITS[strategy]
-    sizes: dict[str, int] = {axis: asked.get(axis) or 1 for axis in AXES}
+    given = any(asked.get(axis) is not None for axis in AXES)
+    # Of 3d's axes dp_shard takes what is left; if none is given, pp and tp are split as well.
+    product: tuple[Axis, ...] = ("dp_shard",) if given else ("pp", "tp", "dp_shard")
+    own = product if strategy == "3d" else SPLITS[strategy]
     open_axes = [axis for axis in AXES if asked.get(axis) == -1]
+    sizes: dict[str, int] = {axis: max(1, asked.get(axis) or 1) for axis in AXES}
     unset = [axis for axis in own if asked.get(axis) is None]
     if not open_axes and unset:
         open_axes = [unset.pop()]
-    sizes.update({axis: 2 for axis in unset if world_size % 2 == 0})
+    for axis in unset:
+        if world_size // math.prod(sizes.values()) % 2 == 0:
+            sizes[axis] = 2
     if len(open_axes) > 1:
         raise BadInputError(
             f"{' and '.join(open_axes)} are both -1; one axis can take the ranks left over"

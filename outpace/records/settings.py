@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
-from outpace.records.plan import Checkpointing, Strategy
+from outpace.records.plan import Checkpointing, ProductSchedule, Strategy
 
 
 def _field(group: str, help_text: str, default: Any = None) -> Any:
@@ -149,10 +149,13 @@ class TrainSettings(Record):
     )
     dp_replicate: int | None = _axis("groups of ranks that hold the same parameters")
     dp_shard: int | None = _axis("ranks that parameters and their states are split over")
+    cp: int | None = _axis("ranks that sequences are split over")
+    tp: int | None = _axis("ranks that each layer's matrices are split over")
     pp: int | None = _axis("ranks that layers are split over")
     pp_microbatches: PositiveInt | None = _field(
         "computation", "micro-batches under way in a pipeline (default: one a stage)"
     )
+    pp_schedule: ProductSchedule = _field("computation", "of a pipeline under 3d", "1f1b")
     sequence_parallel: bool = _field(
         "computation", "split the sequence between tp's layers too", True
     )

@@ -1,0 +1,163 @@
+"""3d: any product of dp_replicate × dp_shard × cp × tp × pp, applied in one visible order.
+
+Matrices are split first, then sequences, then layers; what is left on a rank is sharded or
+replicated over the ranks that read other samples or other parts of sequences (Narayanan et al.,
+arXiv 2104.04473, §3; Liang et al., "TorchTitan", arXiv 2410.06511, §2). Ranks of one
+tensor-parallel group are neighbours, those of one pipeline are furthest apart.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.transformer import Transformer
+from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.context import PartOfSequence, Ring, share_sequences
+from outpace.parallel.pipeline import Pipeline, cut
+from outpace.parallel.tensor import add_shares, split
+from outpace.parallel.tensors import hollow, square_sum
+from outpace.records.errors import BadInputError
+from outpace.records.plan import AXES, Plan
+
+
+class Product(Layout):
+    """A layout over some axes, with what the others leave to do after it.
+
+    `mesh` has all axes. `inner` holds the parameters and runs the passes.
+    """
+
+    def __init__(self, inner: Layout, mesh: DeviceMesh) -> None:
+        super().__init__(inner.objective, inner.module)
+        self._inner = inner
+        self._mesh = mesh
+        self.averages = inner.averages
+        # Every rank of a tensor-parallel group sees the loss of all its samples: one tells it.
+        self._tells = mesh["tp"].get_local_rank() == 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The inner layout's."""
+        return self._inner.model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The inner layout's."""
+        return self._inner.named_parameters()
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """The inner layout's, and what tensor parallelism leaves to add up."""
+        totals = self._inner.gradients(batches, given)
+        add_shares(self.model.parameters())
+        return totals * self._tells
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """The inner layout's."""
+        return self._inner.evaluate(batch, given) * self._tells
+
+    def total_norm(self) -> Tensor:
+        """Over all ranks: each tells its share of what it and others hold."""
+        ranks_of_a_stage = self._mesh.size() // self._mesh["pp"].size()
+        square = square_sum(self._inner.counted_gradients(), ranks_of_a_stage)
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each rank has seen its own part only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """The inner layout's."""
+        return self._inner.whole_model(wanted)
+
+
+def apply(request: Request) -> Layout:
+    """Lay the model out over all axes of the plan. Raises BadInputError for another's model."""
+    objective, plan = request.objective, request.plan
+    if not isinstance(objective, LanguageModelObjective):
+        raise BadInputError(
+            "strategy 3d splits outpace's own and Hugging Face models; it does not know where to "
+            "split a person's own model. Use zero3 or hsdp, which split any model."
+        )
+    sizes = tuple(getattr(plan, axis) for axis in AXES)
+    mesh = init_device_mesh(request.device.type, sizes, mesh_dim_names=AXES)
+    copied: Transformer = hollow(objective.model)  # type: ignore[assignment]
+    if plan.tp > 1:
+        objective = split(objective, plan, mesh["tp"])
+    part = share_sequences(objective, _ring(mesh)) if plan.cp > 1 else None
+    if plan.pp == 1:
+        inner: Layout = _whole_depth(part or objective, copied, mesh, plan)
+    else:
+        inner = _pipeline(request, objective, part, copied, mesh)
+    return Product(inner, mesh)
+
+
+def _ring(mesh: DeviceMesh) -> Ring:
+    return Ring(mesh["cp"].get_group(), mesh["cp"].get_local_rank(), mesh["cp"].size())
+
+
+def _replicas(plan: Plan) -> int:
+    """The ranks over which the same parameters' gradients are averaged."""
+    return plan.dp_replicate * plan.dp_shard * plan.cp
+
+
+def _whole_depth(
+    objective: PartOfSequence | LanguageModelObjective,
+    copied: Transformer,
+    mesh: DeviceMesh,
+    plan: Plan,
+) -> Layout:
+    """All layers on this rank."""
+    if _replicas(plan) > 1:
+        shard(objective, objective.model.blocks, mesh)
+    assert dist.group.WORLD is not None
+    layout = Sharded(objective, copied, dist.group.WORLD)
+    layout.averages = _replicas(plan)
+    return layout
+
+
+def _pipeline(
+    request: Request,
+    objective: LanguageModelObjective,
+    part: PartOfSequence | None,
+    copied: Transformer,
+    mesh: DeviceMesh,
+) -> Layout:
+    """This rank's stages, each a unit of its own for sharding."""
+    plan = request.plan
+    stages = cut(plan, objective.model)
+    inner = Pipeline(
+        Request(objective, plan, request.ranks, request.device),
+        stages,
+        mesh["pp"].get_group(),
+        copied,
+        part.part_of if part else _at_positions,
+    )
+    if _replicas(plan) > 1:
+        for stage, module in inner.modules.items():
+            shard(module, [module.blocks[block] for block in stages[stage].blocks], mesh)
+    inner.averages = _replicas(plan)
+    return inner
+
+
+def _at_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch with its positions, which a stage cannot count from a part of the hidden states."""
+    tokens = batch["tokens"]
+    return {**batch, "positions": torch.arange(tokens.shape[1], device=tokens.device)}
+
+
+def shard(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Split each block's parameters and what is left of a module over dp_shard and cp.
+
+    The ranks of a sequence are to gradients what the ranks of a batch are. Replicas of shards are
+    averaged. Outside the blocks parameters are kept between forward and backward: the loss needs
+    them.
+    """
+    shards = mesh["dp_shard", "cp"]._flatten("shard")
+    over = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+    for block in blocks:
+        fully_shard(block, mesh=over)
+    fully_shard(module, mesh=over, reshard_after_forward=False)
