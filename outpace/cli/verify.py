@@ -32,16 +32,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.launch.group import process_groups
 
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
-    spec = open_model(arguments.model).spec if arguments.model else tiny_spec(ranks.world_size)
-    if spec is None:
-        raise BadInputError("--model: verify takes a preset, a spec or a Hugging Face directory")
-    trial = Trial(spec)
     if arguments.plan is not None:
         plans = [Plan.load(arguments.plan)]
     else:
-        plans = [
-            plan for name in strategies for plan in plans_for(name, ranks.world_size, trial, "fp64")
-        ]
+        plans = [plan for name in strategies for plan in plans_for(name, ranks.world_size)]
+    spec = open_model(arguments.model).spec if arguments.model else tiny_spec(plans)
+    if spec is None:
+        raise BadInputError("--model: verify takes a preset, a spec or a Hugging Face directory")
+    trial = Trial(spec)
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups)
     if ranks.rank == 0:

@@ -1,7 +1,7 @@
 """`outpace verify`: every strategy against a single process, in the processes of one job."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import combinations
 from types import MappingProxyType
@@ -35,24 +35,24 @@ from outpace.records.ranks import Ranks
 TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
 
 
-def tiny_spec(processes: int) -> ModelSpec:
+def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
     """All that has made trainers wrong before: tied weights, grouped queries, unequal stages.
 
-    Pipelines with two stages on each rank need as many layers; one more makes them unequal. Tensor
+    As small as the plans allow: one layer more than the stages makes these unequal, and tensor
     parallelism shares the keys' heads.
     """
-    kv_heads = max(2, processes)
+    plans = list(plans)
+    kv_heads = max(2, *(plan.tp for plan in plans))
+    layers = max(5, *(plan.stages + 1 for plan in plans))
     return ModelSpec.parse(
-        {"family": "llama", "layers": max(5, 2 * processes + 1), "hidden": 16 * kv_heads,
+        {"family": "llama", "layers": layers, "hidden": 16 * kv_heads,
          "heads": 2 * kv_heads, "kv_heads": kv_heads, "ffn": 24 * kv_heads, "vocab": 96,
          "max_positions": 64, "tied": True},
         "verify",
     )  # fmt: skip
 
 
-def plans_for(
-    strategy: Strategy, world_size: int, trial: Trial, precision: Precision
-) -> Iterator[Plan]:
+def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
     """All that a strategy's name stands for on `world_size` ranks.
 
     Parameter servers that step the optimizer and that don't; for 3d each choice of axes with two
@@ -61,9 +61,9 @@ def plans_for(
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):
             asked: dict[str, int | None] = {axis: 2 if axis in chosen else 1 for axis in AXES}
-            yield plan_for(strategy, world_size, trial, precision, asked)
+            yield plan_for(strategy, world_size, precision, asked)
         return
-    plan = plan_for(strategy, world_size, trial, precision)
+    plan = plan_for(strategy, world_size, precision)
     yield plan
     if strategy == "ps":
         yield plan.model_copy(update={"server_updates": True})
@@ -72,8 +72,7 @@ def plans_for(
 def plan_for(
     strategy: Strategy,
     world_size: int,
-    trial: Trial,
-    precision: Precision,
+    precision: Precision = "fp64",
     asked: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
     """A strategy on all ranks, with two accumulation steps."""
@@ -81,10 +80,10 @@ def plan_for(
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
-    samples, left = divmod(trial.global_batch, 2 * shares)
+    samples, left = divmod(Trial.global_batch, 2 * shares)
     if left or not samples:
         raise BadInputError(
-            f"{trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
+            f"{Trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
             f"each; verify on {' or '.join(str(n) for n in (1, 2, 4, 8))} processes"
         )
     schedule = schedule_of(strategy, sizes["pp"], "1f1b")

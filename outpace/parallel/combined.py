@@ -138,9 +138,16 @@ def _pipeline(
     )
     if _replicas(plan) > 1:
         for stage, module in inner.modules.items():
+            if stages[stage].last and plan.tp > 1 and module.final_norm is not None:
+                module.final_norm.register_forward_hook(_own_memory)
             shard(module, [module.blocks[block] for block in stages[stage].blocks], mesh)
     inner.averages = _replicas(plan)
     return inner
+
+
+def _own_memory(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """A stage's output as no view of a DTensor's part, of which sharded modules warn."""
+    return output.clone()
 
 
 def _at_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -203,10 +203,9 @@ class Pipeline(Layout):
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         sent: list[tuple[dist.Work, Tensor]] = []
         size = self._plan.micro_batch
-        batch = self._share(batch)
         for begin in range(0, len(batch["tokens"]), size):
             micro_batch = {name: part[begin : begin + size] for name, part in batch.items()}
-            totals += self._pass_on(micro_batch, given, sent)
+            totals += self._pass_on(self._share(micro_batch), given, sent)
         for work, _ in sent:
             work.wait()
         return totals

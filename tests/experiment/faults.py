@@ -89,8 +89,8 @@ def main() -> None:
     torch.set_num_threads(1)
     strategy = sys.argv[1]
     ranks = ranks_from(os.environ)
-    trial = Trial(tiny_spec(ranks.world_size))
-    plan = plan_for(strategy, ranks.world_size, trial, "fp64")
+    plan = plan_for(strategy, ranks.world_size)
+    trial = Trial(tiny_spec([plan]))
     said = {}
     faults = [fault for fault in FAULTS if strategy == "ddp" or fault is not untied_embedding]
     with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
