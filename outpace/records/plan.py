@@ -224,9 +224,11 @@ def fill_axes(
     """
     given = any(asked.get(axis) is not None for axis in AXES)
     # Of 3d's axes dp_shard takes what is left; if none is given, pp and tp are split as well.
-    product: tuple[Axis, ...] = ("dp_shard",) if given else ("pp", "tp", "dp_shard")
-    own = product if strategy == "3d" else SPLITS[strategy]
+    product: tuple[Axis, ...] = ("pp", "tp", "dp_shard")
     open_axes = [axis for axis in AXES if asked.get(axis) == -1]
+    if given:
+        product = () if open_axes else ("dp_shard",)
+    own = product if strategy == "3d" else SPLITS[strategy]
     sizes: dict[str, int] = {axis: max(1, asked.get(axis) or 1) for axis in AXES}
     unset = [axis for axis in own if asked.get(axis) is None]
     if not open_axes and unset:
