@@ -36,7 +36,7 @@ class Replicas(Layout):
             bucket_cap_mb=plan.bucket_mib,
         )
         super().__init__(request.objective, wrapped)
-        self.averages = plan.dp_replicate * plan.cp
+        self.averages = plan.data_parallel * plan.cp
         if plan.compress_gradients == "bf16":
             wrapped.register_comm_hook(None, exchange_in_bf16)
         if device.type == "cpu":

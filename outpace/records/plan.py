@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
-    "single", "dp", "ps", "ddp", "ring", "zero2", "zero3", "hsdp",
+    "single", "dp", "ps", "ddp", "ring", "zero1", "zero2", "zero3", "hsdp",
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
@@ -26,6 +26,7 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "ps": ("dp_replicate",),
     "ddp": ("dp_replicate",),
     "ring": ("dp_replicate",),
+    "zero1": ("dp_shard",),
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
