@@ -74,6 +74,12 @@ def verify(
 
     `spoil` plants a fault in each layout, to see it caught.
     """
+    for plan in plans:
+        if plan.compress_gradients != "none":
+            raise BadInputError(
+                f"compress_gradients {plan.compress_gradients} leaves a part of the gradients out: "
+                "no step of it is a single process's. Verify the plan with compress_gradients none."
+            )
     expected = {}
     verdicts = []
     for plan in plans:

@@ -24,6 +24,7 @@ from outpace.launch.resolve import (
     resolve_out,
     resolve_plan,
     resolve_steps,
+    with_powersgd_start,
 )
 from outpace.nn.levers import apply_checkpointing, compile_blocks
 from outpace.parallel import Layout, Request, apply
@@ -130,6 +131,7 @@ def prepared(
             update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
         )
         total_steps = resolve_steps(settings, len(materials.train_data), materials.seq_len)
+        plan = with_powersgd_start(plan, settings, total_steps)
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, restart)
         )
@@ -179,6 +181,7 @@ def _prepare(
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
+    layout.go_on(start_step)
     job.groups.once(lambda: _take_up(job, record, start_step))
     stepper = _stepper(job, layout, optimizer, mixed)
     loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)
