@@ -1,8 +1,9 @@
 """`outpace verify`: every strategy against a single process, in the processes of one job."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -69,10 +70,12 @@ def verify(
     trial: Trial,
     groups: Groups,
     spoil: Callable[[Layout], None] = lambda layout: None,
+    skipped: Mapping[str, str] = MappingProxyType({}),
 ) -> Certificate:
     """Prove each plan; every rank of the job calls this and gets the same certificate.
 
-    `spoil` plants a fault in each layout, to see it caught.
+    `spoil` plants a fault in each layout, to see it caught. `skipped` says why strategies are left
+    out.
     """
     for plan in plans:
         if plan.compress_gradients != "none":
@@ -105,6 +108,7 @@ def verify(
         uncommitted_changes=bool(dirty),
         machine=identify(find_accelerator),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        skipped=dict(skipped),
     )
 
 
@@ -141,7 +145,8 @@ def _judge(
         worst_relative_difference=worst.relative if worst.relative < math.inf else None,
         worst_tensor=str(worst),
         tolerance=tolerance,
-        bytes_on_wire=busiest[3],
+        # Horovod's do not pass through torch.
+        bytes_on_wire=None if plan.strategy == "horovod" else busiest[3],
         exchanges=busiest[4],
         reason=reason,
     )

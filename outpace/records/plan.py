@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
-    "single", "dp", "ps", "ddp", "ring", "zero1", "zero2", "zero3", "hsdp",
+    "single", "dp", "ps", "ddp", "ring", "horovod", "zero1", "zero2", "zero3", "hsdp",
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
@@ -27,6 +27,7 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "ps": ("dp_replicate",),
     "ddp": ("dp_replicate",),
     "ring": ("dp_replicate",),
+    "horovod": ("dp_replicate",),
     "zero1": ("dp_shard",),
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
@@ -45,7 +46,7 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
 
 # What exchanges whole gradients in buffers, and so can compress them.
 COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
-    "bf16": ("ddp", "ring", "zero1"),
+    "bf16": ("ddp", "ring", "horovod", "zero1"),
     "powersgd": ("ddp", "zero1"),
 }
 # DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.

@@ -181,6 +181,12 @@ class TrainSettings(Record):
     device: Literal["auto", "cpu", "cuda", "mps"] = _field(
         "computation", "where to compute", "auto"
     )
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = _field(
+        "computation",
+        "what carries tensors between processes (auto: nccl on CUDA, else gloo; mpi: where torch "
+        "was built with it)",
+        "auto",
+    )
     threads: PositiveInt | None = _field(
         "computation", "CPU threads per process (default: cores / processes)"
     )
