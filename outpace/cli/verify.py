@@ -30,18 +30,24 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.experiment.verify import plans_for, tiny_spec, verify
     from outpace.interop.models import open_model
     from outpace.launch.group import process_groups
+    from outpace.parallel import why_not
 
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
+    skipped = {str(name): why for name in strategies if (why := why_not(name, ranks)) is not None}
+    for name, why in skipped.items():
+        if arguments.strategy != "all":
+            raise BadInputError(f"--strategy {name}: {why}.")
     if arguments.plan is not None:
         plans = [Plan.load(arguments.plan)]
     else:
-        plans = [plan for name in strategies for plan in plans_for(name, ranks.world_size)]
+        possible = [name for name in strategies if name not in skipped]
+        plans = [plan for name in possible for plan in plans_for(name, ranks.world_size)]
     spec = open_model(arguments.model).spec if arguments.model else tiny_spec(plans)
     if spec is None:
         raise BadInputError("--model: verify takes a preset, a spec or a Hugging Face directory")
     trial = Trial(spec)
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
-        certificate = verify(plans, trial, groups)
+        certificate = verify(plans, trial, groups, skipped=skipped)
     if ranks.rank == 0:
         if arguments.out is not None:
             certificate.save(arguments.out)
@@ -80,7 +86,7 @@ def _parser() -> Parser:
         "--strategy",
         default="all",
         metavar="A,B",
-        help="strategies to prove, or all (default: all)",
+        help="strategies to prove, or all that this machine has (default: all)",
     )
     add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
     add("--model", default=None, help="preset, spec or Hugging Face directory (default: tiny)")

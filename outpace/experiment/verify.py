@@ -97,11 +97,19 @@ def verify(
     trial: Trial,
     groups: Groups,
     spoil: Callable[[Layout], None] = lambda layout: None,
+    skipped: Mapping[str, str] = MappingProxyType({}),
 ) -> Certificate:
     """Prove each plan; every rank of the job calls this and gets the same certificate.
 
-    `spoil` plants a fault in each layout, to see it caught.
+    `spoil` plants a fault in each layout, to see it caught. `skipped` says why strategies are left
+    out.
     """
+    for plan in plans:
+        if plan.compress_gradients != "none":
+            raise BadInputError(
+                f"compress_gradients {plan.compress_gradients} leaves a part of the gradients out: "
+                "no step of it is a single process's. Verify the plan with compress_gradients none."
+            )
     expected = {}
     verdicts = []
     for plan in plans:
@@ -127,6 +135,7 @@ def verify(
         uncommitted_changes=bool(dirty),
         machine=identify(find_accelerator),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        skipped=dict(skipped),
     )
 
 
@@ -163,7 +172,8 @@ def _judge(
         worst_relative_difference=worst.relative if worst.relative < math.inf else None,
         worst_tensor=str(worst),
         tolerance=tolerance,
-        bytes_on_wire=busiest[3],
+        # Horovod's do not pass through torch.
+        bytes_on_wire=None if plan.strategy == "horovod" else busiest[3],
         exchanges=busiest[4],
         reason=reason,
     )

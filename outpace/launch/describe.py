@@ -6,6 +6,7 @@ from outpace.launch.context import Job
 from outpace.probe.versions import commit, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import RunInfo
+from outpace.records.plan import POWERSGD_LEAST_START
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.train.checkpoint import clear_partial
@@ -95,6 +96,11 @@ def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> R
     warmup = warmup_steps(job.settings, job.total_steps)
     if warmup > job.total_steps:
         hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
+    if job.plan.compress_gradients == "powersgd" and start_step:
+        hints.append(
+            "what PowerSGD had left out of the gradients so far is not in checkpoints: it begins "
+            f"anew, after {POWERSGD_LEAST_START} steps that exchange whole gradients at least"
+        )
     name = job.device.type
     if job.device.type == "cuda":
         name = job.machine.devices[job.device.index or 0].name

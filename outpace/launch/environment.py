@@ -1,37 +1,106 @@
-"""What torch's launchers tell a process about its place, read from a mapping that is given."""
+"""What launchers tell a process about its place, read from a mapping that is given."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
-_FIELDS = {
-    "RANK": "rank",
-    "WORLD_SIZE": "world_size",
-    "LOCAL_RANK": "local_rank",
-    "LOCAL_WORLD_SIZE": "local_world_size",
-}
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher's names for what `Ranks` holds."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """All four."""
+        return self.rank, self.world_size, self.local_rank, self.local_world_size
+
+
+# The nearest to the process first: torchrun may itself be started by mpirun.
+_LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    # horovod/runner/gloo_run.py, create_slot_env_vars
+    Launcher(
+        "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    ),
+    # docs.open-mpi.org, "Environment variables set at run time"
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+)
 
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """The ranks that torchrun, or a launcher like it, has set; None outside of one.
+    """The ranks that torchrun, or a launcher like it, Open MPI or horovodrun has set.
 
-    RANK and WORLD_SIZE decide; without LOCAL_RANK and LOCAL_WORLD_SIZE one host is assumed.
-    Raises BadInputError when they contradict each other or are no numbers.
+    None outside of one. Raises BadInputError when they contradict each other, are no numbers, or
+    leave open which processes share a host or where they meet.
     """
-    given = {name: environ[name] for name in _FIELDS if environ.get(name)}
-    if "RANK" not in given and "WORLD_SIZE" not in given:
-        return None
-    for needed in ("RANK", "WORLD_SIZE"):
-        if needed not in given:
+    for launcher in _LAUNCHERS:
+        if environ.get(launcher.rank) or environ.get(launcher.world_size):
+            return _read(launcher, environ)
+    return None
+
+
+def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
+    numbers = {name: _number(name, environ[name]) for name in launcher.names if environ.get(name)}
+    for needed in (launcher.rank, launcher.world_size):
+        if needed not in numbers:
             raise BadInputError(
-                f"the environment has {' and '.join(sorted(given))} but not {needed}. torchrun "
-                "sets both RANK and WORLD_SIZE; unset them to train on one process."
+                f"the environment has {' and '.join(sorted(numbers))} but not {needed}. "
+                f"{launcher.name} sets both {launcher.rank} and {launcher.world_size}; unset them "
+                "to train on one process."
             )
-    given.setdefault("LOCAL_RANK", given["RANK"])
-    given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
-    numbers = {_FIELDS[name]: _number(name, text) for name, text in given.items()}
-    return Ranks.parse(numbers, "environment (RANK, WORLD_SIZE, …)")
+    world_size = numbers[launcher.world_size]
+    if world_size == 1:  # alone on its host, too
+        numbers = {launcher.local_rank: 0, launcher.local_world_size: 1, **numbers}
+    missing = [name for name in launcher.names if name not in numbers]
+    if missing:
+        raise BadInputError(
+            f"the environment has {launcher.rank} and {launcher.world_size} but not "
+            f"{' and '.join(missing)}, so it is open which of the {world_size} processes share a "
+            f"host. Start with torchrun, or set {launcher.local_rank} to the process's number on "
+            f"its host and {launcher.local_world_size} to how many there are."
+        )
+    if world_size > 1:
+        _require_meeting_point(launcher, environ)
+    rank, _, local_rank, local_world_size = (numbers[name] for name in launcher.names)
+    return Ranks.parse(
+        {
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": local_rank,
+            "local_world_size": local_world_size,
+        },
+        f"environment ({launcher.rank}, {launcher.world_size}, …)",
+    )
+
+
+def _require_meeting_point(launcher: Launcher, environ: Mapping[str, str]) -> None:
+    """torch.distributed finds the other processes there."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if not missing:
+        return
+    how = "as torchrun does"
+    if launcher.name == "Open MPI":
+        how = "with mpirun -x MASTER_ADDR=… -x MASTER_PORT=29500 …"
+    elif launcher.name == "horovodrun":
+        how = "before horovodrun, which passes them on"
+    raise BadInputError(
+        f"the environment has {launcher.rank} but not {' and '.join(missing)}, so the processes "
+        f"cannot find each other. Set both, to the host of rank 0 and a free port there, {how}."
+    )
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

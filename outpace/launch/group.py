@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import rendezvous
 
 from outpace.records.errors import BadInputError, OutpaceError
@@ -58,11 +59,59 @@ class Groups:
                     )
 
 
+def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
+    """torch's name for what carries tensors between ranks. Raises BadInputError if there is none.
+
+    By default NCCL between CUDA devices and gloo between processes on the CPU. Host messages go by
+    gloo, whatever carries the tensors.
+    """
+    on_cuda = device.type == "cuda"
+    if asked == "nccl" and not on_cuda:
+        raise BadInputError(
+            f"--backend nccl carries tensors of CUDA devices, but the device is {device.type}. Use "
+            "--backend gloo."
+        )
+    if asked == "nccl" and not dist.is_nccl_available():
+        raise BadInputError("--backend nccl: this torch has no NCCL. Use --backend gloo.")
+    if asked == "mpi" and not dist.is_mpi_available():
+        raise BadInputError(
+            "--backend mpi: this torch was built without MPI, as all that pip installs are. Build "
+            "torch from source where MPI is installed, or use --backend "
+            f"{'nccl' if on_cuda else 'gloo'}, which mpirun can start too."
+        )
+    if asked == "auto":
+        asked = "nccl" if on_cuda and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if asked == "nccl" else asked
+
+
+def _join(backend: str, store: Store, ranks: Ranks, timeout: timedelta) -> None:
+    """Make the default process group. Raises BadInputError where MPI counts otherwise."""
+    if backend != "mpi":
+        dist.init_process_group(
+            backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+        )
+        return
+    dist.init_process_group("mpi", timeout=timeout)
+    found = Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
+    if (found.rank, found.world_size) != (ranks.rank, ranks.world_size):
+        raise BadInputError(
+            f"--backend mpi: MPI says rank {found.rank} of {found.world_size}, the environment "
+            f"{ranks.rank} of {ranks.world_size}. Start all processes with one mpirun."
+        )
+    # MPI has no store, and torch keeps an empty one in its place; the gloo groups need this one.
+    everyone = dist.group.WORLD
+    _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
+
+
 @contextmanager
 def process_groups(
-    ranks: Ranks, device: torch.device, timeout_s: float, restart: int
+    ranks: Ranks,
+    device: torch.device,
+    timeout_s: float,
+    restart: int,
+    backend: str | None = None,
 ) -> Iterator[Groups]:
-    """Join this job's processes and leave them at the end.
+    """Join this job's processes and leave them at the end. `backend` is as `resolve_backend` says.
 
     A job of one process gets a group too, so that nothing else has to tell the two apart. Each
     restart gets names of its own in the store, since the addresses of a dead process stay there.
@@ -73,16 +122,14 @@ def process_groups(
             "process group. Call outpace.train before init_process_group, or in another process."
         )
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = backend or resolve_backend("auto", device)
     if ranks.world_size == 1:
         store: Store = HashStore()
         backend = "gloo"
     else:
         joined = rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
         store = PrefixStore(f"outpace-{restart}", next(joined)[0])
-    dist.init_process_group(
-        backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
-    )
+    _join(backend, store, ranks, timeout)
     try:
         yield Groups(
             ranks,

@@ -15,7 +15,7 @@ from outpace.data.loader import Loader
 from outpace.launch.context import Job
 from outpace.launch.describe import claim, run_info, run_record, with_earlier_precision
 from outpace.launch.finish import finish
-from outpace.launch.group import process_groups
+from outpace.launch.group import process_groups, resolve_backend
 from outpace.launch.materials import build_objective, gather
 from outpace.launch.resolve import (
     peak_flops_per_s,
@@ -24,9 +24,10 @@ from outpace.launch.resolve import (
     resolve_out,
     resolve_plan,
     resolve_steps,
+    with_powersgd_start,
 )
 from outpace.nn.levers import apply_checkpointing, compile_blocks
-from outpace.parallel import Layout, Request, apply
+from outpace.parallel import Layout, Request, apply, why_not
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -117,9 +118,13 @@ def prepared(
         stop = stack.enter_context(StopSignal())
         settings = with_earlier_precision(settings)
         device = resolve_device(settings, ranks)
+        backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
+        lacking = why_not(plan.strategy, ranks)
+        if lacking is not None:
+            raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
         require_loggers(settings.log)
         if settings.out is not None and not settings.resume:
             RunDir(settings.out).require_free()  # before the data, which may take long
@@ -130,8 +135,9 @@ def prepared(
             update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
         )
         total_steps = resolve_steps(settings, len(materials.train_data), materials.seq_len)
+        plan = with_powersgd_start(plan, settings, total_steps)
         groups = stack.enter_context(
-            process_groups(ranks, device, settings.comm_timeout_s, restart)
+            process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
         groups.require_same(
             {
@@ -179,6 +185,7 @@ def _prepare(
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
+    layout.go_on(start_step)
     job.groups.once(lambda: _take_up(job, record, start_step))
     stepper = _stepper(job, layout, optimizer, mixed)
     loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)

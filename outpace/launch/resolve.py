@@ -13,6 +13,7 @@ from outpace.records.machine import Machine
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import (
     AXES,
+    POWERSGD_LEAST_START,
     Axis,
     Plan,
     Strategy,
@@ -23,6 +24,7 @@ from outpace.records.plan import (
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.precision import default_precision
+from outpace.train.schedule import warmup_steps
 
 DEFAULT_STEPS = 70
 DEFAULT_SEQ_LEN = 256
@@ -89,12 +91,32 @@ def resolve_plan(
             "sequence_parallel": settings.sequence_parallel,
             "pp_schedule": settings.pp_schedule,
             "compress_gradients": settings.compress_gradients,
+            "powersgd_rank": settings.powersgd_rank,
             "bucket_mib": settings.bucket_mib,
         },
         "plan",
     )
     plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
     return plan
+
+
+def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
+    """The step after which PowerSGD begins: as asked, else what torch advises.
+
+    That is a tenth of the run, and not before the learning rate has reached its peak. Raises
+    BadInputError when nothing would be compressed.
+    """
+    if plan.compress_gradients != "powersgd" or plan.world_size == 1:
+        return plan
+    advised = max(total_steps // 10, warmup_steps(settings, total_steps), POWERSGD_LEAST_START)
+    start = settings.powersgd_start or advised
+    if start >= total_steps:
+        raise BadInputError(
+            f"--compress-gradients powersgd begins after {start} steps, but the run has "
+            f"{total_steps}: nothing would be compressed. Train for more steps, or begin earlier "
+            f"with --powersgd-start, at least {POWERSGD_LEAST_START}."
+        )
+    return plan.model_copy(update={"powersgd_start": start})
 
 
 def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:

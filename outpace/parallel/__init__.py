@@ -4,8 +4,10 @@ from importlib import import_module
 
 from outpace.parallel.api import Layout, Pass, Request
 from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Strategy
+from outpace.records.ranks import Ranks
 
-__all__ = ["Layout", "Pass", "Request", "apply"]
+__all__ = ["Layout", "Pass", "Request", "apply", "why_not"]
 
 # Strategies that share a file; every other has one of its own name.
 _FILES = {
@@ -23,3 +25,11 @@ def apply(request: Request) -> Layout:
     module = import_module(f"outpace.parallel.{_FILES.get(strategy, strategy)}")
     layout: Layout = module.apply(request)
     return layout
+
+
+def why_not(strategy: Strategy, ranks: Ranks) -> str | None:
+    """What a strategy lacks on this machine, as a sentence; None where nothing."""
+    if strategy != "horovod":
+        return None
+    reason: str | None = import_module("outpace.parallel.horovod").why_not(ranks)
+    return reason

@@ -91,6 +91,9 @@ class Layout:
         """
         return self.model, optimizer
 
+    def go_on(self, start_step: int) -> None:
+        """Called once, before the first step of this process: `start_step` are done already."""
+
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """Forward and backward of this rank's micro-batches of one step.
 

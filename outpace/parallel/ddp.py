@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.parallel.api import Layout, Request
+from outpace.records.errors import BadInputError
+from outpace.records.plan import POWERSGD_LEAST_START, Plan
 
 
 def exchange_in_bf16(
@@ -22,10 +25,37 @@ def exchange_in_bf16(
     return bf16_compress_hook(group, bucket)
 
 
+def exchange_low_rank(
+    state: PowerSGDState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Vogels et al., "PowerSGD", NeurIPS 2019, algorithms 1 and 2: a bucket's matrices as P Qᵀ.
+
+    torch's hook begins its second and third exchange when the one before is done. gloo does that in
+    its own threads, among the exchanges of the next bucket: two buckets hang. So there a bucket is
+    waited for before the next one begins.
+    """
+    exchanged = powerSGD_hook(state, bucket)
+    if bucket.buffer().device.type == "cpu":
+        exchanged.wait()
+    return exchanged
+
+
+def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
+    """What PowerSGD remembers from step to step. Raises BadInputError where it cannot work."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise BadInputError(
+            "--compress-gradients powersgd: torch's PowerSGD waits for the CUDA device wherever "
+            "there is one, and fails on the CPU of such a machine. Use --device cuda."
+        )
+    start = plan.powersgd_start or POWERSGD_LEAST_START
+    return PowerSGDState(None, plan.powersgd_rank, start_powerSGD_iter=start)
+
+
 class Replicas(Layout):
     """A DistributedDataParallel module over the objective."""
 
     module: DistributedDataParallel
+    low_rank: PowerSGDState | None = None
 
     def __init__(self, request: Request) -> None:
         device, plan = request.device, request.plan
@@ -36,9 +66,12 @@ class Replicas(Layout):
             bucket_cap_mb=plan.bucket_mib,
         )
         super().__init__(request.objective, wrapped)
-        self.averages = plan.dp_replicate * plan.cp
+        self.averages = plan.data_parallel * plan.cp
         if plan.compress_gradients == "bf16":
             wrapped.register_comm_hook(None, exchange_in_bf16)
+        elif plan.compress_gradients == "powersgd":
+            self.low_rank = low_rank_state(plan, device)
+            wrapped.register_comm_hook(self.low_rank, exchange_low_rank)
         if device.type == "cpu":
             # DDP times its own communication in sampled iterations; on CPU that costs two clock
             # reads.
@@ -47,6 +80,12 @@ class Replicas(Layout):
     def unsynchronised(self) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
         return self.module.no_sync()
+
+    def go_on(self, start_step: int) -> None:
+        """PowerSGD counts the steps from where the run stands."""
+        if self.low_rank is not None:
+            left = self.low_rank.start_powerSGD_iter - start_step
+            self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def exposed_communication_s(self) -> float:
         """From DDP's own account: there is no other of the overlap."""

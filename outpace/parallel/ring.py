@@ -9,7 +9,7 @@ of its own, while backward goes on.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,16 @@ def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
+class Exchanges(Protocol):
+    """Adds up buffers over all ranks while backward goes on."""
+
+    def begin(self, buffer: Tensor) -> None:
+        """A buffer is full."""
+
+    def finish(self) -> None:
+        """Return when every buffer holds its sum."""
+
+
 class Exchange:
     """A thread that takes buffers round the ring, one after the other, by a group of its own.
 
@@ -95,12 +105,12 @@ class Exchange:
 
 
 class Ring(Layout):
-    """Replicas whose gradients are added up in a ring during the last backward of a step."""
+    """Replicas whose gradients are added up by `exchange` during the last backward of a step."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, exchange: Exchanges) -> None:
         super().__init__(request.objective)
-        plan, device = request.plan, request.device
-        self._exchange = Exchange(_own_group(device), device)
+        plan = request.plan
+        self._exchange = exchange
         self._exchanging = True
         dtype = torch.bfloat16 if plan.compress_gradients == "bf16" else None
         trainable = [p for p in request.objective.parameters() if p.requires_grad]
@@ -169,4 +179,4 @@ def _own_group(device: torch.device) -> dist.ProcessGroup:
 
 def apply(request: Request) -> Layout:
     """Make replicas equal and join them in a ring. The default process group must be there."""
-    return Ring(request)
+    return Ring(request, Exchange(_own_group(request.device), request.device))

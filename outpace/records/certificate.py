@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from outpace.records.base import Record
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
@@ -28,7 +30,10 @@ class Verdict(Record):
 
 
 class Certificate(Record):
-    """All verdicts, with what they were reached on."""
+    """All verdicts, with what they were reached on.
+
+    `skipped` says of strategies that were not asked for by name why they could not be tried.
+    """
 
     verdicts: tuple[Verdict, ...]
     model: ModelSpec
@@ -41,6 +46,7 @@ class Certificate(Record):
     uncommitted_changes: bool
     machine: Machine
     date: str
+    skipped: dict[str, str] = Field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

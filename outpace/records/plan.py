@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
-    "single", "dp", "ps", "ddp", "ring", "zero2", "zero3", "hsdp",
+    "single", "dp", "ps", "ddp", "ring", "horovod", "zero1", "zero2", "zero3", "hsdp",
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp", "3d",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
@@ -19,6 +19,7 @@ Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
+Compression = Literal["none", "bf16", "powersgd"]
 
 # In the order in which ranks are laid out on them, the last closest together.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -29,6 +30,8 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "ps": ("dp_replicate",),
     "ddp": ("dp_replicate",),
     "ring": ("dp_replicate",),
+    "horovod": ("dp_replicate",),
+    "zero1": ("dp_shard",),
     "zero2": ("dp_shard",),
     "zero3": ("dp_shard",),
     "hsdp": ("dp_replicate", "dp_shard"),
@@ -44,6 +47,14 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
     "cp": ("cp",),
     "3d": AXES,
 }
+
+# What exchanges whole gradients in buffers, and so can compress them.
+COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
+    "bf16": ("ddp", "ring", "horovod", "zero1"),
+    "powersgd": ("ddp", "zero1"),
+}
+# DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
+POWERSGD_LEAST_START = 2
 
 
 class Plan(Record):
@@ -71,7 +82,9 @@ class Plan(Record):
     checkpointing: Checkpointing = "none"
     compile: bool = False
     loss: Literal["auto", "plain", "chunked"] = "auto"
-    compress_gradients: Literal["none", "bf16"] = "none"
+    compress_gradients: Compression = "none"
+    powersgd_rank: PositiveInt = 1
+    powersgd_start: int | None = Field(default=None, ge=POWERSGD_LEAST_START)
     bucket_mib: PositiveInt = 25
 
     @model_validator(mode="after")
@@ -87,6 +100,7 @@ class Plan(Record):
         )
         if why_not is not None:
             raise ValueError(why_not)
+        self._check_compression()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
         if self.strategy != "ps" and (self.servers or self.server_updates):
@@ -103,6 +117,22 @@ class Plan(Record):
                     f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axes"
                 )
         return self
+
+    def _check_compression(self) -> None:
+        kind = self.compress_gradients
+        if kind == "none":
+            return
+        able = COMPRESSES[kind]
+        if self.strategy != "single" and self.strategy not in able:
+            raise ValueError(
+                f"compress_gradients {kind}: strategy {self.strategy} has no such exchange. Use "
+                f"strategy {' or '.join(able)}, or leave it out"
+            )
+        if kind == "powersgd" and self.precision == "fp16":
+            raise ValueError(
+                "compress_gradients powersgd keeps what it left out for the next step, and in fp16 "
+                "an overflow would stay there for good. Use precision bf16 or fp32"
+            )
 
     @property
     def schedule(self) -> str:

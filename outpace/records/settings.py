@@ -17,7 +17,13 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
-from outpace.records.plan import Checkpointing, ProductSchedule, Strategy
+from outpace.records.plan import (
+    POWERSGD_LEAST_START,
+    Checkpointing,
+    Compression,
+    ProductSchedule,
+    Strategy,
+)
 
 
 def _field(group: str, help_text: str, default: Any = None) -> Any:
@@ -165,15 +171,30 @@ class TrainSettings(Record):
     server_updates: bool = _field(
         "computation", "parameter servers step the optimizer, rather than the workers", False
     )
-    compress_gradients: Literal["none", "bf16"] = _field(
-        "computation", "dtype in which ddp and ring exchange gradients", "none"
+    compress_gradients: Compression = _field(
+        "computation",
+        "exchange gradients in bf16 (ddp, zero1, ring), or as matrices of low rank (ddp, zero1)",
+        "none",
+    )
+    powersgd_rank: PositiveInt = _field("computation", "rank of powersgd's matrices", 1)
+    powersgd_start: int | None = Field(
+        default=None,
+        ge=POWERSGD_LEAST_START,
+        description="steps before powersgd begins (default: a tenth of all, or the warm-up)",
+        json_schema_extra={"group": "computation"},
     )
     bucket_mib: PositiveInt = _field(
-        "computation", "MiB of gradients that ddp and ring exchange at once", 25
+        "computation", "MiB of gradients that ddp, zero1 and ring exchange at once", 25
     )
     nproc: PositiveInt | None = _field("computation", "processes to start on this host")
     device: Literal["auto", "cpu", "cuda", "mps"] = _field(
         "computation", "where to compute", "auto"
+    )
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = _field(
+        "computation",
+        "what carries tensors between processes (auto: nccl on CUDA, else gloo; mpi: where torch "
+        "was built with it)",
+        "auto",
     )
     threads: PositiveInt | None = _field(
         "computation", "CPU threads per process (default: cores / processes)"

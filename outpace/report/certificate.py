@@ -28,6 +28,10 @@ def certificate_table(certificate: Certificate) -> Group:
         for verdict in certificate.verdicts
         if verdict.reason
     ]
+    reasons += [
+        Text(f"{strategy} skipped: {reason}", style="dim")
+        for strategy, reason in certificate.skipped.items()
+    ]
     precision = certificate.verdicts[0].precision
     about = (
         f"{certificate.processes} processes · {precision}, tolerance "

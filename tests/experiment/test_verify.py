@@ -29,7 +29,9 @@ def test_every_strategy_equals_one_process(tmp_path):
     certificate = json.loads(done.stdout)
     assert json.loads(kept.read_text()) == certificate
     verdicts = {verdict["strategy"]: verdict for verdict in certificate["verdicts"]}
-    assert list(verdicts) == list(get_args(Strategy))
+    skipped = certificate["skipped"]
+    assert set(skipped) <= {"horovod"}
+    assert list(verdicts) == [name for name in get_args(Strategy) if name not in skipped]
     for verdict in verdicts.values():
         assert verdict["passed"] and verdict["worst_relative_difference"] < 1e-9
     assert verdicts["single"]["bytes_on_wire"] == 0

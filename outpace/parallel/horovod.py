@@ -1,0 +1,75 @@
+"""Horovod itself, where it is installed, in the place of the built-in ring.
+
+Sergeev and Del Balso, "Horovod", arXiv 1802.05799. Gradients go into buffers as under `ring`, and
+each full buffer to `horovod.torch.allreduce_async_`, which chooses the algorithm (a ring over MPI
+or gloo, or NCCL's). `DistributedOptimizer` is not used: it exchanges at the optimizer's step, and
+the norm is needed before; nor can it tell a gradient that no rank has from one that is zero.
+
+Written by Horovod 0.28's documented interface and tested against a stand-in of it; it has not been
+run with Horovod, which does not build with this torch as it is.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from outpace.parallel.api import Layout, Request
+from outpace.parallel.ring import Ring
+from outpace.records.errors import BadInputError
+from outpace.records.ranks import Ranks
+
+_INSTEAD = "use --strategy ring, the same algorithm built in"
+
+
+def why_not(ranks: Ranks) -> str | None:
+    """Why these ranks cannot exchange by Horovod, None where they can. Starts Horovod."""
+    if find_spec("horovod") is None:
+        return (
+            "Horovod is not installed. Install it for PyTorch (HOROVOD_WITH_PYTORCH=1 pip install "
+            f"horovod), or {_INSTEAD}"
+        )
+    try:
+        hvd = import_module("horovod.torch")
+    except (ImportError, OSError) as error:
+        return (
+            f"Horovod is installed but cannot be loaded ({error}). Build it for PyTorch "
+            f"(HOROVOD_WITH_PYTORCH=1), or {_INSTEAD}"
+        )
+    hvd.init()
+    if (hvd.rank(), hvd.size()) != (ranks.rank, ranks.world_size):
+        return (
+            f"Horovod takes this process for rank {hvd.rank()} of {hvd.size()}, but it is rank "
+            f"{ranks.rank} of {ranks.world_size}. Start with horovodrun or mpirun instead of "
+            f"--nproc or torchrun, or {_INSTEAD}"
+        )
+    return None
+
+
+class HorovodExchange:
+    """Adds up buffers over all ranks. `hvd` is the module `horovod.torch`, started."""
+
+    def __init__(self, hvd: Any) -> None:
+        self._hvd = hvd
+        self._pending: list[Any] = []
+
+    def begin(self, buffer: Tensor) -> None:
+        """Horovod matches the ranks' buffers by name: the same in each step."""
+        name = f"outpace.{len(self._pending)}"
+        handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
+        self._pending.append(handle)
+
+    def finish(self) -> None:
+        """Wait until every buffer is added up."""
+        pending, self._pending = self._pending, []
+        for handle in pending:
+            self._hvd.synchronize(handle)
+
+
+def apply(request: Request) -> Layout:
+    """Make replicas equal and join them by Horovod. Raises BadInputError where it cannot be."""
+    reason = why_not(request.ranks)
+    if reason is not None:
+        raise BadInputError(f"strategy horovod: {reason}.")
+    return Ring(request, HorovodExchange(import_module("horovod.torch")))

@@ -1,0 +1,52 @@
+"""ZeRO-1: replicas of which each keeps the optimizer's state of a part of the parameters.
+
+Rajbhandari et al., "ZeRO", SC 2020, §5.1 ("P_os"). Gradients are averaged as under ddp; each rank
+steps its parameters and broadcasts them. Built on torch's ZeroRedundancyOptimizer, which gives
+every parameter whole to one rank: largest first, each to the rank with the least so far, so a
+model's largest parameter bounds how even the shares can be.
+
+Its `overlap_with_ddp` is not used: it takes one parameter group, where weight decay needs two, and
+leaves out the updates of the first steps.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from outpace.parallel.api import Build, Layout, Request
+from outpace.parallel.ddp import Replicas
+
+
+class SharedStates(Replicas):
+    """DistributedDataParallel replicas, each with an optimizer over its share of parameters."""
+
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """The optimizer of all parameters, which steps this rank's and broadcasts them."""
+        dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+        return ZeroRedundancyOptimizer(
+            groups,
+            optimizer_class=build,  # type: ignore[arg-type]  # it is only called
+            # One broadcast a rank instead of one a parameter. The buffer that they go by has one
+            # dtype, and torch doesn't look whether the parameters have.
+            parameters_as_bucket_view=len(dtypes) == 1,
+        )
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """All weights; the optimizer within, which has the state of the parameters stepped here.
+
+        None where there are more ranks than parameters and none is left for this one.
+        `ZeroRedundancyOptimizer.state_dict` would gather everything on one rank, by numbers.
+        """
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        within: torch.optim.Optimizer = optimizer.optim
+        steps = any(group["params"] for group in within.param_groups)
+        return self.model, within if steps else None
+
+
+def apply(request: Request) -> Layout:
+    """Wrap in DistributedDataParallel. The default process group must be there."""
+    return SharedStates(request)

@@ -1,0 +1,105 @@
+"""One rank of the tests of DDP's options; rank 0 prints what they look at.
+
+python -m torch.distributed.run --standalone --nproc-per-node=2 tests/parallel/ddp_ranks.py
+"""
+
+import json
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outpace.experiment.wire import Wire
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.parallel import Pass, Request, apply
+from outpace.records.plan import Plan
+
+STEPS, START = 6, 2
+
+
+class Matrices(nn.Module):
+    """1.1 MB each, so that buckets of 1 MiB hold one; the bias is not compressed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Linear(400, 350, bias=False), nn.Tanh(), nn.Linear(350, 400)
+        ).double()
+
+    def forward(self, batch):
+        return self.model(batch).square().sum(), torch.tensor(len(batch))
+
+
+def lay_out(ranks, **options):
+    torch.manual_seed(0)
+    plan = {"strategy": "ddp", "dp_replicate": ranks.world_size, "bucket_mib": 1, **options}
+    return apply(Request(Matrices(), Plan.parse(plan, "test"), ranks, torch.device("cpu")))
+
+
+def inputs(rank: int, step: int, parts: int) -> list[torch.Tensor]:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    return list(torch.randn(4, 400, generator=drawn, dtype=torch.float64).chunk(parts))
+
+
+def gradient(layout) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for _, p in layout.named_parameters()])
+
+
+def exchanges(ranks) -> dict[str, list[int]]:
+    """All-reduces and bytes of a step in 1, 2 and 4 micro-batches, with and without no_sync."""
+    found = {}
+    for accumulating in ("no_sync", "every time"):
+        layout = lay_out(ranks)
+        if accumulating == "every time":
+            layout.unsynchronised = nullcontext
+        layout.gradients(inputs(ranks.rank, 0, 1), Pass())  # builds the buckets
+        for parts in (1, 2, 4):
+            with Wire() as wire:
+                layout.gradients(inputs(ranks.rank, 1, parts), Pass())
+            found[f"{accumulating}, {parts}"] = [wire.exchanges["allreduce"], wire.bytes]
+    return found
+
+
+def low_rank(ranks) -> dict:
+    """What PowerSGD applies and keeps back, against whole gradients, weights staying as they are.
+
+    Every step's gradients are of the same weights; `kept` is the mean over ranks of the residuals.
+    """
+    whole = lay_out(ranks)
+    layout = lay_out(ranks, compress_gradients="powersgd", powersgd_rank=4, powersgd_start=START)
+    exact, applied, off = 0.0, 0.0, []
+    for step in range(STEPS):
+        for one in (whole, layout):
+            one.model.zero_grad()
+            one.gradients(inputs(ranks.rank, step, 2), Pass())
+        exact, applied = exact + gradient(whole), applied + gradient(layout)
+        off.append(float((gradient(layout) - gradient(whole)).abs().max()))
+    state = layout.low_rank
+    kept = torch.stack([error.sum() for error in state.error_dict.values()]).sum()
+    dist.all_reduce(kept)
+    same = [torch.zeros_like(applied) for _ in range(ranks.world_size)]
+    dist.all_gather(same, applied)
+    return {
+        "off": off,
+        "left_out": float((applied - exact).abs().max()),
+        "balance": float((exact.sum() - applied.sum() - kept / ranks.world_size).abs()),
+        "alike": all(torch.equal(one, same[0]) for one in same),
+        "buckets": len(state.error_dict),
+        "compression": state.compression_stats()[0],
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    with process_groups(ranks, torch.device("cpu"), 60.0, 0):
+        said = {"exchanges": exchanges(ranks), "low_rank": low_rank(ranks)}
+    if ranks.rank == 0:
+        print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""ddp's options: when it exchanges gradients, and what PowerSGD leaves out of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outpace.launch.resolve import with_powersgd_start
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+RANKS = Path(__file__).with_name("ddp_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def said():
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(RANKS)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.gloo
+def test_gradients_are_exchanged_once_a_step_however_many_micro_batches(said):
+    exchanges = said["exchanges"]
+    once = exchanges["no_sync, 2"]
+    assert once[0] == 2  # buckets of 1 MiB, a matrix each
+    assert exchanges["no_sync, 4"] == once
+    assert exchanges["every time, 2"] == [2 * each for each in once]
+    assert exchanges["every time, 4"] == [4 * each for each in once]
+
+
+@pytest.mark.gloo
+def test_powersgd_makes_up_for_what_it_leaves_out(said):
+    found = said["low_rank"]
+    assert found["off"][:2] == [0, 0]  # steps before it begins
+    assert min(found["off"][2:]) > 0.1
+    assert found["alike"] and found["buckets"] == 2 and found["compression"] > 40
+    # Vogels et al. 2019, algorithm 2: what was applied and what is kept add up to all gradients.
+    assert found["left_out"] > 0.1 and found["balance"] < 1e-10
+
+
+def plan(**options):
+    return Plan.parse({"strategy": "ddp", "dp_replicate": 2, **options}, "plan")
+
+
+def test_powersgd_begins_after_a_tenth_of_the_run_and_the_warm_up():
+    low_rank = plan(compress_gradients="powersgd")
+
+    def start(total_steps, **asked):
+        settings = TrainSettings.parse(asked, "test")
+        return with_powersgd_start(low_rank, settings, total_steps).powersgd_start
+
+    assert start(1000) == 100
+    assert start(12) == 2
+    assert start(1000, warmup=300) == 300
+    assert start(1000, powersgd_start=7) == 7
+    with pytest.raises(BadInputError, match="begins after 2 steps, but the run has 2"):
+        start(2)
+    assert with_powersgd_start(plan(), TrainSettings(), 2).powersgd_start is None
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"strategy": "zero3", "dp_replicate": 1, "dp_shard": 2}, "ddp or zero1"),
+        ({"precision": "fp16"}, "Use precision bf16 or fp32"),
+        ({"powersgd_start": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_powersgd_is_refused_where_it_goes_wrong(options, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        plan(compress_gradients="powersgd", **options)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", ["bf16", "powersgd"])
+def test_what_leaves_out_a_part_of_the_gradients_is_not_verified(kind, tmp_path):
+    plan(compress_gradients=kind, micro_batch=4, precision="fp64").save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "outpace", "verify", "--plan", str(tmp_path / "plan.json")],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"compress_gradients {kind} leaves a part of the gradients out" in done.stderr
