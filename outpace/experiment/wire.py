@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +47,8 @@ class Wire(TorchDispatchMode):
             self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # come back with what DTensor makes of it, exchanges included
         if not self._paused and func.namespace in ("c10d", "_c10d_functional"):
             kind = _kind(func._opname.strip("_"))
             if kind is not None:
@@ -72,7 +75,7 @@ def _group(args: Any) -> dist.ProcessGroup:
     """Of a collective: given itself, or for functional ones by its name, the last argument."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
-        named: dist.ProcessGroup = distributed_c10d._resolve_process_group(args[-1])
+        named: dist.ProcessGroup = _resolve_process_group(args[-1])
         return named
     group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
     return group

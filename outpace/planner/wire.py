@@ -31,7 +31,6 @@ from outpace.records.plan import Plan
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets, or stop and memory: two float64
-_FIRST_BUCKET_BYTES = 2**20  # of DDP, so that the first exchange begins early
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
@@ -134,13 +133,11 @@ def _replicas(work: Work, tally: Tally) -> None:
     How they are cut depends on the order in which gradients come; here the reverse of the
     parameters'.
     """
-    buckets, filled, limit = [0], 0, _FIRST_BUCKET_BYTES
+    limit, buckets = work.plan.bucket_mib * 2**20, [0]
     for size in reversed(work.sizes):
-        if filled >= limit:
+        if buckets[-1] * work.item >= limit:
             buckets.append(0)
-            filled, limit = 0, work.plan.bucket_mib * 2**20
         buckets[-1] += size
-        filled += size * work.item
     for bucket in buckets:
         tally.add("all_reduce", work.plan.world_size, bucket * work.exchanged_item)
 
@@ -277,14 +274,17 @@ def _tensor(work: Work, tally: Tally) -> None:
     Without: all-reduces of attention's and the MLP's outputs, and of their inputs' gradients
     (Shoeybi et al., arXiv 1909.08053, §3). With: each is a reduce-scatter and an all-gather
     (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input are
-    one more of each. The loss has three numbers a token, and whole weights that saw parts of the
+    one more of each; BERT's head, whose transform each rank computes whole, has an all-reduce for
+    a reduce-scatter. The loss has three numbers a token, and whole weights that saw parts of the
     sequence or of the heads are added up once a step.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
     doors = (2 * spec.layers + 1) * work.passes
     hidden = work.hidden * work.item
     if plan.sequence_parallel:
-        tally.add("reduce_scatter", ranks, hidden, 2 * doors)
+        whole = 0 if spec.norm_first else work.passes
+        tally.add("all_reduce", ranks, hidden, whole)
+        tally.add("reduce_scatter", ranks, hidden, 2 * doors - whole)
         tally.add("all_gather", ranks, hidden // ranks, 2 * doors)
     else:
         tally.add("all_reduce", ranks, hidden, 2 * doors)
@@ -299,11 +299,15 @@ def _tensor(work: Work, tally: Tally) -> None:
 
 def _shared_numbers(work: Work) -> int:
     """Numbers in whole weights of which each tensor-parallel rank has a share of the gradient."""
-    partial = ["head_transform", "q_norm", "k_norm"]
+    partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
         partial += ["norm", "embed.positions", "embed.segments"]
-    shapes = parameter_shapes(work.spec).items()
-    return sum(math.prod(shape) for name, shape in shapes if any(part in name for part in partial))
+    named = parameter_shapes(work.spec).items()
+    return sum(
+        math.prod(shape)
+        for name, shape in named
+        if any(part in name for part in partial) and not name.startswith("head_transform")
+    )
 
 
 def _context(work: Work, tally: Tally) -> None:
