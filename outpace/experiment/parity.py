@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from outpace.experiment.wire import Wire
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, Request, apply
+from outpace.parallel.api import Build
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -29,6 +32,8 @@ from outpace.train.precision import make_mixed
 from outpace.train.step import Stepper
 
 Batch = dict[str, Tensor]
+# Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
+Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
 # Values this much smaller than the largest of their kind may be rounding: the gradient of a key
 # projection's bias is truly zero.
 FLOOR = 1e-6
@@ -48,6 +53,19 @@ class Trial:
     lr: float = 1e-2
     clip: float = 0.05  # far below the norm of every step, so that clipping is always active
     seed: int = 0
+
+    @property
+    def eps(self) -> float:
+        """AdamW's, so large that its steps are well conditioned.
+
+        A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε: m̂ and √v̂ are means
+        of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip the parameters
+        move in all steps together by at most Δ/clip, and Δ is at most the tolerance times clip. So
+        what passes as a gradient passes as a parameter (some, the norms', are as large as 1). With
+        1e-8 a key projection's bias, whose gradient is truly zero, would be stepped by its rounding
+        errors a million times enlarged; and a wrong factor, which cancels in m̂/√v̂, would go unseen.
+        """
+        return 2 * self.steps * self.lr * self.clip
 
     def batches(self) -> list[Batch]:
         """A global batch for each step; the ends of samples are padding, unevenly."""
@@ -72,9 +90,17 @@ class Trial:
                     parameter.mul_(4)
         return LanguageModelObjective(model, plan.loss)
 
-    def settings(self) -> TrainSettings:
-        """For the optimizer, whose for-loop has no kernels of its own."""
-        return TrainSettings(optimizer="adamw-for-loop", lr=self.lr, clip=self.clip)
+    def optimizer(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        place: Place = lambda groups, build: build(groups),
+    ) -> torch.optim.Optimizer:
+        """AdamW, whose for-loop has no kernels of its own."""
+        settings = TrainSettings(optimizer="adamw-for-loop", lr=self.lr, clip=self.clip)
+        optimizer = make_optimizer(named, settings, place)
+        for group in optimizer.param_groups:
+            group["eps"] = self.eps
+        return optimizer
 
 
 @dataclass
@@ -92,7 +118,7 @@ def reference(trial: Trial, plan: Plan) -> Trace:
     """Train on one process, each global batch at once."""
     objective = trial.objective(plan)
     parameters = dict(objective.model.named_parameters())
-    optimizer = make_optimizer(parameters.items(), trial.settings())
+    optimizer = trial.optimizer(parameters.items())
     trace = Trace()
     for batch in trial.batches():
         used = {name: p.detach().clone() for name, p in parameters.items()}
@@ -149,13 +175,12 @@ def planned(
     `wire` counts the last step, since the first may build buckets. `spoil` plants a fault.
     """
     device = torch.device("cpu")
-    settings = trial.settings()
     layout = apply(Request(trial.objective(plan), plan, ranks, device))
-    optimizer = make_optimizer(layout.named_parameters(), settings, layout.make_optimizer)
+    optimizer = trial.optimizer(layout.named_parameters(), layout.make_optimizer)
     spoil(layout)
     seen: dict[str, Tensor] = {}
-    used: dict[str, Tensor] = {}
-    _watch_use(layout.model, used, wire)
+    use = Use(wire)
+    use.watch(cast(Transformer, layout.model))
 
     def look() -> None:
         with wire.paused():
@@ -178,11 +203,11 @@ def planned(
     trace = Trace()
     for step, batch in enumerate(trial.batches(), 1):
         seen.clear()
-        used.clear()
+        use.found.clear()
         stepper.begin()
         with wire if step == trial.steps else nullcontext():
             raw = stepper.run(step, trial.lr, shares(batch, plan, ranks.rank), lambda: False)
-        held = _step_of(dict(used), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm)
+        held = _step_of(dict(use.found), raw.totals[0], raw.totals[1], dict(seen), raw.grad_norm)
         trace.steps.append({**held, **_state(*_counting(layout, optimizer))})
     return trace
 
@@ -195,21 +220,37 @@ def _counting(
     return (() if model is None else layout.named_parameters()), holder
 
 
-def _watch_use(model: nn.Module, used: dict[str, Tensor], wire: Wire) -> None:
-    """Copy each parameter as a step's first forward finds it: gathered, if it was sharded."""
+class Use:
+    """Copies of parameters as a step's first forward finds them: gathered, if they are sharded."""
 
-    def copy(name: str) -> Callable[..., None]:
-        def look(module: nn.Module, _arguments: object) -> None:
-            for own, parameter in module.named_parameters(name, recurse=False):
-                if own not in used:
-                    with wire.paused():
-                        used[own] = whole(parameter.detach()).clone()
+    def __init__(self, wire: Wire) -> None:
+        self.found: dict[str, Tensor] = {}
+        self._wire = wire
 
-        return look
+    def watch(self, model: Transformer) -> None:
+        """Look at each module's own parameters when it is entered."""
+        for name, module in model.named_modules():
+            if name and next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(partial(self._look, name))
+        last = model.head_transform or model.final_norm
+        if last is not None:
+            last.register_forward_pre_hook(lambda *_: self._look_at_head(model))
 
-    for name, module in model.named_modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(copy(name))
+    def _look(self, name: str, module: nn.Module, _arguments: object) -> None:
+        for own, parameter in module.named_parameters(name, recurse=False):
+            self._keep(own, parameter)
+
+    def _look_at_head(self, model: Transformer) -> None:
+        """The loss reads the head's weights without entering a module."""
+        tied = model.head is None
+        self._keep("embed.tokens.weight" if tied else "head.weight", model.head_weight)
+        if model.head_bias is not None:
+            self._keep("head_bias", model.head_bias)
+
+    def _keep(self, name: str, parameter: nn.Parameter) -> None:
+        if name not in self.found:
+            with self._wire.paused():
+                self.found[name] = whole(parameter.detach()).clone()
 
 
 def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:

@@ -14,6 +14,7 @@ from outpace.experiment.parity import Difference, Trial, differences, planned, r
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.parallel import Layout
+from outpace.planner.wire import Tally, step_traffic
 from outpace.probe.machine import identify
 from outpace.probe.versions import commit, versions
 from outpace.records.certificate import Certificate, Verdict
@@ -121,7 +122,14 @@ def verify(
         found = planned(trial, plan, ranks, groups.control, wire, spoil)
         seen = list(differences(expected[plan.precision], found))
         missing = expected[plan.precision].names() - found.names()
-        verdicts.append(_judge(plan, seen, missing, wire, groups))
+        formula = step_traffic(
+            plan,
+            trial.spec,
+            global_batch=trial.global_batch,
+            seq_len=trial.seq_len,
+            rank=ranks.rank,
+        )
+        verdicts.append(_judge(plan, seen, missing, (wire.tally, formula), groups))
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
@@ -143,21 +151,21 @@ def _judge(
     plan: Plan,
     seen: list[Difference],
     missing: set[str],
-    wire: Wire,
+    traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> Verdict:
-    """What all ranks found, as one verdict."""
+    """What all ranks found, as one verdict. `traffic` is what was sent, and by formula."""
     tolerance = TOLERANCES[plan.precision]
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= tolerance]
     first = min(wrong, key=lambda difference: difference.cause, default=None)
     said: list[Any] = [None] * groups.ranks.world_size
-    mine = (worst, first, missing, wire.bytes, dict(wire.exchanges))
+    mine = (worst, first, missing, *traffic)
     dist.all_gather_object(said, mine, group=groups.control)
     worst = max((one[0] for one in said), key=lambda difference: difference.relative)
     causes = [one[1] for one in said if one[1] is not None]
     nowhere = set.intersection(*(one[2] for one in said))
-    busiest = max(said, key=lambda one: one[3])
+    sent, formula = max((one[3:] for one in said), key=lambda both: both[0].bytes)
     reason = None
     if nowhere:
         reason = f"no rank has {min(nowhere)}"
@@ -173,7 +181,11 @@ def _judge(
         worst_tensor=str(worst),
         tolerance=tolerance,
         # Horovod's do not pass through torch.
-        bytes_on_wire=None if plan.strategy == "horovod" else busiest[3],
-        exchanges=busiest[4],
+        bytes_on_wire=None if plan.strategy == "horovod" else sent.bytes,
+        bytes_formula=None if formula is None else formula.bytes,
+        exchanges=dict(sent.exchanges),
+        exchanges_formula=None if formula is None else dict(formula.exchanges),
+        bytes_by_kind=dict(sent.bytes_by_kind),
+        bytes_by_kind_formula=None if formula is None else dict(formula.bytes_by_kind),
         reason=reason,
     )

@@ -1,27 +1,40 @@
 """What crosses the wire: collectives and their bytes, counted as they are called."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outpace.planner.wire import Tally
+
+# The operators' names, as they begin, by kind of collective; of two that fit the longer counts.
+_KINDS = {
+    "all_reduce": "all_reduce", "allreduce": "all_reduce",
+    "all_gather": "all_gather", "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all", "alltoall": "all_to_all",
+    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
+    "send": "send",
+}  # fmt: skip
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
 
 class Wire(TorchDispatchMode):
-    """Counts the collectives of this thread while it is entered.
+    """Counts the collectives of this thread while it is entered, in a `planner.wire.Tally`.
 
-    `exchanges` by the operator's name; `bytes` is what this rank gave to them: an all-gather's
-    shard, a reduce-scatter's and an all-reduce's whole input, once each.
+    Bytes are computed from what this rank gives to each, by the rule that is written there: what
+    it sends if the collective is done by an algorithm that sends the least.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.exchanges: Counter[str] = Counter()
-        self.bytes = 0
+        self.tally = Tally()
         self._paused = False
 
     @contextmanager
@@ -34,29 +47,39 @@ class Wire(TorchDispatchMode):
             self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # come back with what DTensor makes of it, exchanges included
         if not self._paused and func.namespace in ("c10d", "_c10d_functional"):
-            name = func._opname.strip("_")
-            if not name.startswith(("wait", "wrap", "barrier", "monitored")):
-                self.exchanges[name] += 1
-                self.bytes += _given_bytes(name, args)
+            kind = _kind(func._opname.strip("_"))
+            if kind is not None:
+                self._count(kind, args)
         return func(*args, **(kwargs or {}))
 
+    def _count(self, kind: str, args: Any) -> None:
+        group = _group(args)
+        # The first number is the root, in all that have one.
+        root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
+        # What is written comes first, then what is read, or one list for both. A scatter's parts
+        # are equal, so that the one that a rank gets tells their size.
+        given = args[0] if kind == "scatter" else (_tensors(args[1]) or args[0])
+        self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensors(given)), root=root)
 
-_READ_SECOND = ("allgather", "reduce_scatter", "alltoall", "gather", "scatter")
+
+def _kind(operator: str) -> str | None:
+    """None for what sends nothing: a receive, a wait."""
+    fitting = [name for name in _KINDS if operator.startswith(name)]
+    return _KINDS[max(fitting, key=len)] if fitting else None
 
 
-def _is_root(args: Any) -> bool:
-    """Whether a broadcast starts from this rank."""
-    _, group, root, *_ = args
-    return bool(dist.ProcessGroup.unbox(group).rank() == root)
+def _group(args: Any) -> dist.ProcessGroup:
+    """Of a collective: given itself, or for functional ones by its name, the last argument."""
+    boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+    if boxed is None:
+        named: dist.ProcessGroup = _resolve_process_group(args[-1])
+        return named
+    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
+    return group
 
 
-def _given_bytes(name: str, args: Any) -> int:
-    """Of the tensors that a collective reads."""
-    given = args
-    if name.startswith(_READ_SECOND):
-        given = args[1:2]  # after the tensors that it writes
-    elif name.startswith("recv") or (name.startswith("broadcast") and not _is_root(args)):
-        return 0
-    tensors = [leaf for leaf in tree_leaves(list(given)) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
+def _tensors(given: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]

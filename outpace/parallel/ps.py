@@ -18,22 +18,15 @@ from outpace.parallel.api import Batch, Build, Layout, Pass, Request
 from outpace.parallel.fusion import Fused, fuse
 from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, spread
 from outpace.parallel.witness import Witness
+from outpace.planner.wire import share_by_size
 from outpace.records.errors import BadInputError
 
 
 def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list[nn.Parameter]]:
-    """Each server's parameters, whole: the largest first, to whom has the fewest numbers yet.
-
-    Graham, "Bounds on multiprocessing timing anomalies", 1969: the fullest server has at most 4/3
-    of what it has in the best split.
-    """
-    shares: list[list[nn.Parameter]] = [[] for _ in range(servers)]
-    filled = [0] * servers
-    for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
-        server = filled.index(min(filled))
-        shares[server].append(parameter)
-        filled[server] += parameter.numel()
-    return shares
+    """Each server's parameters, whole."""
+    held = list(parameters)
+    shares = share_by_size([parameter.numel() for parameter in held], servers)
+    return [[held[index] for index in share] for share in shares]
 
 
 class Role(Layout):

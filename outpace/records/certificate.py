@@ -14,7 +14,10 @@ class Verdict(Record):
 
     `worst_relative_difference` is the largest |difference| of any tensor over the largest value in
     it (at least 1e-6 of the largest of all tensors of its kind); `worst_tensor` names it.
-    `bytes_on_wire` is what one rank gave to collectives in a step, the busiest rank's.
+    `bytes_on_wire` is what one rank sends in a step, the busiest one: computed from the collectives
+    that it called, as `planner.wire` says. `exchanges` and `bytes_by_kind` are by kind of
+    collective; beside each is what the strategy's formula gives for that rank, None where there is
+    none.
     """
 
     strategy: str
@@ -24,8 +27,12 @@ class Verdict(Record):
     worst_relative_difference: float | None
     worst_tensor: str | None
     tolerance: float
-    bytes_on_wire: int | None
+    bytes_on_wire: int
+    bytes_formula: int | None
     exchanges: dict[str, int]
+    exchanges_formula: dict[str, int] | None
+    bytes_by_kind: dict[str, int]
+    bytes_by_kind_formula: dict[str, int] | None
     reason: str | None = None
 
 

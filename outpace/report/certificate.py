@@ -10,18 +10,19 @@ from outpace.records.units import show_bytes
 
 
 def certificate_table(certificate: Certificate) -> Group:
-    """One row a plan: whether it is equal, how closely, and what the busiest rank sent."""
+    """One row a plan: whether it is equal, how closely, what the busiest rank sends a step."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("strategy", "mesh", "", "off by", "sent per step"):
+    for name in ("strategy", "mesh", "", "off by", "sends", "formula"):
         table.add_column(name, no_wrap=True)
     for verdict in certificate.verdicts:
-        worst, sent = verdict.worst_relative_difference, verdict.bytes_on_wire
+        worst, formula = verdict.worst_relative_difference, verdict.bytes_formula
         table.add_row(
             verdict.strategy,
             Text(verdict.mesh, style="dim"),
             Text("✓ equal", style="green") if verdict.passed else Text("✗ wrong", style="red"),
             "n/a" if worst is None else f"{worst:.1e}",
-            show_bytes(sent) if sent else "nothing",
+            show_bytes(verdict.bytes_on_wire),
+            Text("n/a" if formula is None else show_bytes(formula), style="dim"),
         )
     reasons = [
         Text(f"✗ {verdict.strategy}: {verdict.reason}", style="red")

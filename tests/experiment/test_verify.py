@@ -48,6 +48,30 @@ def test_hybrid_shards_equal_one_process():
     assert verdict["mesh"] == "dp_replicate 2 × dp_shard 2" and verdict["passed"]
 
 
+FAMILIES = {
+    "gpt2": {"family": "gpt2", "heads": 4},
+    "bert": {"family": "bert", "heads": 4},
+    "qwen3": {"family": "qwen3", "heads": 8, "kv_heads": 4, "ffn": 48, "tied": False},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_one_process(tmp_path, family):
+    """Of some gradients are truly zero: those of key projections' biases."""
+    spec = {"layers": 3, "hidden": 32, "vocab": 97, "max_positions": 64, **FAMILIES[family]}
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(spec))
+    done = do(
+        "-m", "outpace", "verify", "--model", model, "--json",
+        "--strategy", "single,dp,ddp,zero3,1f1b,tp,cp",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    verdicts = json.loads(done.stdout)["verdicts"]
+    assert len(verdicts) == 7
+    for verdict in verdicts:
+        assert verdict["passed"] and verdict["worst_relative_difference"] < 1e-10
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_every_planted_fault_is_caught_and_named(strategy):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

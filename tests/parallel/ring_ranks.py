@@ -86,14 +86,14 @@ def replicas(ranks) -> dict:
             apart = (parameter.grad - expected[name]).abs().max() / expected[name].abs().max()
             worst = max(worst, float(apart))
     numbers = sum(p.numel() for p in objective.parameters()) + len(expected)
-    sent = torch.tensor([wire.bytes])
+    sent = torch.tensor([wire.tally.bytes])
     dist.all_reduce(sent)
     return {
         "worst": worst,
         "without": [name for name, p in layout.named_parameters() if p.grad is None],
         "sent_by_all": int(sent),
         "formula": 2 * (size - 1) * numbers * 8,
-        "sends": wire.exchanges["send"],
+        "sends": wire.tally.exchanges["send"],
     }
 
 

@@ -1,0 +1,60 @@
+"""The parameters of a transformer by their names and shapes, without building it."""
+
+from collections.abc import Iterator
+
+from outpace.records.model import ModelSpec
+
+Shape = tuple[int, ...]
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """In the order in which the model has them; a tied head has none of its own."""
+    named: dict[str, Shape] = {}
+    if not spec.norm_first:
+        named["head_bias"] = (spec.vocab,)
+    named |= _embeddings(spec)
+    for layer in range(spec.layers):
+        named |= {f"blocks.{layer}.{name}": shape for name, shape in _block(spec)}
+    if spec.norm_first:
+        named |= _norm(spec, "final_norm", spec.hidden)
+    else:
+        named |= _linear("head_transform.dense", spec.hidden, spec.hidden, True)
+        named |= _norm(spec, "head_transform.norm", spec.hidden)
+    if not spec.tied:
+        named["head.weight"] = (spec.vocab, spec.hidden)
+    return named
+
+
+def _embeddings(spec: ModelSpec) -> dict[str, Shape]:
+    named: dict[str, Shape] = {"embed.tokens.weight": (spec.vocab, spec.hidden)}
+    if spec.positions == "learned":
+        named["embed.positions.weight"] = (spec.max_positions, spec.hidden)
+    if spec.segments:
+        named["embed.segments.weight"] = (spec.segments, spec.hidden)
+    return named if spec.norm_first else named | _norm(spec, "embed.norm", spec.hidden)
+
+
+def _block(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    yield from _norm(spec, "attention_norm", spec.hidden).items()
+    for part, width in (("q", queries), ("k", keys), ("v", keys)):
+        yield from _linear(f"attention.{part}", spec.hidden, width, spec.qkv_bias).items()
+    yield from _linear("attention.out", queries, spec.hidden, spec.out_bias).items()
+    if spec.qk_norm:
+        yield "attention.q_norm.weight", (spec.head_dim,)
+        yield "attention.k_norm.weight", (spec.head_dim,)
+    yield from _norm(spec, "mlp_norm", spec.hidden).items()
+    yield from _linear("mlp.up", spec.hidden, spec.ffn, spec.mlp_bias).items()
+    if spec.gated:
+        yield from _linear("mlp.gate", spec.hidden, spec.ffn, spec.mlp_bias).items()
+    yield from _linear("mlp.down", spec.ffn, spec.hidden, spec.mlp_bias).items()
+
+
+def _linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | {f"{name}.bias": (outputs,)} if bias else weight
+
+
+def _norm(spec: ModelSpec, name: str, width: int) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (width,)}
+    return weight | {f"{name}.bias": (width,)} if spec.norm == "layernorm" else weight
