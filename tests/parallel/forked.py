@@ -1,0 +1,74 @@
+"""Worlds of processes forked from one that has imported everything: a world costs milliseconds.
+
+DTensor keeps names of process groups in its caches, so that a process can belong to one world in
+its life; and starting Python with torch takes seconds.
+"""
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch._dynamo  # what the first use would import, on every rank of every world
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
+
+from outpace.launch.group import Groups, process_groups
+from outpace.records.ranks import Ranks
+
+_TIMEOUT_S = 60.0
+
+
+def world(size: int, action: Callable[[Groups], Any]) -> list[Any]:
+    """What `action` gives on each of `size` ranks. Raises RuntimeError if one of them fails.
+
+    The caller must not have used autograd or threads of its own.
+    """
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, size, port, action, theirs))
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    found = [_hear(pipe) for pipe in pipes]
+    for process in processes:
+        process.join()
+    failed = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [value for _, value in found]
+
+
+def _hear(pipe: Connection) -> tuple[str | None, Any]:
+    try:
+        found: tuple[str | None, Any] = pickle.loads(pipe.recv_bytes())
+        return found
+    except EOFError:
+        return "died without a word", None
+
+
+def _rank(
+    rank: int, size: int, port: int, action: Callable[[Groups], Any], pipe: Connection
+) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    ranks = Ranks(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
+    outcome: tuple[str | None, Any]
+    try:
+        with process_groups(ranks, torch.device("cpu"), _TIMEOUT_S, 0) as groups:
+            outcome = (None, action(groups))
+    except BaseException:
+        outcome = (traceback.format_exc(), None)
+    pipe.send_bytes(pickle.dumps(outcome))  # tensors as bytes: shared memory would end with us
