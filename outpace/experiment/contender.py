@@ -1,0 +1,180 @@
+"""One strategy of several in the same job: what a step of it costs each rank."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outpace.experiment.memory import Allocations
+from outpace.experiment.parity import Batch, shares
+from outpace.experiment.wire import Wire
+from outpace.launch.group import Groups
+from outpace.launch.resolve import resolve_plan
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.transformer import Transformer
+from outpace.parallel import Request, apply
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan, Strategy
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.optimizer import make_optimizer
+from outpace.train.precision import make_mixed
+from outpace.train.step import Stepper
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made for
+
+
+@dataclass(frozen=True)
+class Course:
+    """What every contender trains: a model on the same random global batches."""
+
+    spec: ModelSpec
+    global_batch: int
+    seq_len: int
+    seed: int = 0
+
+    def batch(self) -> Batch:
+        """A global batch."""
+        drawn = torch.Generator().manual_seed(self.seed)
+        shape = (self.global_batch, self.seq_len + 1)
+        tokens = torch.randint(0, self.spec.vocab, shape, generator=drawn)
+        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    @property
+    def targets(self) -> int:
+        """In a global batch."""
+        return self.global_batch * self.seq_len
+
+
+@dataclass(frozen=True)
+class Took:
+    """A step on this rank: its time, and for how long its main thread computed.
+
+    To wait for a core that another process has is no waiting for other ranks: it counts as busy,
+    where the kernel tells (Linux). So ranks that share cores are busy for longer.
+    """
+
+    seconds: float
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a step of a contender weighs on this rank.
+
+    `sent_bytes` and `exchanges` as in `Wire`. `peak_bytes` of tensors at any time, `left_bytes`
+    between two steps: weights, optimizer state, buffers.
+    """
+
+    sent_bytes: int
+    exchanges: dict[str, int]
+    peak_bytes: int
+    left_bytes: int
+
+
+def plans(
+    strategy: Strategy, course: Course, ranks: Ranks, machine: Machine
+) -> Iterator[Plan | str]:
+    """What `outpace train` makes of a strategy's name; a reason where it is refused.
+
+    Half of the ranks are parameter servers, since one server and three workers could not share a
+    global batch of a power of two; the other of their two ways comes second.
+    """
+    values = {
+        "strategy": strategy,
+        "global_batch": course.global_batch,
+        "precision": "fp32",
+        "servers": ranks.world_size // 2 if strategy == "ps" else None,
+    }
+    world = Ranks() if strategy == "single" else ranks
+    try:
+        settings = TrainSettings.parse(values, strategy)
+        plan = resolve_plan(settings, world, torch.device("cpu"), machine)
+    except BadInputError as error:
+        yield str(error)
+        return
+    yield plan
+    if strategy == "ps":
+        yield plan.model_copy(update={"server_updates": True})
+
+
+class Contender:
+    """A plan, laid out and ready to take steps. Ranks that it leaves out do nothing.
+
+    Every rank of the job makes it and calls it alike.
+    """
+
+    def __init__(self, plan: Plan, course: Course, groups: Groups) -> None:
+        self.plan = plan
+        self._groups = groups
+        self._course = course
+        self._stepper: Stepper | None = None
+        self._batches: Sequence[Batch | None] = ()
+        self._step = 0
+        with Allocations() as allocated:
+            if groups.ranks.rank < plan.world_size:
+                self._build()
+                for _ in range(_WARMUP_STEPS):
+                    self._once()
+        wire = Wire()
+        with wire:
+            self._once()
+        self.weight = Weight(
+            wire.bytes, dict(wire.exchanges), allocated.peak_bytes, allocated.left_bytes
+        )
+
+    def _build(self) -> None:
+        plan, course, device = self.plan, self._course, torch.device("cpu")
+        ranks = Ranks() if plan.world_size == 1 else self._groups.ranks
+        settings = TrainSettings(lr=1e-3)
+        objective = LanguageModelObjective(Transformer(course.spec, course.seed), plan.loss)
+        layout = apply(Request(objective, plan, ranks, device))
+        self._batches = shares(course.batch(), plan, ranks.rank)
+        self._stepper = Stepper(
+            layout=layout,
+            optimizer=make_optimizer(layout.named_parameters(), settings, layout.make_optimizer),
+            mixed=make_mixed(plan.precision, device, settings.autocast_cache),
+            plan=plan,
+            clip=settings.clip,
+            device=device,
+            control=self._groups.control,
+            expected_targets=course.targets,
+            targets_known=True,
+        )
+
+    def _once(self) -> None:
+        if self._stepper is None:
+            return
+        self._step += 1
+        self._stepper.begin()
+        self._stepper.run(self._step, 1e-3, list(self._batches), lambda: False)
+
+    def step(self) -> Took:
+        """All ranks begin together."""
+        dist.barrier(self._groups.control)
+        began_s, busy_s = time.perf_counter(), _busy_s()
+        self._once()
+        return Took(time.perf_counter() - began_s, _busy_s() - busy_s)
+
+
+def _busy_s() -> float:
+    """For how long this thread has run, or could have run if a core had been free."""
+    try:
+        ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(ran_ns) + int(waited_ns)) / 1e9
+
+
+def everyone(groups: Groups, mine: Any) -> list[Any]:
+    """What each rank has, on every rank. Collective."""
+    said: list[Any] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, mine, group=groups.control)
+    return said

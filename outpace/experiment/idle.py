@@ -1,0 +1,226 @@
+"""How idle a pipeline really is: measured, beside the closed form and the schedule's own play.
+
+Either stages compute, or they wait for a set time instead, in the same schedule with the same sends
+and receives. Stages that wait need no core, so more of them than the machine has cores show the
+schedule and nothing else.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
+
+from outpace.launch.group import Groups
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.transformer import Transformer
+from outpace.parallel import Layout, Pass, Request, apply
+from outpace.parallel.pipeline import CLASSES
+from outpace.planner.play import (
+    Action,
+    StageTime,
+    Timeline,
+    gpipe_orders,
+    idle_share_formula,
+    one_f_one_b_orders,
+    play,
+)
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan, Strategy
+
+Batch = dict[str, Tensor]
+_KINDS = {
+    _ComputationType.FORWARD: "F",
+    _ComputationType.FULL_BACKWARD: "B",
+    _ComputationType.BACKWARD_INPUT: "I",
+    _ComputationType.BACKWARD_WEIGHT: "W",
+}
+
+
+def orders(strategy: Strategy, ranks: int, microbatches: int) -> list[list[Action]]:
+    """Each rank's actions, as torch's schedule has them."""
+    if strategy in ("mp", "gpipe"):
+        return gpipe_orders(ranks, microbatches)
+    if strategy == "1f1b":
+        return one_f_one_b_orders(ranks, microbatches)
+    laid_out = SCHEDULES[strategy]
+    count = ranks * laid_out.stages_per_rank
+    # A schedule is made for one rank, and knows the others' actions too.
+    held = [
+        SimpleNamespace(
+            stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, submod=nn.Module(),
+            has_backward=True, is_first=stage == 0, is_last=stage == count - 1,
+        )
+        for stage in range(count)
+        if laid_out.rank_of(stage, ranks) == 0
+    ]  # fmt: skip
+    schedule = CLASSES[strategy](held, microbatches, loss_fn=lambda *_: None)
+    return [
+        [action for one in schedule.pipeline_order[rank] if one for action in _actions(one)]
+        for rank in range(ranks)
+    ]
+
+
+def _actions(given: _Action) -> list[Action]:
+    """One, or those that torch does one after the other where a GPU could overlap them."""
+    if given.sub_actions is not None:
+        return [action for part in given.sub_actions for action in _actions(part)]
+    if given.computation_type not in _KINDS or given.microbatch_index is None:
+        return []
+    kind: Any = _KINDS[given.computation_type]
+    return [Action(kind, given.stage_index, given.microbatch_index)]
+
+
+class _Pause(torch.autograd.Function):
+    """Hands on what it is given; waits before it does."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class Waiting(nn.Module):
+    """In the place of a block: waits for as long as a stage is to take.
+
+    The gradients of inputs and of weights are made apart, as a schedule may ask for them apart.
+    """
+
+    def __init__(self, stage_time: StageTime) -> None:
+        super().__init__()
+        self.stage_time = stage_time
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """`x`, later."""
+        given = self.stage_time
+        passed: Tensor = _Pause.apply(x, given.forward_s, given.inputs_s)  # type: ignore[no-untyped-call]
+        own: Tensor = _Pause.apply(self.weight, 0.0, given.weights_s)  # type: ignore[no-untyped-call]
+        return passed + own
+
+
+def waiting_pipeline(
+    strategy: Strategy, microbatches: int, times: Sequence[StageTime], groups: Groups
+) -> tuple[Layout, Batch]:
+    """A pipeline with a stage for each of `times`, and a batch for it."""
+    ranks = groups.ranks.world_size
+    spec = ModelSpec.parse(
+        {"family": "llama", "layers": len(times), "hidden": 8, "heads": 1, "ffn": 8, "vocab": 16,
+         "max_positions": 8},
+        "idle",
+    )  # fmt: skip
+    model = Transformer(spec)
+    for number, stage_time in enumerate(times):
+        model.blocks[number] = Waiting(stage_time)
+    plan = Plan(strategy=strategy, pp=ranks, pp_microbatches=microbatches)
+    if plan.stages != len(times):
+        raise BadInputError(f"{strategy} has {plan.stages} stages here, but {len(times)} times")
+    objective = LanguageModelObjective(model, "plain")
+    layout = apply(Request(objective, plan, groups.ranks, torch.device("cpu")))
+    tokens = torch.zeros(microbatches, 4, dtype=torch.int64)
+    return layout, {"tokens": tokens, "targets": tokens}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step as it was: how long it took, and each action's time, by its place in the orders."""
+
+    makespan_s: float
+    seconds: Mapping[Action, float]
+    idle_share: float
+
+
+def watch(layout: Layout, batch: Batch, todo: Sequence[Sequence[Action]], groups: Groups) -> Seen:
+    """Take a step and see what each rank did when. Every rank of the job calls this."""
+    marks: list[tuple[str, float]] = []
+    given = Pass(
+        scale=lambda loss_sum: loss_sum / batch["targets"].numel(),
+        mark=lambda part: marks.append((part, time.perf_counter())),
+    )
+    dist.barrier(groups.control)
+    marks.append(("communication", time.perf_counter()))
+    layout.gradients([batch], given)
+    marks.append(("communication", time.perf_counter()))
+    for parameter in layout.model.parameters():
+        parameter.grad = None
+    mine = _done(marks, todo[groups.ranks.rank])
+    said: list[Any] = [None] * groups.ranks.world_size
+    # The processes are on one host, whose monotonic clock they share.
+    dist.all_gather_object(said, (marks[0][1], marks[-1][1], mine), group=groups.control)
+    makespan_s = max(end_s for _, end_s, _ in said) - min(begin_s for begin_s, _, _ in said)
+    seconds = {action: took for _, _, done in said for action, took in done.items()}
+    return Seen(makespan_s, seconds, 1 - sum(seconds.values()) / (makespan_s * len(said)))
+
+
+def _done(marks: Sequence[tuple[str, float]], order: Sequence[Action]) -> dict[Action, float]:
+    """How long each action took: what lies between two communications, in their order.
+
+    The first stage needs no gradients of its inputs: torch has nothing to do there.
+    """
+    spans: list[float] = []
+    for (before, begin_s), (part, end_s) in pairwise(marks):
+        if part == "communication":
+            continue
+        if before == "communication":
+            spans.append(0.0)
+        spans[-1] += end_s - begin_s
+    doing = [action for action in order if (action.kind, action.stage) != ("I", 0)]
+    done = dict.fromkeys(order, 0.0)
+    done.update(zip(doing, spans, strict=True))
+    return done
+
+
+@dataclass(frozen=True)
+class Idleness:
+    """Shares of a step in which ranks wait: measured, by formula, and as the schedule plays.
+
+    `played` with the stages' set times, where there are any; `replayed` with those that the step
+    itself took, so that what is left between it and the measured one is the cost of sending.
+    """
+
+    measured: float
+    formula: float | None
+    played: float | None
+    replayed: float
+    makespan_s: float
+    played_makespan_s: float | None
+
+
+def judge(
+    strategy: Strategy, seen: Seen, todo: Sequence[Sequence[Action]], times: Sequence[StageTime]
+) -> Idleness:
+    """A step that was seen, beside what it should have been. `times` may be unknown: ()."""
+    microbatches = len({action.microbatch for order in todo for action in order})
+    played: Timeline | None = None
+    if times:
+        played = play(todo, lambda action: expected(action, times))
+    return Idleness(
+        measured=seen.idle_share,
+        formula=idle_share_formula(strategy, len(todo), microbatches),
+        played=None if played is None else played.idle_share,
+        replayed=play(todo, seen.seconds.__getitem__).idle_share,
+        makespan_s=seen.makespan_s,
+        played_makespan_s=None if played is None else played.makespan_s,
+    )
+
+
+def expected(action: Action, times: Sequence[StageTime]) -> float:
+    """A stage's time; on the first, whose inputs need no gradients, all in the weights' part."""
+    whole = times[action.stage]
+    if action.stage == 0 and action.kind in ("I", "W"):
+        return 0.0 if action.kind == "I" else whole.of("B")
+    return whole.of(action.kind)

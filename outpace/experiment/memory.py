@@ -1,0 +1,93 @@
+"""Bytes of live tensors, from the events of torch's allocator."""
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Allocations:
+    """Counts what is allocated and freed while it is entered, by this thread and by backward.
+
+    `peak_bytes`: the most that lived at one time. `left_bytes`: what still lives at the end. What
+    had been there before counts for nothing, unless it is freed.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.left_bytes = 0
+        self._profile = torch.profiler.profile(profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        tree = self._profile.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+        changes = [event for event in _events(tree) if event.name == "[memory]"]
+        for event in sorted(changes, key=lambda event: event.start_time_ns):
+            self.left_bytes += event.extra_fields.alloc_size
+            self.peak_bytes = max(self.peak_bytes, self.left_bytes)
+
+
+def _events(tree: Any) -> Iterator[Any]:
+    waiting = list(tree)
+    while waiting:
+        event = waiting.pop()
+        yield event
+        waiting.extend(event.children)
+
+
+class Saved(saved_tensors_hooks):
+    """Counts the bytes that forwards keep for backwards while it is entered.
+
+    `live_bytes` now and `peak_bytes` at most. Each storage counts once, however many tensors are
+    views of it; those in `apart` (weights) count nothing.
+    """
+
+    def __init__(self, apart: Iterator[torch.Tensor]) -> None:
+        super().__init__(self._keep, self._give)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._apart = {tensor.untyped_storage().data_ptr() for tensor in apart}
+        self._holders: dict[int, int] = {}
+
+    def _keep(self, tensor: torch.Tensor) -> "_Kept":
+        return _Kept(tensor, self)
+
+    def _give(self, kept: "_Kept") -> torch.Tensor:
+        return kept.tensor
+
+    def hold(self, tensor: torch.Tensor, change: int) -> None:
+        """One holder of the tensor's storage more (1) or fewer (-1)."""
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        if place in self._apart:
+            return
+        before = self._holders.get(place, 0)
+        self._holders[place] = before + change
+        if before + change == 0:
+            del self._holders[place]
+        if 0 in (before, before + change):
+            self.live_bytes += change * storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class _Kept:
+    """A tensor that the graph holds; tells its account when the graph lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor, account: Saved) -> None:
+        self.tensor = tensor.detach()
+        self._account = account
+        account.hold(self.tensor, 1)
+
+    def __del__(self) -> None:
+        self._account.hold(self.tensor, -1)

@@ -1,0 +1,84 @@
+"""Schedules played: the papers' closed forms where stages are equal, and laws where they are not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.planner.play import (
+    Action,
+    StageTime,
+    gpipe_orders,
+    idle_share_formula,
+    most_in_flight,
+    one_f_one_b_orders,
+    play_stages,
+)
+from outpace.records.errors import BadInputError
+
+ranks_and_microbatches = st.tuples(st.integers(1, 6), st.integers(1, 9))
+seconds = st.floats(0.01, 10)
+
+
+@given(ranks_and_microbatches, seconds, seconds)
+def test_equal_stages_give_the_closed_forms_however_long_a_backward_is(sizes, forward, backward):
+    ranks, microbatches = sizes
+    times = [StageTime(forward, backward, 0.0)] * ranks
+    gpipe = play_stages(gpipe_orders(ranks, microbatches), times)
+    assert 1 - gpipe.idle_share == pytest.approx(microbatches / (microbatches + ranks - 1))
+    one_f_one_b = play_stages(one_f_one_b_orders(ranks, microbatches), times)
+    assert one_f_one_b.makespan_s == pytest.approx(gpipe.makespan_s)
+    alone = play_stages(gpipe_orders(ranks, 1), times)
+    assert 1 - alone.idle_share == pytest.approx(1 / ranks)
+
+
+@given(ranks_and_microbatches, st.data())
+def test_no_rank_works_before_it_can_nor_twice_at_once(sizes, data):
+    ranks, microbatches = sizes
+    times = [StageTime(*data.draw(st.tuples(seconds, seconds, seconds))) for _ in range(ranks)]
+    transfer_s = data.draw(st.floats(0, 1))
+    for orders in (gpipe_orders(ranks, microbatches), one_f_one_b_orders(ranks, microbatches)):
+        played = play_stages(orders, times, transfer_s)
+        ends = {span.action: span.end_s for spans in played.ranks for span in spans}
+        for spans in played.ranks:
+            for earlier, later in zip(spans, spans[1:], strict=False):
+                assert later.begin_s >= earlier.end_s
+            for span in spans:
+                kind, stage, number = span.action
+                before = Action(kind, stage - 1 if kind == "F" else stage + 1, number)
+                assert span.begin_s >= ends.get(before, -transfer_s) + transfer_s
+        slowest = max(microbatches * (time.of("F") + time.of("B")) for time in times)
+        assert played.makespan_s >= slowest * (1 - 1e-9)
+        assert 0 <= played.idle_share < 1
+
+
+@given(ranks_and_microbatches)
+def test_1f1b_keeps_no_more_micro_batches_than_stages_are_left(sizes):
+    ranks, microbatches = sizes
+    kept = [most_in_flight(order) for order in one_f_one_b_orders(ranks, microbatches)]
+    assert kept == [min(microbatches, ranks - stage) for stage in range(ranks)]
+    assert {most_in_flight(order) for order in gpipe_orders(ranks, microbatches)} == {microbatches}
+
+
+def test_an_unequal_stage_is_waited_for_and_the_closed_form_does_not_know():
+    times = [StageTime(1, 2, 0), StageTime(2, 4, 0)]
+    played = play_stages(gpipe_orders(2, 4), times)
+    # 1 to get to the slow stage, its 4 × 2 and 4 × 4, and 2 to come back.
+    assert played.makespan_s == 1 + 8 + 16 + 2
+    assert played.idle_share == pytest.approx(1 - (12 + 24) / (2 * 27))
+    assert idle_share_formula("gpipe", 2, 4) == pytest.approx(1 / 5)
+
+
+def test_weights_gradients_fill_what_would_be_idle():
+    first = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)]
+    last = [Action("F", 1, 0), Action("I", 1, 0), Action("F", 1, 1), Action("I", 1, 1)]
+    late = [*last, Action("W", 1, 0), Action("W", 1, 1)]
+    times = [StageTime(1, 1, 1)] * 2
+    assert play_stages([first, late], times).makespan_s < (
+        play_stages(one_f_one_b_orders(2, 2), times).makespan_s
+    )
+
+
+def test_orders_that_wait_for_each_other_are_named():
+    backwards_first = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0)]]
+    with pytest.raises(BadInputError, match="rank 0 at B of micro-batch 0 on stage 0, rank 1"):
+        play_stages(backwards_first, [StageTime(1, 1, 1)] * 2)
