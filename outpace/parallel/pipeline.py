@@ -37,7 +37,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
-_CLASSES: Mapping[str, type[Any]] = {
+CLASSES: Mapping[str, type[Any]] = {
     "mp": ScheduleGPipe,
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -130,7 +130,7 @@ class Pipeline(Layout):
         if self._shape != tokens.shape:
             self._shape = tokens.shape
             self._stages = [self._stage(number, tokens) for number in self._modules]
-            kind, count = _CLASSES[self._plan.strategy], self._plan.pp_microbatches
+            kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
             single = issubclass(kind, PipelineScheduleSingle)
             held = self._stages[0] if single else self._stages
             self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
