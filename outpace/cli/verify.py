@@ -33,13 +33,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.parallel import why_not
 
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
-    skipped = {str(name): why for name in strategies if (why := why_not(name, ranks)) is not None}
-    for name, why in skipped.items():
-        if arguments.strategy != "all":
-            raise BadInputError(f"--strategy {name}: {why}.")
+    skipped: dict[str, str] = {}
     if arguments.plan is not None:
         plans = [Plan.load(arguments.plan)]
     else:
+        skipped = {str(name): why for name in strategies if (why := why_not(name, ranks))}
+        for name, why in skipped.items():
+            if arguments.strategy != "all":
+                raise BadInputError(f"--strategy {name}: {why}.")
         possible = [name for name in strategies if name not in skipped]
         plans = [plan for name in possible for plan in plans_for(name, ranks.world_size)]
     spec = open_model(arguments.model).spec if arguments.model else tiny_spec(plans)

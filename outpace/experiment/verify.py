@@ -56,8 +56,8 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
     """All that a strategy's name stands for on `world_size` ranks.
 
-    Parameter servers that step the optimizer and that don't; for 3d each choice of axes with two
-    ranks on each.
+    Parameter servers that step the optimizer and that don't, and workers of two devices; for 3d
+    each choice of axes with two ranks on each.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):
@@ -68,6 +68,8 @@ def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64"
     yield plan
     if strategy == "ps":
         yield plan.model_copy(update={"server_updates": True})
+        if plan.dp_replicate % 2 == 0:
+            yield plan.model_copy(update={"worker_devices": 2})
 
 
 def plan_for(

@@ -83,6 +83,7 @@ def resolve_plan(
             **sizes,
             "servers": servers,
             "server_updates": settings.server_updates,
+            "worker_devices": settings.worker_devices,
             **_micro_batches(settings, strategy, sizes),
             "precision": settings.precision or default_precision(device, machine),
             "checkpointing": settings.checkpointing,

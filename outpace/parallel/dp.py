@@ -4,7 +4,8 @@ What `torch.nn.DataParallel` does with threads of one process, here with process
 "single parameter server". Each batch takes five exchanges: rank 0 (1) replicates the current
 weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, of which it computes the
 loss, (4) scatters the loss's gradient, and (5) has the parameters' gradients added up on it. The
-output is the last hidden state: rank 0 computes the head as well as the loss.
+output is the last hidden state: rank 0 computes the head as well as the loss. In one process it is
+`torch.nn.DataParallel` itself, over the CUDA devices that the process sees.
 """
 
 import math
@@ -184,6 +185,35 @@ class DataParallel(Layout):
         dist.broadcast(found_inf, 0)
 
 
+class Outputs(nn.Module):
+    """An objective's hidden states; the part of it that threads compute."""
+
+    def __init__(self, objective: LanguageModelObjective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """(B, S, D) of a micro-batch."""
+        return self.objective.hidden_of(batch)
+
+
+class Threads(nn.Module):
+    """torch's own DataParallel in one process, a thread for each CUDA device; the loss here.
+
+    With one device, or on the CPU, it has nothing to share.
+    """
+
+    def __init__(self, objective: LanguageModelObjective) -> None:
+        super().__init__()
+        self.parallel = nn.DataParallel(Outputs(objective))
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """As the objective's."""
+        shared = {name: part for name, part in batch.items() if name != "targets"}
+        objective: LanguageModelObjective = self.parallel.module.objective
+        return objective.loss_of(self.parallel(shared), batch["targets"])
+
+
 def _show(form: Form) -> str:
     return ", ".join(f"{name} {tuple(shape)}" for name, shape, _ in form)
 
@@ -202,4 +232,6 @@ def apply(request: Request) -> Layout:
             "--strategy dp computes the loss on rank 0 from outputs of other ranks, but a model of "
             "one's own computes its loss from a whole batch. Use --strategy ddp."
         )
+    if ranks.world_size == 1:
+        return Layout(objective, Threads(objective))
     return DataParallel(request)

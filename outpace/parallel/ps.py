@@ -5,6 +5,9 @@ Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSD
 adds up the workers' gradients of its own. Here all wait for each other in every step (§3.4,
 "sequential"). Either the servers send the sums back and each worker steps the optimizer, or
 (`server_updates`) the servers step it and send parameters back.
+
+A worker may be several devices: their gradients are added up on the first of them, which alone
+speaks with the servers. A server of several devices is several servers: its share is split again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,6 +23,7 @@ from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal,
 from outpace.parallel.witness import Witness
 from outpace.planner.wire import share_by_size
 from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
 
 
 def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list[nn.Parameter]]:
@@ -44,7 +48,9 @@ class Role(Layout):
         self._on = request.device
         self._dtype = next(request.objective.parameters()).dtype
         self._witness = Witness(request.device)
-        self._workers = range(request.plan.data_parallel)
+        self._devices = request.plan.worker_devices
+        # The first device of each.
+        self._workers = range(0, request.plan.data_parallel, self._devices)
         self._servers = range(request.plan.data_parallel, request.plan.world_size)
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
@@ -79,8 +85,15 @@ class Role(Layout):
 class Worker(Role):
     """Has all weights and a share of the data."""
 
-    def __init__(self, request: Request, shares: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        shares: Sequence[Sequence[nn.Parameter]],
+        devices: dist.ProcessGroup | None,
+    ) -> None:
         super().__init__(request)
+        self._group = devices
+        self._speaks = request.ranks.rank in self._workers
         self.steps = not request.plan.server_updates
         self._shares = shares
         self._fused = [fuse(share) for share in shares]
@@ -95,32 +108,42 @@ class Worker(Role):
         """As for every layout. Gradients end on the servers if these step, else here."""
         self._witness.attend()
         totals = super().gradients(batches, given)
-        pushed = []
-        for server, share in zip(self._servers, self._fused, strict=True):
+        for share in self._fused:
             for fused in share:
                 fused.take_all()
-                pushed.append(dist.isend(fused.buffer, server))
-        _wait(pushed)
+                if self._group is not None:
+                    dist.reduce(fused.buffer, group=self._group, group_dst=0)
+        if self._speaks:
+            _wait(dist.isend(buffer, server) for server, buffer in self._buffers())
         if not self._plan.server_updates:
             self._pull_sums()
         return totals
 
+    def _buffers(self) -> list[tuple[int, Tensor]]:
+        """Each with the server that adds it up."""
+        pairs = zip(self._servers, self._fused, strict=True)
+        return [(server, fused.buffer) for server, share in pairs for fused in share]
+
     def _pull_sums(self) -> None:
-        pulled = [
-            dist.irecv(fused.buffer, server)
-            for server, share in zip(self._servers, self._fused, strict=True)
-            for fused in share
-        ]
-        _wait(pulled)
+        if self._speaks:
+            _wait(dist.irecv(buffer, server) for server, buffer in self._buffers())
         for share in self._fused:
             for fused in share:
+                self._tell(fused.buffer)
                 fused.give()
+
+    def _tell(self, message: Tensor) -> None:
+        """Give the worker's other devices what its first has received."""
+        if self._group is not None:
+            dist.broadcast(message, group=self._group, group_src=0)
 
     def _exchange_parameters(self) -> None:
         for server, share in zip(self._servers, self._shares, strict=True):
             for alike in by_dtype(share):
                 message = torch.empty_like(joined(alike))
-                dist.recv(message, server)
+                if self._speaks:
+                    dist.recv(message, server)
+                self._tell(message)
                 spread(message, alike)
 
 
@@ -175,8 +198,19 @@ class Server(Role):
 
 
 def _wait(works: Iterable[Any]) -> None:
-    for work in works:
+    for work in list(works):  # all are begun before one is waited for
         work.wait()
+
+
+def _device_groups(plan: Plan) -> dict[int, dist.ProcessGroup]:
+    """The devices of each worker, where they are several. All ranks make all groups."""
+    each = plan.worker_devices
+    if each == 1:
+        return {}
+    return {
+        worker: dist.new_group(range(worker * each, (worker + 1) * each))
+        for worker in range(plan.data_parallel // each)
+    }
 
 
 def apply(request: Request) -> Layout:
@@ -190,6 +224,7 @@ def apply(request: Request) -> Layout:
             f"train: a server needs at least one. Use --servers {len(trainable)} or less."
         )
     shares = split_by_size(trainable, plan.servers)
+    devices = _device_groups(plan)
     if request.ranks.rank < plan.data_parallel:
-        return Worker(request, shares)
+        return Worker(request, shares, devices.get(request.ranks.rank // plan.worker_devices))
     return Server(request, shares[request.ranks.rank - plan.data_parallel])

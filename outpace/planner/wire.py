@@ -216,18 +216,23 @@ def _data_parallel(work: Work, tally: Tally) -> None:
 def _servers(work: Work, tally: Tally) -> None:
     """ps: a worker sends all gradients, a server its share of sums or weights to each worker.
 
-    Li et al., OSDI 2014, §2.2. With gradients goes a number more for each parameter.
+    Li et al., OSDI 2014, §2.2. With gradients goes a number more for each parameter. A worker's
+    other devices give it their gradients, and are told what it was.
     """
     plan, item = work.plan, work.item
-    workers = plan.data_parallel
+    each, workers = plan.worker_devices, plan.data_parallel // plan.worker_devices
     shares = share_by_size(work.sizes, plan.servers)
     sums = [sum(work.sizes[index] for index in share) for share in shares]
     messages = [(size + len(share)) * item for size, share in zip(sums, shares, strict=True)]
-    if work.rank < workers:
-        for message in messages:
-            tally.add("send", 2, message)
+    if work.rank < plan.data_parallel:
+        speaks = work.rank % each == 0
+        for message, size in zip(messages, sums, strict=True):
+            back = size * item if plan.server_updates else message
+            tally.add("reduce", each, message, int(each > 1), speaks)
+            tally.add("broadcast", each, back, int(each > 1), speaks)
+            tally.add("send", 2, message, int(speaks))
     else:
-        server = work.rank - workers
+        server = work.rank - plan.data_parallel
         answer = sums[server] * item if plan.server_updates else messages[server]
         tally.add("send", 2, answer, workers)
     norm = "all_reduce" if plan.server_updates else "broadcast"

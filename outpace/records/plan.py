@@ -63,7 +63,8 @@ class Plan(Record):
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
     `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`.
     `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
-    axes; with `server_updates` they step the optimizer, else workers do.
+    axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
+    stand behind each worker.
     """
 
     strategy: Strategy = "single"
@@ -75,6 +76,7 @@ class Plan(Record):
     sequence_parallel: bool = True
     servers: NonNegativeInt = 0
     server_updates: bool = False
+    worker_devices: PositiveInt = 1
     micro_batch: PositiveInt = 1
     pp_microbatches: PositiveInt = 1
     pp_schedule: ProductSchedule = "1f1b"
@@ -103,10 +105,17 @@ class Plan(Record):
         self._check_compression()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
-        if self.strategy != "ps" and (self.servers or self.server_updates):
+        asked = self.servers or self.server_updates or self.worker_devices > 1
+        if self.strategy != "ps" and asked:
             raise ValueError(
-                f"servers is {self.servers} and server_updates {self.server_updates}, but strategy "
-                f"{self.strategy} has no servers. Use strategy ps, or leave both out"
+                f"servers is {self.servers}, server_updates {self.server_updates} and "
+                f"worker_devices {self.worker_devices}, but strategy {self.strategy} has neither "
+                "servers nor workers. Use strategy ps, or leave them out"
+            )
+        if self.dp_replicate % self.worker_devices:
+            raise ValueError(
+                f"{self.dp_replicate} ranks that work do not divide into workers of "
+                f"{self.worker_devices} devices. Use a divisor of {self.dp_replicate}"
             )
         for axis in AXES:
             size = getattr(self, axis)
@@ -192,7 +201,9 @@ class Plan(Record):
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.servers:
             updates = " (update)" if self.server_updates else ""
-            return f"workers {self.dp_replicate}, servers {self.servers}{updates}"
+            each = self.worker_devices
+            workers = f"{self.dp_replicate // each}{f' of {each} devices' if each > 1 else ''}"
+            return f"workers {workers}, servers {self.servers}{updates}"
         return " × ".join(split) or "one process"
 
     def accumulation(self, global_batch: int) -> int:

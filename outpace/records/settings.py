@@ -171,6 +171,9 @@ class TrainSettings(Record):
     server_updates: bool = _field(
         "computation", "parameter servers step the optimizer, rather than the workers", False
     )
+    worker_devices: PositiveInt = _field(
+        "computation", "processes behind each worker of strategy ps", 1
+    )
     compress_gradients: Compression = _field(
         "computation",
         "exchange gradients in bf16 (ddp, zero1, ring), or as matrices of low rank (ddp, zero1)",
