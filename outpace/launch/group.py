@@ -75,8 +75,8 @@ def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch
         raise BadInputError("--backend nccl: this torch has no NCCL. Use --backend gloo.")
     if asked == "mpi" and not dist.is_mpi_available():
         raise BadInputError(
-            "--backend mpi: this torch was built without MPI, as all that pip installs are. Build "
-            "torch from source where MPI is installed, or use --backend "
+            "--backend mpi: this torch was built without MPI, as those that pip installs are. "
+            "Build torch from source where MPI is installed, or use --backend "
             f"{'nccl' if on_cuda else 'gloo'}, which mpirun can start too."
         )
     if asked == "auto":

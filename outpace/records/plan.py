@@ -50,8 +50,8 @@ SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {
 
 # What exchanges whole gradients in buffers, and so can compress them.
 COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
-    "bf16": ("ddp", "ring", "horovod", "zero1"),
-    "powersgd": ("ddp", "zero1"),
+    "bf16": ("ddp", "zero1", "cp", "ring"),  # not Horovod: github.com/horovod/horovod/issues/4047
+    "powersgd": ("ddp", "zero1", "cp"),
 }
 # DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2

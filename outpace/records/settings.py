@@ -176,7 +176,7 @@ class TrainSettings(Record):
     )
     compress_gradients: Compression = _field(
         "computation",
-        "exchange gradients in bf16 (ddp, zero1, ring), or as matrices of low rank (ddp, zero1)",
+        "exchange gradients in bf16 (ddp, zero1, cp, ring) or as matrices of low rank (not ring)",
         "none",
     )
     powersgd_rank: PositiveInt = _field("computation", "rank of powersgd's matrices", 1)

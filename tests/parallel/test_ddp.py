@@ -69,14 +69,15 @@ def test_powersgd_begins_after_a_tenth_of_the_run_and_the_warm_up():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"strategy": "zero3", "dp_replicate": 1, "dp_shard": 2}, "ddp or zero1"),
+        ({"strategy": "zero3", "dp_replicate": 1, "dp_shard": 2}, "ddp or zero1 or cp"),
+        ({"strategy": "horovod", "compress_gradients": "bf16"}, "ddp or zero1 or cp or ring"),
         ({"precision": "fp16"}, "Use precision bf16 or fp32"),
         ({"powersgd_start": 1}, "greater than or equal to 2"),
     ],
 )
-def test_powersgd_is_refused_where_it_goes_wrong(options, sentence):
+def test_compression_is_refused_where_it_goes_wrong(options, sentence):
     with pytest.raises(BadInputError, match=sentence):
-        plan(compress_gradients="powersgd", **options)
+        plan(**{"compress_gradients": "powersgd", **options})
 
 
 @pytest.mark.gloo
