@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
 from outpace.nn.levers import apply_checkpointing, compile_blocks
@@ -96,7 +96,9 @@ class Parallelized:
         with _evaluating(self.layout.objective), torch.no_grad():
             passes = self._passes(batch)
             totals = self._summed(
-                torch.stack([self.layout.evaluate(part, Pass(self._cast)) for part in passes]).sum(0)
+                torch.stack([self.layout.evaluate(part, Pass(self._cast)) for part in passes]).sum(
+                    0
+                )
             )
         return totals[0] / totals[1]
 
@@ -226,7 +228,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError(
             f"loss {plan.loss} is of outpace's own transformers; yours is what `loss` computes."
         )
-    if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters()):
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")

@@ -40,7 +40,7 @@ class Mlp(nn.Module):
 
 def cnn():
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
         nn.Conv2d(4, 5, 3, stride=2), nn.BatchNorm2d(5, momentum=None), nn.Tanh(),
         nn.Flatten(), nn.Linear(45, 3),
     )  # fmt: skip
@@ -134,7 +134,9 @@ class Alone:
         self.inputs = {name: [] for name in self.norms}
         if plan.pp > 1:
             for name, part in self.norms.items():
-                part.register_forward_hook(lambda _, x, y, name=name: self.inputs[name].append(x[0]))
+                part.register_forward_hook(
+                    lambda _, x, y, name=name: self.inputs[name].append(x[0])
+                )
 
     def step(self, batch):
         before = {name: copy.deepcopy(part) for name, part in self.norms.items()}
@@ -164,7 +166,8 @@ class Alone:
         for name, part in self.norms.items():
             before[name].train()(torch.cat(self.inputs[name]))
             self.inputs[name].clear()
-            part.load_state_dict(before[name].state_dict())
+            for kept, moved in zip(part.buffers(), before[name].buffers(), strict=True):
+                kept.copy_(moved)
 
 
 def apart(found, expected, floor):
