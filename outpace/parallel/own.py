@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
@@ -82,13 +81,8 @@ class Parallelized:
         self, build: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
         """`build(parameters, **options)` of this rank's parameters, such as torch.optim.AdamW."""
-        # Kernels over many tensors at once take no mixture of whole and split ones.
-        split: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-        for _, parameter in self.layout.named_parameters():
-            if parameter.requires_grad:
-                split[isinstance(parameter, DTensor)].append(parameter)
-        groups: list[dict[str, Any]] = [{"params": held} for held in split.values() if held]
-        return self.layout.make_optimizer(groups, partial(build, **options))
+        held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
+        return self.layout.make_optimizer([{"params": held}], partial(build, **options))
 
     def evaluate(self, batch: Batch) -> Tensor:
         """As `forward_backward`, without gradients, and with the model in evaluation mode."""
