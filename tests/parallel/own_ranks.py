@@ -46,11 +46,11 @@ def cnn():
     )  # fmt: skip
 
 
-def llama(**changes):
+def llama(layers=3, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
         use_cache=False, **changes,
     )  # fmt: skip
@@ -117,6 +117,7 @@ MODELS = {
     "cnn": (cnn, squares, images, {"blocks": [str(n) for n in range(8)]}),
     "cnn_synchronised": (cnn, squares, images, {"sync_batchnorm": True}),
     "llama": (llama, None, tokens, {}),
+    "deep_llama": (lambda: llama(5), None, tokens, {}),
     "llama_tied": (lambda: llama(tie_word_embeddings=True), None, tokens, {}),
 }
 
