@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
 from outpace.nn.levers import apply_checkpointing, compile_blocks
@@ -82,13 +81,8 @@ class Parallelized:
         self, build: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
         """`build(parameters, **options)` of this rank's parameters, such as torch.optim.AdamW."""
-        # Kernels over many tensors at once take no mixture of whole and split ones.
-        split: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-        for _, parameter in self.layout.named_parameters():
-            if parameter.requires_grad:
-                split[isinstance(parameter, DTensor)].append(parameter)
-        groups: list[dict[str, Any]] = [{"params": held} for held in split.values() if held]
-        return self.layout.make_optimizer(groups, partial(build, **options))
+        held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
+        return self.layout.make_optimizer([{"params": held}], partial(build, **options))
 
     def evaluate(self, batch: Batch) -> Tensor:
         """As `forward_backward`, without gradients, and with the model in evaluation mode."""
@@ -228,7 +222,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError(
             f"loss {plan.loss} is of outpace's own transformers; yours is what `loss` computes."
         )
-    if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters()):
+    if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")

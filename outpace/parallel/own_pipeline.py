@@ -2,16 +2,17 @@
 
 A stage runs the person's own forward, from its beginning, on the batch that every rank of the
 pipeline has read. So masks, positions and whatever else blocks are given are there on every stage,
-and nothing needs to be known of the forward but that it calls its blocks in order and hands each
-the last one's output as its first input. Blocks of earlier stages hand on what they are given; the
-stage's first block takes what was received instead; after its last block the forward is left.
+and nothing needs to be known of the forward but that it calls its blocks once each, in order. What
+was received is returned by the block before the stage's first; after its last block the forward is
+left.
 
 Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
-gradients are added up over the two. Elsewhere they are NaN without memory, so that what must not
-depend on them shows if it does.
+gradients are added up over the two. Elsewhere they are NaN without memory, and so is what blocks
+of earlier stages return: whatever a stage cannot know shows at once, in a look at the first batch.
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -97,10 +98,11 @@ class OwnStage(nn.Module):
     def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What a block does when the person's forward calls it."""
         self._follow(number)
+        if number + 1 == self._mine.start:
+            assert self._received is not None
+            return self._received.clone()  # which may be changed in place
         if number < self._mine.start:
-            return _first_tensor(args, kwargs, self._names[number])
-        if number == self._mine.start and self._received is not None:
-            args, kwargs = self._enter(number, args, kwargs)
+            return _unknown(args, kwargs)
         output = forward(*args, **kwargs)
         if number + 1 == self._mine.stop and not self.last:
             raise Leaving(_sole(output, self._names[number]))
@@ -115,32 +117,15 @@ class OwnStage(nn.Module):
             )
         self._next += 1
 
-    def _enter(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Put what was received in the place of the block's first input."""
-        given = _first_tensor(args, kwargs, self._names[number])
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf is not given and leaf.requires_grad:
-                raise BadInputError(
-                    f"block {self._names[number]!r} is given, beside its first input, a tensor of "
-                    f"shape {tuple(leaf.shape)} that is computed from parameters. A pipeline's "
-                    "stages send each other the first input only. Put what computes it into the "
-                    "blocks, or use zero3."
-                )
-        assert self._received is not None
-        if args:
-            return (self._received, *args[1:]), kwargs
-        return args, {k: self._received if v is given else v for k, v in kwargs.items()}
+
+def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """NaN in the form of a block's first input, without memory."""
+    given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
+    return given.new_full((), math.nan, dtype=_floating(given.dtype)).expand(given.shape)
 
 
-def _first_tensor(args: Any, kwargs: Mapping[str, Any], name: str) -> Tensor:
-    """A block's first input."""
-    first = next(iter([*args, *kwargs.values()]), None)
-    if not isinstance(first, Tensor):
-        raise BadInputError(
-            f"block {name!r} is given a {type(first).__name__} as its first input; a pipeline "
-            "sends one tensor from block to block."
-        )
-    return first
+def _floating(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
 def _sole(output: Any, name: str) -> Tensor:
@@ -164,12 +149,9 @@ def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
     for part in module.modules():
         for name, tensor in list(part._parameters.items()):
             if tensor is not None and id(tensor) not in ids:
-                floating = tensor.is_floating_point()
-                nothing = torch.full_like(
-                    tensor[(0,) * tensor.dim()], float("nan" if floating else 0)
-                )
+                nothing: Any = math.nan if tensor.is_floating_point() else 0
                 del part._parameters[name]
-                stub = nothing.expand(tensor.shape).requires_grad_(floating)
+                stub = tensor.new_full((), nothing).expand(tensor.shape)
                 object.__setattr__(part, name, stub)
 
 
@@ -294,12 +276,13 @@ class OwnPipeline(Layout):
             part.training = mode
         for number, (taken, made) in seen.items():
             clean = taken is None or not taken.isnan().any()
-            if clean and made.isnan().any() and not self._stages[number].last:
+            if clean and made.isnan().any():
                 blocks = ", ".join(self._names[n] for n in self._parts[number])
                 raise BadInputError(
-                    f"stage {number} (blocks {blocks}) "
-                    "makes NaN of its input. If one process does not, the forward uses parameters "
-                    "between the blocks that belong to none of them: name these parts, too."
+                    f"stage {number} (blocks {blocks}) makes NaN of its input. If one process does "
+                    "not, its forward needs more than the last block's output: an earlier block's, "
+                    "or parameters that are in no block. Put these into blocks, cut the blocks "
+                    "elsewhere (lists of names, one for each stage), or use zero3."
                 )
         return seen
 
@@ -395,8 +378,8 @@ def _send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
     """A tensor, and before it its form, which the receiver does not know."""
     if tensor.dtype not in _DTYPES:
         raise BadInputError(
-            f"a block returns {tensor.dtype}; a pipeline sends floating-point tensors from stage "
-            f"to stage ({', '.join(map(str, _DTYPES))})"
+            f"a block returns {tensor.dtype}; stages of a pipeline send each other floating-point "
+            f"tensors ({', '.join(map(str, _DTYPES))})"
         )
     form = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim()], device=tensor.device)
     dist.send(form, group=group, group_dst=to)

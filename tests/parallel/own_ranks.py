@@ -40,26 +40,29 @@ class Mlp(nn.Module):
 
 def cnn():
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
         nn.Conv2d(4, 5, 3, stride=2), nn.BatchNorm2d(5, momentum=None), nn.Tanh(),
         nn.Flatten(), nn.Linear(45, 3),
     )  # fmt: skip
 
 
-def llama(**changes):
+def llama(layers=3, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=3,
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
         use_cache=False, **changes,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    # Its own norms compute in fp32 whatever they are given.
-    for block in model.model.layers:
-        block.input_layernorm = nn.RMSNorm(16, 1e-6)
-        block.post_attention_layernorm = nn.RMSNorm(16, 1e-6)
-    model.model.norm = nn.RMSNorm(16, 1e-6)
+    return in_float64(LlamaForCausalLM(config))
+
+
+def in_float64(model):
+    """transformers' norms compute in fp32 whatever they are given; torch's do not."""
+    for name, part in list(model.named_modules()):
+        if type(part).__name__.endswith("RMSNorm"):
+            norm = nn.RMSNorm(part.weight.shape, part.variance_epsilon)
+            model.set_submodule(name, norm)
     return model
 
 
@@ -89,11 +92,32 @@ def tokens(drawn):
     return {"tokens": numbers[:, :-1], "targets": targets}
 
 
+def qwen():
+    """Its norms of queries and keys see a part of the heads."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, head_dim=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return in_float64(Qwen3ForCausalLM(config))
+
+
 MODELS = {
-    "mlp": (Mlp, squares, vectors, {"blocks": ["up", "norm", "across", "down"]}),
+    "mlp": (
+        Mlp,
+        squares,
+        vectors,
+        {
+            "blocks": ["up", "norm", "across", "down"],
+            "layouts": {"up": "replicate", "across": "rowwise_split_input"},
+        },
+    ),
+    "qwen": (qwen, None, tokens, {}),
     "cnn": (cnn, squares, images, {"blocks": [str(n) for n in range(8)]}),
     "cnn_synchronised": (cnn, squares, images, {"sync_batchnorm": True}),
     "llama": (llama, None, tokens, {}),
+    "deep_llama": (lambda: llama(5), None, tokens, {}),
     "llama_tied": (lambda: llama(tie_word_embeddings=True), None, tokens, {}),
 }
 
@@ -166,7 +190,8 @@ class Alone:
         for name, part in self.norms.items():
             before[name].train()(torch.cat(self.inputs[name]))
             self.inputs[name].clear()
-            part.load_state_dict(before[name].state_dict())
+            for kept, moved in zip(part.buffers(), before[name].buffers(), strict=True):
+                kept.copy_(moved)
 
 
 def apart(found, expected, floor):

@@ -1,0 +1,176 @@
+"""Tensor parallelism of a person's own model, by a table of names and layouts.
+
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3. The words for layouts are those of the plans
+that transformers' models bring along. What the table does not name is whole on every rank, which
+computes it alike; so is a matrix that two modules share (tied embeddings).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from outpace.parallel.api import Batch, Build, Layout, Pass, Request, Sharded
+from outpace.parallel.tensor import SplitRows
+from outpace.parallel.tensors import hollow, local
+from outpace.records.errors import BadInputError, nearest
+
+# The style of each layout, and which of a weight's dimensions it splits.
+_STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
+    "colwise": (ColwiseParallel, 0),
+    "rowwise": (RowwiseParallel, 1),
+    "colwise_gather_output": (lambda: ColwiseParallel(output_layouts=Replicate()), 0),
+    "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "embedding_rowwise": (lambda: SplitRows(Replicate()), 0),
+}
+# Whole weights; those of the second see a part of the heads, so their gradients are shares.
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+LAYOUTS = (*_STYLES, *_WHOLE)
+
+
+class OwnTensorParallel(Sharded):
+    """A person's model on the ranks of `mesh`, which all read the same samples.
+
+    `shares` are names of modules whose weights are whole, and whose gradients are to be added up.
+    """
+
+    def __init__(
+        self, objective: nn.Module, whole: nn.Module, mesh: DeviceMesh, shares: Sequence[str]
+    ) -> None:
+        super().__init__(objective, whole, mesh.get_group())
+        self._tells = mesh.get_local_rank() == 0  # every rank sees the loss of all samples
+        self._shares = [p for name in shares for p in self.model.get_submodule(name).parameters()]
+
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """As Layout's; kernels over many tensors take no mixture of whole and split ones."""
+        return build([part for group in groups for part in _apart(group)])
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As Layout's; one rank tells the totals."""
+        totals = super().gradients(batches, given)
+        for parameter in self._shares:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self._group)
+        return totals * self._tells
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """As Layout's; one rank tells the totals."""
+        return super().evaluate(batch, given) * self._tells
+
+    def total_norm(self) -> Tensor:
+        """Split weights' squares are added up over the group; whole weights count once."""
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for _, p in self.named_parameters():
+            if p.grad is not None:
+                is_split = isinstance(p, DTensor) and p.placements[0].is_shard()
+                parts[is_split].append(local(p.grad))
+        square = nn.utils.get_total_norm(parts[True]).square()
+        dist.all_reduce(square, group=self._group)
+        return (square + nn.utils.get_total_norm(parts[False]).square()).sqrt()
+
+
+def _apart(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A parameter group as one of plain tensors and one of DTensors."""
+    for kind in (False, True):
+        held = [p for p in group["params"] if isinstance(p, DTensor) == kind]
+        if held:
+            yield {**group, "params": held}
+
+
+def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
+    """Each module's layout by its full name. Raises BadInputError for what cannot be split."""
+    table = given if given is not None else getattr(model, "tp_plan", None)
+    if not isinstance(table, Mapping) or not table:
+        raise BadInputError(
+            f"strategy tp does not know which matrices of {type(model).__name__} to split: it has "
+            'no tp_plan. Give layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}, '
+            "or use zero3, which splits any parameters."
+        )
+    modules = dict(model.named_modules())
+    holders = Counter(id(p) for part in modules.values() for p in part._parameters.values())
+    found: dict[str, str] = {}
+    for pattern, layout in table.items():
+        if layout not in LAYOUTS:
+            raise BadInputError(
+                f"layouts has {pattern!r}: {layout!r}, which outpace does not know."
+                f"{nearest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}. Or use zero3."
+            )
+        names = [name for name in modules if _matches(name, pattern)]
+        if not names and given is not None:
+            raise BadInputError(
+                f"layouts names {pattern!r}, but {type(model).__name__} has no such part."
+                f"{nearest(pattern, modules)}"
+            )
+        for name in names:
+            if layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders):
+                found[name] = layout
+    _check_heads(model, ranks)
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`*` stands for one part of a name, or within one."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _splittable(
+    name: str, module: nn.Module, layout: str, ranks: int, holders: Counter[int]
+) -> bool:
+    """Whether to split a matrix. Raises BadInputError where it was to be and cannot."""
+    wanted = nn.Embedding if layout == "embedding_rowwise" else nn.Linear
+    if type(module) is not wanted:
+        raise BadInputError(
+            f"layouts has {name!r}: {layout!r}, which is for an nn.{wanted.__name__}, but it is a "
+            f"{type(module).__name__}. Leave it out: it stays whole on every rank."
+        )
+    weight = module.get_parameter("weight")
+    if holders[id(weight)] > 1:
+        return False  # tied
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        return False  # that row has no gradient, which a part of the rows does not know
+    dim = _STYLES[layout][1]
+    if weight.shape[dim] % ranks:
+        raise BadInputError(
+            f"{name} has {weight.shape[dim]} {('rows', 'columns')[dim]}, which {ranks} ranks "
+            "cannot share evenly. Use fewer ranks, or leave it out of layouts."
+        )
+    return True
+
+
+def _check_heads(model: nn.Module, ranks: int) -> None:
+    """A transformers model's heads have to be shared evenly, too."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(getattr(model, "config", None), name, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise BadInputError(
+                f"{ranks} tensor-parallel ranks cannot share {heads} heads ({name}) evenly. Use "
+                f"a number of ranks that divides {heads}, or zero3."
+            )
+
+
+def apply(request: Request) -> Layout:
+    """Split the model over all ranks, as the table says. Raises BadInputError."""
+    plan = request.plan
+    model: nn.Module = request.objective.model  # type: ignore[assignment]
+    layouts = layouts_of(model, request.layouts, plan.tp)
+    mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
+    copied = hollow(model)
+    for name, layout in layouts.items():
+        if layout in _STYLES:
+            style = _STYLES[layout][0]()
+            parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+    shares = [name for name, layout in layouts.items() if layout == _WHOLE[1]]
+    return OwnTensorParallel(request.objective, copied, mesh, shares)

@@ -1,0 +1,116 @@
+"""parallelize: other people's modules are laid out as they are, and equal one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import outpace
+from outpace.parallel.own_tensor import layouts_of
+from outpace.records.errors import BadInputError
+
+RANKS = Path(__file__).with_name("own_ranks.py")
+KINDS = {"gradient", "norm", "loss", "state", "evaluation"}
+
+
+def compare(processes, *cases):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *launcher, str(RANKS), *cases],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("mlp:ddp", "mlp:ring", "mlp:zero2", "mlp:zero3", "mlp:tp"),
+        ("mlp:gpipe", "mlp:mp", "mlp:1f1b", "mlp:interleaved", "mlp:zb", "mlp:zbv"),
+        ("cnn_synchronised:ddp", "cnn_synchronised:zero3", "cnn:gpipe", "cnn:1f1b", "cnn:zbv"),
+        ("llama:ddp", "llama_tied:zero3", "llama:gpipe", "llama_tied:1f1b"),
+        ("llama:tp", "llama_tied:tp", "qwen:tp"),
+    ],
+    ids=lambda cases: cases[0].partition(":")[0],
+)
+def test_modules_of_others_equal_one_process(cases):
+    for case, found in compare(2, *cases).items():
+        assert set(found["worst"]) == KINDS
+        wrong = {kind: worst for kind, worst in found["worst"].items() if not worst <= 1e-9}
+        assert not wrong, case
+        if case.partition(":")[2] not in ("ddp", "ring", "zero2"):
+            assert max(found["held"]) < found["all"], case
+
+
+@pytest.mark.gloo
+def test_middle_stages_have_no_parameters_outside_of_the_blocks():
+    found = compare(4, "deep_llama:1f1b", "cnn:gpipe")
+    for case in found.values():
+        assert max(case["worst"].values()) <= 1e-9
+    first, *middle, last = found["deep_llama:1f1b"]["held"]
+    assert max(middle) < min(first, last)
+
+
+def test_one_process_needs_no_group():
+    module = nn.Linear(3, 1)
+    before = module.weight.detach().clone()
+    laid = outpace.parallelize(
+        module,
+        outpace.Plan(micro_batch=2),
+        loss=lambda module, batch: module(batch).square().mean(),
+    )
+    optimizer = laid.make_optimizer(torch.optim.SGD, lr=0.1)
+    batch = torch.randn(4, 3)
+    expected = (batch @ before.T + module.bias.detach()).square().mean()
+    assert torch.allclose(laid.forward_backward(laid.share(batch)).float(), expected)
+    assert laid.clip_grad_norm(1e9) > 0
+    optimizer.step()
+    state = laid.state_dict()
+    assert set(state) == {"weight", "bias"} and not torch.equal(state["weight"], before)
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_numbers():
+    laid = outpace.parallelize(nn.Linear(3, 1), outpace.Plan(micro_batch=4))
+    with pytest.raises(BadInputError, match="6 samples does not divide into micro-batches of 4"):
+        laid.forward_backward(torch.randn(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"strategy": "ps", "servers": 1}, "strategy ps.*Use ddp"),
+        ({"strategy": "cp", "cp": 2}, "strategy cp"),
+        ({"precision": "fp16"}, "loss scaler"),
+        ({"loss": "chunked"}, "loss chunked"),
+        ({"strategy": "ddp", "dp_replicate": 2}, "torchrun --nproc-per-node 2"),
+    ],
+)
+def test_what_does_not_work_is_refused(changes, why):
+    with pytest.raises(BadInputError, match=why):
+        outpace.parallelize(nn.Linear(3, 1), outpace.Plan(**changes))
+
+
+def test_checkpointing_with_batch_normalisation_is_refused():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    with pytest.raises(BadInputError, match="runs a BatchNorm twice"):
+        outpace.parallelize(module, outpace.Plan(checkpointing="full"))
+
+
+def test_layouts_are_checked_before_anything_is_split():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(4, 6)}) for _ in range(2))
+    assert set(layouts_of(model, {"layers.*.q": "colwise"}, 2)) == {"layers.0.q", "layers.1.q"}
+    with pytest.raises(BadInputError, match="no tp_plan"):
+        layouts_of(model, None, 2)
+    with pytest.raises(BadInputError, match="Did you mean 'colwise'"):
+        layouts_of(model, {"layers.*.q": "colwize"}, 2)
+    with pytest.raises(BadInputError, match=r"'layers.\*.k'.*no such part"):
+        layouts_of(model, {"layers.*.k": "colwise"}, 2)
+    with pytest.raises(BadInputError, match="6 rows, which 4 ranks"):
+        layouts_of(model, {"layers.*.q": "colwise"}, 4)
