@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from outpace.cli.python import evaluate, generate, train
     from outpace.nn.transformer import Transformer
+    from outpace.parallel.own import Parallelized, parallelize
     from outpace.records.errors import (
         BadInputError,
         DivergedError,
@@ -33,6 +34,7 @@ _PUBLIC = {
     "Measurement": "outpace.records.measurement",
     "ModelSpec": "outpace.records.model",
     "OutpaceError": "outpace.records.errors",
+    "Parallelized": "outpace.parallel.own",
     "Plan": "outpace.records.plan",
     "RunInfo": "outpace.records.measurement",
     "StepRecord": "outpace.records.measurement",
@@ -40,6 +42,7 @@ _PUBLIC = {
     "Transformer": "outpace.nn.transformer",
     "evaluate": "outpace.cli.python",
     "generate": "outpace.cli.python",
+    "parallelize": "outpace.parallel.own",
 }
 
 __all__ = [
@@ -51,6 +54,7 @@ __all__ = [
     "Measurement",
     "ModelSpec",
     "OutpaceError",
+    "Parallelized",
     "Plan",
     "RunInfo",
     "StepRecord",
@@ -59,6 +63,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "generate",
+    "parallelize",
     "train",
 ]
 

@@ -127,7 +127,7 @@ class Contender:
         with wire:
             self._once()
         self.weight = Weight(
-            wire.bytes, dict(wire.exchanges), allocated.peak_bytes, allocated.left_bytes
+            wire.tally.bytes, dict(wire.tally.exchanges), allocated.peak_bytes, allocated.left_bytes
         )
 
     def _build(self) -> None:

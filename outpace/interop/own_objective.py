@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.interop.own_model import OwnModel, stated_vocab
+from outpace.nn.block import raised
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -34,7 +35,7 @@ class OwnObjective(nn.Module):
         self._signature = inspect.signature(own.module.forward)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Sum of the losses (fp32, with gradient) and their number (int64), both scalars.
+        """Sum of the losses (fp32 or fp64, with gradient) and their number (int64), both scalars.
 
         Raises BadInputError where what the loss or the module returns is none of the above.
         """
@@ -149,14 +150,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         )
     flat = targets.flatten()
     total = F.cross_entropy(
-        logits.flatten(0, 1).float(), flat, ignore_index=IGNORED, reduction="sum"
+        raised(logits.flatten(0, 1)), flat, ignore_index=IGNORED, reduction="sum"
     )
     return total, (flat != IGNORED).sum()
 
 
 def _scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.float().reshape(())
+        return raised(value).reshape(())
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
     raise BadInputError(
         f"{what} is {seen or 'a ' + type(value).__name__}; it has to be a scalar tensor"
@@ -167,7 +168,7 @@ def _scalar(value: Any, what: str) -> Tensor:
 
 def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
     number = torch.as_tensor(count, device=total.device)
-    return total.float(), number.to(torch.int64).reshape(())
+    return raised(total), number.to(torch.int64).reshape(())
 
 
 def _samples(batch: Any) -> int:

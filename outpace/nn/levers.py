@@ -5,7 +5,7 @@ checkpointing comes first, so that the compiler sees what is recomputed.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -57,8 +57,12 @@ def _size(modules: list[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def apply_checkpointing(module: nn.Module, mode: Checkpointing) -> None:
+def apply_checkpointing(
+    module: nn.Module, mode: Checkpointing, blocks: Sequence[nn.Module] | None = None
+) -> None:
     """Let each block recompute its activations in the backward instead of keeping them.
+
+    `blocks` are found, where they are not given.
 
     Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "selective" also keeps the
     outputs of matrix products and fused attention, and recomputes what is cheap between them
@@ -68,7 +72,7 @@ def apply_checkpointing(module: nn.Module, mode: Checkpointing) -> None:
     if mode == "none":
         return
     options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
-    for block in find_blocks(module):
+    for block in blocks or find_blocks(module):
         block.forward = partial(_checkpointed, block.forward, options)
 
 
@@ -106,7 +110,7 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_blocks(module: nn.Module) -> None:
+def compile_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
     """Compile each block in place with torch.compile; equal blocks share the compiled code."""
-    for block in find_blocks(module):
+    for block in blocks or find_blocks(module):
         block.compile()

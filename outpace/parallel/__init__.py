@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from outpace.nn.loss import LanguageModelObjective
 from outpace.parallel.api import Layout, Pass, Request
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
@@ -17,12 +18,16 @@ _FILES = {
     "cp": "context",
     "3d": "combined",
 }
+# A person's own model is cut by the names of its parts.
+_OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 
 
 def apply(request: Request) -> Layout:
     """Lay the objective (already on its device) out as the plan's strategy says."""
     strategy = request.plan.strategy
-    module = import_module(f"outpace.parallel.{_FILES.get(strategy, strategy)}")
+    own = not isinstance(request.objective, LanguageModelObjective)
+    files = {**_FILES, **_OWN_FILES} if own else _FILES
+    module = import_module(f"outpace.parallel.{files.get(strategy, strategy)}")
     layout: Layout = module.apply(request)
     return layout
 

@@ -1,6 +1,6 @@
 """What every strategy gives back: an objective laid out on the ranks of a plan."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
 Batch = Any
+CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 # Makes an optimizer of parameter groups, as torch.optim's classes do.
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -34,12 +35,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Request:
-    """What a strategy is given: an objective on its device, and the ranks to lay it out on."""
+    """What a strategy is given: an objective on its device, and the ranks to lay it out on.
+
+    Of a person's own model: `blocks` are the names of its repeated parts, or lists of names, one
+    for each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
+    """
 
     objective: nn.Module
     plan: Plan
     ranks: Ranks
     device: torch.device
+    blocks: Sequence[str] | Sequence[Sequence[str]] | None = None
+    layouts: Mapping[str, str] | None = None
 
 
 def _total_dtype(device: torch.device) -> torch.dtype:
@@ -138,6 +145,23 @@ class Layout:
     def total_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
         return nn.utils.get_total_norm(self.local_gradients())
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `limit`; 0 leaves them.
+
+        Returns the norm before. Collective.
+        """
+        norm = self.total_norm()
+        if limit > 0:
+            self.scale_gradients((limit / (norm + CLIP_EPS)).clamp(max=1.0))
+        return norm
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all gradients by the same number."""
+        gradients = self.local_gradients()
+        if gradients:
+            precise = torch.promote_types(gradients[0].dtype, torch.float32)
+            torch._foreach_mul_(gradients, factor.to(precise))
 
     def exposed_communication_s(self) -> float:
         """The part of the last backward in which only communication was going on."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from outpace.nn.levers import find_blocks
 from outpace.parallel.api import Layout, Request, Sharded
+from outpace.parallel.blocks import blocks_of
 from outpace.parallel.tensors import hollow
 
 
@@ -27,7 +27,7 @@ def apply(request: Request) -> Layout:
     over = mesh if plan.dp_replicate > 1 else mesh["dp_shard"]
     copied = hollow(request.objective.model)  # type: ignore[arg-type]
     keep = plan.strategy == "zero2"
-    for block in find_blocks(request.objective):
+    for block in blocks_of(request):
         fully_shard(block, mesh=over, reshard_after_forward=not keep)
     fully_shard(request.objective, mesh=over, reshard_after_forward=not keep)
     group: dist.ProcessGroup = mesh["dp_shard"].get_group()

@@ -146,7 +146,7 @@ def play_stages(
 def gpipe_orders(ranks: int, microbatches: int) -> list[list[Action]]:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965, §2.3)."""
     return [
-        [Action(kind, stage, number) for kind in ("F", "B") for number in range(microbatches)]  # type: ignore[arg-type]
+        [Action(kind, stage, number) for kind in ("F", "B") for number in range(microbatches)]
         for stage in range(ranks)
     ]
 

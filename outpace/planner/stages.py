@@ -1,6 +1,6 @@
 """How many layers each stage of a pipeline gets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from outpace.planner.flops import block_weights, head_weights
 from outpace.records.errors import BadInputError
@@ -41,3 +41,32 @@ def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     for last in range(1, layers - stages + 2):
         each, more = divmod(layers - last, stages - 1)
         yield (*[each] * (stages - 1 - more), *[each + 1] * more, last)
+
+
+def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
+    """Unequal blocks over stages, in order and at least one each; the costliest is the cheapest.
+
+    The first block of a cheapest cut's last stage comes as early as it can, and so on backwards:
+    the later stages have more, since the earlier ones keep more activations.
+    """
+    count = len(costs)
+    # best[s][n]: the costliest of s stages over the first n blocks, and where the last begins.
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(1, stages + 1):
+        best.append(
+            {
+                end: min(
+                    (max(before, sum(costs[begin:end])), begin)
+                    for begin, (before, _) in best[-1].items()
+                    if begin < end
+                )
+                for end in range(stage, count - (stages - stage) + 1)
+            }
+        )
+    found: list[range] = []
+    end = count
+    for stage in range(stages, 0, -1):
+        begin = best[stage][end][1]
+        found.insert(0, range(begin, end))
+        end = begin
+    return found

@@ -15,7 +15,6 @@ from outpace.train.precision import Mixed
 from outpace.train.timing import StepTimer
 
 Batch = Any
-CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,8 @@ class Stepper:
         if not self._targets_known:
             _wait(pending)
             pending = []
-            self._rescale(totals)
+            # Correct the gradients for the true number of targets in the global batch.
+            self._layout.scale_gradients(self._expected_targets / totals[1].clamp(min=1))
         if self._on_gradients is not None:
             self._on_gradients()
         timer.mark("communication")
@@ -146,21 +146,13 @@ class Stepper:
         ]
         return Gathered(heard), works
 
-    def _rescale(self, totals: Tensor) -> None:
-        """Correct gradients for the true number of targets in the global batch."""
-        gradients = self._layout.local_gradients()
-        if not gradients:
-            return
-        factor = self._expected_targets / totals[1].clamp(min=1)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
     def _update(self, lr: float) -> tuple[Tensor, float | None, bool]:
         """Clip, step, zero. Returns the norm before clipping, loss scale, and whether skipped."""
         optimizer, scaler = self._optimizer, self.mixed.scaler
         for group in optimizer.param_groups:
             group["lr"] = lr
         if scaler is None:
-            norm = self._clip_gradients()
+            norm = self._layout.clip(self._clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             return norm, None, False
@@ -169,20 +161,11 @@ class Stepper:
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for found_inf in found.values():
             self._layout.agree(found_inf)
-        norm = self._clip_gradients()
+        norm = self._layout.clip(self._clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return norm, used_scale, scaler.get_scale() < used_scale
-
-    def _clip_gradients(self) -> Tensor:
-        """Scale the gradients so that their norm is at most `clip`; returns the norm before."""
-        norm = self._layout.total_norm()
-        gradients = self._layout.local_gradients()
-        if self._clip > 0 and gradients:
-            factor = (self._clip / (norm + CLIP_EPS)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, factor)
-        return norm
 
 
 def _wait(works: list[Any]) -> None:

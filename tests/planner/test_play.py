@@ -1,4 +1,6 @@
-"""Schedules played: the papers' closed forms where stages are equal, and laws where they are not."""
+"""Schedules played: the papers' closed forms for equal stages, and laws for others."""
+
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_no_rank_works_before_it_can_nor_twice_at_once(sizes, data):
         played = play_stages(orders, times, transfer_s)
         ends = {span.action: span.end_s for spans in played.ranks for span in spans}
         for spans in played.ranks:
-            for earlier, later in zip(spans, spans[1:], strict=False):
+            for earlier, later in pairwise(spans):
                 assert later.begin_s >= earlier.end_s
             for span in spans:
                 kind, stage, number = span.action

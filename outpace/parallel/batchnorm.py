@@ -1,0 +1,220 @@
+"""Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) where a batch is cut into parts.
+
+Over replicas, statistics are those of a replica's own samples, as under DistributedDataParallel,
+or of all replicas' samples together. In a pipeline they are each micro-batch's while training, and
+the moving averages for evaluation are those of the whole mini-batch (Huang et al., arXiv
+1811.06965, §2.3). Modules are changed in place: names, parameters and buffers stay as they are.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from outpace.nn.block import raised
+from outpace.records.errors import BadInputError
+
+_KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
+    """The batch normalisations of a module, by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
+
+
+def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let all batch normalisations use the statistics of all ranks' samples, on any device."""
+    members = Members(group)
+    for part in _changeable(module):
+        part.__class__ = SynchronisedBatchNorm
+        part.members = members
+
+
+def by_micro_batch(module: nn.Module) -> None:
+    """Let all batch normalisations keep moving averages by the mini-batch; see `commit`."""
+    for part in _changeable(module):
+        part.__class__ = MicroBatchNorm
+        part.seen = None
+
+
+def commit(module: nn.Module) -> None:
+    """The mini-batch is through: move the averages on."""
+    for part in module.modules():
+        if isinstance(part, MicroBatchNorm):
+            part.commit()
+
+
+def _changeable(module: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    for name, part in batch_norms(module).items():
+        if type(part) not in _KNOWN:
+            raise BadInputError(
+                f"{name} is a {type(part).__name__}, a batch normalisation of its own kind, whose "
+                "statistics outpace cannot change. Use nn.BatchNorm1d, 2d or 3d, nn.SyncBatchNorm, "
+                "or nn.LayerNorm."
+            )
+        found.append(part)
+    return found
+
+
+class Members:
+    """The ranks that share statistics. Copies of a module keep the group, which has none."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Members":
+        return self
+
+
+class _Changed(_BatchNorm):
+    """A batch normalisation that was another class before, so nothing is made here."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions (N, C, …), got {input.dim()}")
+
+    def _move_on(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
+        """Move the averages towards a batch's statistics; the variance becomes the unbiased one."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:  # each batch counts the same
+            momentum = 1 / float(self.num_batches_tracked)
+        unbiased_C = variance_C * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_C.to(self.running_var.dtype), momentum)
+
+
+class MicroBatchNorm(_Changed):
+    """Normalises by each micro-batch's statistics, and gathers the mini-batch's."""
+
+    seen: tuple[int, Tensor, Tensor] | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.BatchNorm's, but that `commit` moves the averages on."""
+        if not self.training or self.running_mean is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        self._see(input.detach())
+        return F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+    def _see(self, input: Tensor) -> None:
+        part = _statistics(raised(input))
+        self.seen = part if self.seen is None else _merged(self.seen, part)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Move the averages towards what has been seen since the last time."""
+        if self.seen is not None:
+            count, mean_C, squares_C = self.seen
+            self.seen = None
+            self._move_on(mean_C, squares_C / count, count)
+
+
+def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
+    """How many values a channel has, their mean, and the sum of squares about it."""
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    mean_C = x.mean(dims)
+    return x.numel() // x.shape[1], mean_C, (x - _wide(mean_C, x)).square().sum(dims)
+
+
+def _merged(
+    one: tuple[int, Tensor, Tensor], other: tuple[int, Tensor, Tensor]
+) -> tuple[int, Tensor, Tensor]:
+    """The statistics of two sets together (Chan, Golub and LeVeque, 1979), without cancellation."""
+    count, apart_C = one[0] + other[0], other[1] - one[1]
+    mean_C = one[1] + apart_C * (other[0] / count)
+    return count, mean_C, one[2] + other[2] + apart_C.square() * (one[0] * other[0] / count)
+
+
+def _wide(values_C: Tensor, like: Tensor) -> Tensor:
+    return values_C.view(1, -1, *[1] * (like.dim() - 2))
+
+
+class SynchronisedBatchNorm(_Changed):
+    """Normalises by the statistics of all members' samples, as one process with all of them."""
+
+    members: Members
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As nn.BatchNorm's. Collective while training."""
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        y, mean_C, variance_C, count = Normalised.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, self.members.group
+        )
+        if self.training and self.running_mean is not None:
+            with torch.no_grad():
+                self._move_on(mean_C, variance_C, int(count))
+        normalised: Tensor = y
+        return normalised
+
+
+class Normalised(torch.autograd.Function):
+    """(x − mean)/√(variance + eps) · weight + bias, with statistics of all ranks of a group.
+
+    One exchange in each direction, 2C + 1 and 2C numbers. The input's gradient has the two sums
+    over the batch of Ioffe and Szegedy 2015, §3, and these run over all ranks, since every rank's
+    loss depends on every rank's samples; weight's and bias's are of this rank's samples, and
+    added up with all others' by whatever exchanges gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What is normalised; mean, variance (biased) and number of values, of all ranks."""
+        x = raised(input)
+        count, mean_C, variance_C = _statistics_of_all(x, group)
+        scale_C = (variance_C + eps).rsqrt()
+        unit = (x - _wide(mean_C, x)) * _wide(scale_C, x)
+        y = unit if weight is None else unit * _wide(raised(weight), x)
+        y = y if bias is None else y + _wide(raised(bias), x)
+        ctx.save_for_backward(unit, scale_C, weight, count)
+        ctx.group, ctx.dtype = group, input.dtype
+        ctx.mark_non_differentiable(mean_C, variance_C, count)
+        return y.to(input.dtype), mean_C, variance_C, count
+
+    @staticmethod
+    def backward(ctx: Any, y_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """dx = scale·weight·(dy − mean(dy) − unit·mean(dy·unit)), with means over all ranks."""
+        unit, scale_C, weight, count = ctx.saved_tensors
+        dy = raised(y_grad)
+        dims = [dim for dim in range(dy.dim()) if dim != 1]
+        own = torch.stack((dy.sum(dims), (dy * unit).sum(dims)))
+        of_all = own.clone()
+        dist.all_reduce(of_all, group=ctx.group)
+        means = of_all / count
+        dx = dy - _wide(means[0], dy) - unit * _wide(means[1], dy)
+        scale_C = scale_C if weight is None else scale_C * raised(weight)
+        weight_grad = own[1].to(weight.dtype) if weight is not None else None
+        bias_grad = own[0].to(weight.dtype) if weight is not None else None
+        return (dx * _wide(scale_C, dy)).to(ctx.dtype), weight_grad, bias_grad, None, None
+
+
+def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Number of values, mean and biased variance by channel, over all ranks' `x`.
+
+    Each rank's come here whole and are put together about the common mean: sums of squares less
+    the mean's square would cancel. A row of zeros for each other rank makes the sum a gathering.
+    """
+    count, mean_C, squares_C = _statistics(x)
+    said = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])
+    said[dist.get_rank(group)] = torch.cat((x.new_tensor([count]), mean_C, squares_C))
+    dist.all_reduce(said, group=group)
+    counts_R1, means_RC, squares_RC = said.split([1, x.shape[1], x.shape[1]], dim=1)
+    total = counts_R1.sum()
+    mean_C = (counts_R1 * means_RC).sum(0) / total
+    spread_C = squares_RC.sum(0) + (counts_R1 * (means_RC - mean_C).square()).sum(0)
+    return total, mean_C, spread_C / total

@@ -1,0 +1,34 @@
+"""Which parts of a model are its blocks: named by a person, or found."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from outpace.nn.levers import find_blocks
+from outpace.parallel.api import Request
+from outpace.records.errors import BadInputError, nearest
+
+
+def blocks_of(request: Request) -> list[nn.Module]:
+    """The blocks of a request's model. Raises BadInputError for unknown names, or none found."""
+    if request.blocks is None:
+        return find_blocks(request.objective)
+    model: nn.Module = request.objective.model  # type: ignore[assignment]
+    return named_blocks(model, flat(request.blocks))
+
+
+def flat(blocks: Sequence[str] | Sequence[Sequence[str]]) -> list[str]:
+    """The names, stage after stage where they are given by stages."""
+    return [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
+
+
+def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules of these names. Raises BadInputError for a name that the model does not have."""
+    known = dict(model.named_modules())
+    for name in names:
+        if name not in known or not name:
+            raise BadInputError(
+                f"blocks names {name!r}, but {type(model).__name__} has no part of that name."
+                f"{nearest(name, known)} Names are those of named_modules()."
+            )
+    return [known[name] for name in names]

@@ -1,0 +1,284 @@
+"""`outpace.parallelize`: a person's own module under a plan, in a training loop of their own."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
+
+from outpace.interop.own import OwnModel, OwnObjective, build_own
+from outpace.nn.levers import apply_checkpointing, compile_blocks
+from outpace.parallel import apply
+from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.batches import cut, samples_in
+from outpace.parallel.batchnorm import batch_norms, synchronise
+from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.tensors import make_equal
+from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import AXES, Plan
+from outpace.records.ranks import Ranks
+
+Blocks = Sequence[str] | Sequence[Sequence[str]]
+Loss = Callable[[nn.Module, Any], Any]
+
+_REFUSED = {
+    "dp": "rank 0 alone reads, and scatters what outpace's own loader gives it. Use ddp",
+    "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
+    "cp": "only outpace's own attention goes round a ring of ranks. Use zero3, or tp",
+}
+
+
+class Parallelized:
+    """A module laid out on the ranks of a plan, for a training loop of one's own.
+
+    Every rank makes the same calls in the same order. `layout` is what the strategy made.
+    """
+
+    def __init__(self, layout: Layout, plan: Plan, ranks: Ranks) -> None:
+        self.layout = layout
+        self.plan = plan
+        self._ranks = ranks
+
+    def share(self, batch: Batch) -> Batch:
+        """This rank's samples of a global batch, which all ranks have read.
+
+        Who reads apart instead (DistributedSampler) reads share `plan.data_rank(rank)` of
+        `plan.data_parallel`: ranks of one pipeline or tensor-parallel group read the same.
+        """
+        number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
+        assert number is not None
+        return self._cut(batch, shares, "a global batch", f"{shares} data-parallel ranks")[number]
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """The mean loss over the global batch, given this rank's share of it.
+
+        Takes the place of `loss.backward()`: afterwards every gradient is that of this mean.
+        Gradients of before are dropped. The share goes through in the plan's micro-batches.
+        """
+        for _, parameter in self.layout.named_parameters():
+            parameter.grad = None
+        averages = self.layout.averages
+        given = Pass(self._cast, scale=lambda loss_sum: loss_sum * averages)
+        totals = self._summed(self.layout.gradients(self._passes(batch), given))
+        self.layout.scale_gradients(1 / totals[1].clamp(min=1))
+        return totals[0] / totals[1]
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that the whole model's is at most `max_norm` long.
+
+        Each parameter counts once, wherever its parts lie. Returns the norm before; `math.inf`
+        measures only.
+        """
+        return self.layout.clip(max_norm)
+
+    def make_optimizer(
+        self, build: Callable[..., torch.optim.Optimizer], **options: Any
+    ) -> torch.optim.Optimizer:
+        """`build(parameters, **options)` of this rank's parameters, such as torch.optim.AdamW."""
+        # Kernels over many tensors at once take no mixture of whole and split ones.
+        split: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for _, parameter in self.layout.named_parameters():
+            if parameter.requires_grad:
+                split[isinstance(parameter, DTensor)].append(parameter)
+        groups: list[dict[str, Any]] = [{"params": held} for held in split.values() if held]
+        return self.layout.make_optimizer(groups, partial(build, **options))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """As `forward_backward`, without gradients, and with the model in evaluation mode."""
+        self._make_statistics_equal()
+        with _evaluating(self.layout.objective), torch.no_grad():
+            passes = self._passes(batch)
+            totals = self._summed(
+                torch.stack([self.layout.evaluate(part, Pass(self._cast)) for part in passes]).sum(
+                    0
+                )
+            )
+        return totals[0] / totals[1]
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """The whole model's state, by the names of the module as it was; on rank 0, else None."""
+        whole = self.layout.whole_model(self._ranks.rank == 0)
+        return None if whole is None else dict(whole.state_dict())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters or parts of parameters, by the module's own names."""
+        return self.layout.named_parameters()
+
+    def _passes(self, batch: Batch) -> list[Batch]:
+        """What goes through the model, or the pipeline, at once."""
+        size, held = self.plan.samples_per_pass, samples_in(batch)
+        if held % size:
+            raise BadInputError(
+                f"a rank's share of {held} samples does not divide into micro-batches of "
+                f"{size} (micro_batch {self.plan.micro_batch} × pp_microbatches "
+                f"{self.plan.pp_microbatches}). Use another micro_batch, or drop_last=True."
+            )
+        return cut(batch, held // size)
+
+    def _cut(self, batch: Batch, parts: int, what: str, among: str) -> list[Batch]:
+        held = samples_in(batch)
+        if held % parts:
+            raise BadInputError(
+                f"{what} of {held} samples cannot be shared by {among}. Use a multiple of "
+                f"{parts}, and drop_last=True in a DataLoader."
+            )
+        return cut(batch, parts)
+
+    def _summed(self, totals: Tensor) -> Tensor:
+        if self._ranks.world_size > 1:
+            dist.all_reduce(totals)
+        return totals
+
+    def _cast(self) -> AbstractContextManager[None]:
+        if self.plan.precision != "bf16":
+            return nullcontext()
+        device = next(parameter.device for _, parameter in self.named_parameters())
+        return torch.autocast(device.type, torch.bfloat16)
+
+    @torch.no_grad()
+    def _make_statistics_equal(self) -> None:
+        """Replicas evaluate with rank 0's moving averages, as DistributedDataParallel's do."""
+        if self.plan.data_parallel > 1:
+            for part in batch_norms(self.layout.model).values():
+                for buffer in part.buffers(recurse=False):
+                    dist.broadcast(buffer, 0)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards each part is in its own again."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def parallelize(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh | None = None,
+    *,
+    loss: Loss | None = None,
+    blocks: Blocks | None = None,
+    layouts: Mapping[str, str] | None = None,
+    sync_batchnorm: bool = False,
+) -> Parallelized:
+    """Lay a module (already on its device) out as the plan says; every rank calls this.
+
+    All ranks start from rank 0's weights. The module is changed in place, and is not to be called
+    any more but through what is returned.
+
+    `mesh` has the plan's axes by name over all ranks, in order; None makes one, and the default
+    process group too, from the environment that torchrun sets.
+
+    `loss(module, batch)` returns the mean over the batch's samples, or (sum, count) where the mean
+    is over something else, such as tokens that are not padding. None takes the module's own:
+    cross-entropy of its logits with batch["targets"], or its `.loss`.
+
+    `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline spreads
+    over its stages: the module's forward calls them once each, in this order, and hands each the
+    last one's output as its first input. Lists of names are one for each stage. None: the
+    repeated parts, or all parts of an nn.Sequential.
+
+    `layouts` says which matrices tp splits, by patterns of names: {"layers.*.q": "colwise",
+    "layers.*.o": "rowwise"}. None: what a transformers model says of itself.
+
+    `sync_batchnorm`: replicas normalise by the statistics of all their samples together.
+    Raises BadInputError for what cannot be done.
+    """
+    _check(module, plan)
+    device = next(module.parameters()).device
+    ranks = _ranks(plan, mesh, device)
+    named = None if blocks is None else named_blocks(module, flat(blocks))
+    if plan.checkpointing != "none":
+        apply_checkpointing(module, plan.checkpointing, named)
+    if plan.compile:
+        compile_blocks(module, named)
+    if ranks.world_size > 1:
+        make_equal(module)
+        if sync_batchnorm and plan.data_parallel > 1:
+            group = dist.new_group()
+            assert group is not None
+            synchronise(module, group)
+    objective = OwnObjective(build_own(partial(OwnModel, module, loss)))
+    layout = apply(Request(objective, plan, ranks, device, blocks, layouts))
+    return Parallelized(layout, plan, ranks)
+
+
+def _check(module: nn.Module, plan: Plan) -> None:
+    """Refuse what would go wrong later, or be left out without a word."""
+    why_not = _REFUSED.get(plan.strategy)
+    if why_not is not None:
+        raise BadInputError(f"parallelize does not take strategy {plan.strategy}: {why_not}.")
+    if plan.precision == "fp16":
+        raise BadInputError(
+            "precision fp16 needs a loss scaler in the training loop. Use bf16, or outpace train."
+        )
+    if plan.loss != "auto":
+        raise BadInputError(
+            f"loss {plan.loss} is of outpace's own transformers; yours is what `loss` computes."
+        )
+    if any(isinstance(p, UninitializedTensorMixin) for p in module.parameters()):
+        raise BadInputError("the module has lazy parameters. Run a batch through it first.")
+    if not any(p.requires_grad for p in module.parameters()):
+        raise BadInputError("the module has no parameter that requires gradients")
+    if plan.compile and plan.strategy in SCHEDULES:
+        raise BadInputError("compile does not go with a pipeline of a person's own model yet.")
+    if plan.checkpointing != "none" and batch_norms(module):
+        raise BadInputError(
+            "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "
+            "Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
+        )
+
+
+def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
+    """This process's place among the plan's ranks. Starts torch.distributed where it is not."""
+    if plan.world_size == 1 and mesh is None:
+        return Ranks()
+    if mesh is None:
+        if not (dist.is_initialized() or dist.is_torchelastic_launched()):
+            raise BadInputError(
+                f"the plan is for {plan.world_size} processes ({plan.mesh}), but this is one. "
+                f"Start it with: torchrun --nproc-per-node {plan.world_size} …"
+            )
+        if not dist.is_initialized():
+            dist.init_process_group()
+    else:
+        _check_mesh(plan, mesh)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size != plan.world_size:
+        raise BadInputError(
+            f"the plan is for {plan.world_size} processes ({plan.mesh}), but there are "
+            f"{world_size}. Use another plan, or as many processes."
+        )
+    return Ranks(rank=rank, world_size=world_size)
+
+
+def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+    """A mesh must be the plan's: its axes by name and size, over all ranks in order."""
+    names = mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, mesh.shape, strict=False))
+    wanted = {axis: getattr(plan, axis) for axis in AXES}
+    in_order = [axis for axis in ("pp", *AXES[:-1]) if axis in sizes]
+    if (
+        any(axis not in wanted for axis in sizes)
+        or list(names) != in_order
+        or any(sizes.get(axis, 1) != size for axis, size in wanted.items())
+        or mesh.mesh.flatten().tolist() != list(range(plan.world_size))
+    ):
+        raise BadInputError(
+            f"the mesh is {sizes or tuple(mesh.shape)} over ranks {mesh.mesh.flatten().tolist()}, "
+            f"but the plan is {plan.mesh}, of axes pp, dp_replicate, dp_shard, cp, tp in this "
+            "order, over all ranks from 0 on. Use init_device_mesh(device, sizes, "
+            "mesh_dim_names=names), or leave the mesh out."
+        )

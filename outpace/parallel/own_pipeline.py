@@ -1,0 +1,491 @@
+"""Pipelines of a person's own model, cut at blocks that are named or found.
+
+A stage runs the person's own forward, from its beginning, on the batch that every rank of the
+pipeline has read. So masks, positions and whatever else blocks are given are there on every stage,
+and nothing needs to be known of the forward but that it calls its blocks in order and hands each
+the last one's output as its first input. Blocks of earlier stages hand on what they are given; the
+stage's first block takes what was received instead; after its last block the forward is left.
+
+Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
+gradients are added up over the two. Elsewhere they are NaN without memory, so that what must not
+depend on them shows if it does.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.utils._pytree import tree_leaves
+
+from outpace.nn.levers import find_blocks
+from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.batches import cut
+from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
+from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.fusion import fuse
+from outpace.parallel.pipeline import CLASSES, Stage
+from outpace.parallel.tensors import drop_all_but, hollow
+from outpace.planner.stages import spread_by_cost
+from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Leaving(BaseException):
+    """Raised out of a person's forward, with what the stage's last block has returned.
+
+    No Exception, so that theirs do not catch it.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class OwnStage(nn.Module):
+    """The objective from block `mine.start` to block `mine.stop`, of all `names`.
+
+    `holds_rest` says that parameters outside of blocks are real here. Parameters and buffers are
+    shared with the objective that this is made of.
+    """
+
+    def __init__(
+        self, objective: nn.Module, names: Sequence[str], mine: range, holds_rest: bool
+    ) -> None:
+        super().__init__()
+        tensors = [*objective.parameters(), *objective.buffers()]
+        self.objective = copy.deepcopy(objective, {id(tensor): tensor for tensor in tensors})
+        self._names, self._mine = names, mine
+        self.first, self.last = mine.start == 0, mine.stop == len(names)
+        self.batches: Sequence[Batch] = ()
+        self._received: Tensor | None = None
+        self._next = 0
+        blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
+        kept = [p for number in mine for p in blocks[number].parameters()]
+        if holds_rest:
+            kept += outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
+        _forget_all_but(kept, self.objective)
+        for number, block in enumerate(blocks):
+            block.forward = partial(self._visit, number, block.forward)
+
+    def forward(self, received: Tensor, number: Tensor) -> Tensor:
+        """Hidden states of the micro-batch of this number; of the last stage (loss_sum, count)."""
+        return self.run(self.batches[int(number)], None if self.first else received)
+
+    def run(self, batch: Batch, received: Tensor | None) -> Tensor:
+        """As `forward`, given the micro-batch."""
+        self._received, self._next = received, 0
+        try:
+            loss_sum, count = self.objective(batch)
+        except Leaving as leaving:
+            return leaving.hidden
+        finally:
+            self._received = None
+        if self._next < len(self._names):
+            raise BadInputError(
+                f"the forward ended without calling block {self._names[self._next]!r}. Name only "
+                "blocks that it calls, once each."
+            )
+        return torch.stack((loss_sum, count.to(loss_sum.dtype)))
+
+    def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What a block does when the person's forward calls it."""
+        self._follow(number)
+        if number < self._mine.start:
+            return _first_tensor(args, kwargs, self._names[number])
+        if number == self._mine.start and self._received is not None:
+            args, kwargs = self._enter(number, args, kwargs)
+        output = forward(*args, **kwargs)
+        if number + 1 == self._mine.stop and not self.last:
+            raise Leaving(_sole(output, self._names[number]))
+        return output
+
+    def _follow(self, number: int) -> None:
+        if number != self._next:
+            expected = repr(self._names[self._next]) if self._next < len(self._names) else "no more"
+            raise BadInputError(
+                f"the forward calls block {self._names[number]!r} where {expected} was to come. "
+                "Name the blocks in the order in which it calls them, each once."
+            )
+        self._next += 1
+
+    def _enter(self, number: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put what was received in the place of the block's first input."""
+        given = _first_tensor(args, kwargs, self._names[number])
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf is not given and leaf.requires_grad:
+                raise BadInputError(
+                    f"block {self._names[number]!r} is given, beside its first input, a tensor of "
+                    f"shape {tuple(leaf.shape)} that is computed from parameters. A pipeline's "
+                    "stages send each other the first input only. Put what computes it into the "
+                    "blocks, or use zero3."
+                )
+        assert self._received is not None
+        if args:
+            return (self._received, *args[1:]), kwargs
+        return args, {k: self._received if v is given else v for k, v in kwargs.items()}
+
+
+def _first_tensor(args: Any, kwargs: Mapping[str, Any], name: str) -> Tensor:
+    """A block's first input."""
+    first = next(iter([*args, *kwargs.values()]), None)
+    if not isinstance(first, Tensor):
+        raise BadInputError(
+            f"block {name!r} is given a {type(first).__name__} as its first input; a pipeline "
+            "sends one tensor from block to block."
+        )
+    return first
+
+
+def _sole(output: Any, name: str) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    raise BadInputError(
+        f"block {name!r} returns a {type(output).__name__}, and stages of a pipeline hand on one "
+        "tensor. Let it return its hidden states alone, or cut elsewhere."
+    )
+
+
+def outside(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of a model that no block has."""
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in inside}
+
+
+def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
+    """Put NaN, or 0 for whole numbers, without memory, in the place of other parameters."""
+    ids = {id(tensor) for tensor in kept}
+    for part in module.modules():
+        for name, tensor in list(part._parameters.items()):
+            if tensor is not None and id(tensor) not in ids:
+                floating = tensor.is_floating_point()
+                nothing = torch.full_like(
+                    tensor[(0,) * tensor.dim()], float("nan" if floating else 0)
+                )
+                del part._parameters[name]
+                stub = nothing.expand(tensor.shape).requires_grad_(floating)
+                object.__setattr__(part, name, stub)
+
+
+class Staged(nn.Module):
+    """This rank's stages of an objective; `model` has their parameters, by their own names."""
+
+    def __init__(self, model: nn.Module, stages: Mapping[int, OwnStage]) -> None:
+        super().__init__()
+        self.model = model
+        self.stages = nn.ModuleList(stages.values())
+
+
+class OwnPipeline(Layout):
+    """This rank's stages of a person's model; `parts` are the blocks of each stage, by number."""
+
+    def __init__(
+        self,
+        request: Request,
+        names: Sequence[str],
+        parts: Sequence[range],
+        group: dist.ProcessGroup,
+    ) -> None:
+        objective, plan = request.objective, request.plan
+        self._plan, self._group, self._names, self._parts = plan, group, names, parts
+        self._rank, self._at = dist.get_rank(group), request.device
+        schedule = SCHEDULES[plan.strategy]
+        self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
+        model: nn.Module = objective.model  # type: ignore[assignment]
+        self._hollow = hollow(model)
+        blocks = named_blocks(model, names)
+        rest = outside(model, blocks)
+        ends = (0, len(parts) - 1)
+        self._stages = {
+            stage: OwnStage(objective, names, parts[stage], stage in ends)
+            for stage, rank in enumerate(self._ranks_of)
+            if rank == self._rank
+        }
+        kept = [p for stage in self._stages for n in parts[stage] for p in blocks[n].parameters()]
+        holds_rest = any(stage in ends for stage in self._stages)
+        kept += rest.values() if holds_rest else []
+        drop_all_but([*kept, *model.buffers()], model)
+        super().__init__(Staged(model, self._stages))
+        self._rest = set(rest)
+        self._shared = self._make_shared(rest)
+        self.averages = plan.data_parallel
+        self._shapes: object = None
+
+    def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
+        """The ranks of the first and the last stage, where they are two and share parameters."""
+        ends = {self._ranks_of[0], self._ranks_of[-1]}
+        trained = [parameter for parameter in rest.values() if parameter.requires_grad]
+        if len(ends) == 1 or not trained:
+            return None
+        everyone = dist.get_process_group_ranks(self._group)
+        group: dist.ProcessGroup = dist.new_group([everyone[rank] for rank in sorted(ends)])
+        if self._rank not in ends:
+            return None
+        self._buckets = fuse(trained)
+        return group
+
+    def _device(self) -> torch.device:
+        return self._at
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
+        # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
+        given.scale(torch.zeros((), device=self._at))
+        totals = torch.zeros(2, dtype=torch.float64, device=self._at)
+        for batch in batches:
+            count = self._plan.pp_microbatches
+            parts = cut(batch, count)
+            schedule = self._schedule_for(parts[0], given)
+            for stage in self._stages.values():
+                stage.batches = parts
+            for running in self._running:
+                running.given = given
+            numbers = torch.arange(count)
+            schedule.step(
+                numbers,
+                target=numbers,
+                return_outputs=False,
+                loss_kwargs={"given": given, "totals": totals},
+                number=numbers,
+            )
+        self._add_up_rest()
+        commit(self.objective)
+        return totals
+
+    def _schedule_for(self, batch: Batch, given: Pass) -> Any:
+        """The schedule for micro-batches like this one; made anew when their shapes change."""
+        shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if self._shapes != shapes:
+            self._shapes = shapes
+            seen = self._look(batch, given)
+            self._running = [self._stage(number, *seen[number]) for number in self._stages]
+            kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
+            held = self._running[0] if issubclass(kind, PipelineScheduleSingle) else self._running
+            self._schedule: Any = kind(held, count, loss_fn=_scaled_loss, scale_grads=False)
+        return self._schedule
+
+    def _stage(self, number: int, taken: Tensor | None, made: Tensor) -> Stage:
+        """With the form of what goes in and out told, which is known from a look."""
+        inputs = torch.empty(1, dtype=torch.int64, device="meta") if taken is None else _like(taken)
+        return Stage(
+            self._stages[number],
+            number,
+            len(self._parts),
+            self._at,
+            input_args=inputs,
+            output_args=_like(made),
+            group=self._group,
+        )
+
+    def _look(self, batch: Batch, given: Pass) -> dict[int, tuple[Tensor | None, Tensor]]:
+        """What goes in and out of this rank's stages, by one forward in evaluation mode."""
+        seen: dict[int, tuple[Tensor | None, Tensor]] = {}
+        modes = {part: part.training for part in self.objective.modules()}
+        self.objective.eval()
+        with torch.no_grad():
+            self._pass_on(batch, given, seen)
+        for part, mode in modes.items():
+            part.training = mode
+        for number, (taken, made) in seen.items():
+            clean = taken is None or not taken.isnan().any()
+            if clean and made.isnan().any() and not self._stages[number].last:
+                raise BadInputError(
+                    f"stage {number} (blocks {', '.join(self._names[n] for n in self._parts[number])}) "
+                    "makes NaN of its input. If one process does not, the forward uses parameters "
+                    "between the blocks that belong to none of them: name these parts, too."
+                )
+        return seen
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """Forward only, one micro-batch after the other through this rank's stages."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._at)
+        for part in cut(batch, self._plan.pp_microbatches):
+            totals += self._pass_on(part, given, {})
+        return totals
+
+    def _pass_on(
+        self, batch: Batch, given: Pass, seen: dict[int, tuple[Tensor | None, Tensor]]
+    ) -> Tensor:
+        """A micro-batch through this rank's stages; what goes in and out of them is `seen`."""
+        hidden: Tensor | None = None
+        ranks = self._ranks_of
+        for number, stage in self._stages.items():
+            if number and ranks[number - 1] != self._rank:
+                hidden = _receive(self._at, self._group, ranks[number - 1])
+            taken = hidden
+            with given.cast():
+                hidden = stage.run(batch, taken)
+            seen[number] = (taken, hidden)
+            if stage.last:
+                return hidden.double()
+            if ranks[number + 1] != self._rank:
+                _send(hidden, self._group, ranks[number + 1])
+        return torch.zeros(2, dtype=torch.float64, device=self._at)
+
+    def _add_up_rest(self) -> None:
+        """Gradients of what is outside of the blocks come from the first and the last stage."""
+        if self._shared is None:
+            return
+        for bucket in self._buckets:
+            bucket.take_all()
+            dist.all_reduce(bucket.buffer, group=self._shared)
+            bucket.give()
+
+    def total_norm(self) -> Tensor:
+        """Over all stages; what the first and the last rank both hold is the first's."""
+        copies = self._rest if self._rank != self._ranks_of[0] else set()
+        counted = [
+            parameter.grad
+            for name, parameter in self.named_parameters()
+            if parameter.grad is not None and name not in copies
+        ]
+        square = nn.utils.get_total_norm(counted).to(self._at).square()
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each rank has seen its own stages only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+
+    def whole_model(self, wanted: bool) -> nn.Module | None:
+        """Sends what other ranks' blocks hold to the first rank; it alone may want them."""
+        held = self.model.state_dict()
+        weights: dict[str, Tensor] = {}
+        for name, like in self._hollow.state_dict().items():
+            owner = self._owner(name)
+            if self._rank == owner != 0:
+                dist.send(held[name].contiguous(), group=self._group, group_dst=0)
+            elif self._rank == 0 and owner:
+                weights[name] = torch.empty_like(like, device=self._at)
+                dist.recv(weights[name], group=self._group, group_src=owner)
+            elif self._rank == 0:
+                weights[name] = held[name]
+        if not wanted:
+            return None
+        self._hollow.load_state_dict({n: w.cpu() for n, w in weights.items()}, assign=True)
+        return self._hollow
+
+    def _owner(self, name: str) -> int:
+        """The rank that has a parameter or buffer; the first of two."""
+        for part, rank in zip(self._parts, self._ranks_of, strict=True):
+            if any(name.startswith(f"{self._names[number]}.") for number in part):
+                return rank
+        return self._ranks_of[0]
+
+
+def _scaled_loss(made: Tensor, number: Tensor, given: Pass, totals: Tensor) -> Tensor:
+    """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
+    totals += made.detach().double()
+    return given.scale(made[0])
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Its shape and dtype, without memory."""
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.is_floating_point())
+
+
+def _send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    """A tensor, and before it its form, which the receiver does not know."""
+    if tensor.dtype not in _DTYPES:
+        raise BadInputError(
+            f"a block returns {tensor.dtype}; a pipeline sends floating-point tensors from stage to "
+            f"stage ({', '.join(map(str, _DTYPES))})"
+        )
+    form = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim()], device=tensor.device)
+    dist.send(form, group=group, group_dst=to)
+    dist.send(torch.tensor(tensor.shape, device=tensor.device), group=group, group_dst=to)
+    dist.send(tensor.contiguous(), group=group, group_dst=to)
+
+
+def _receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Tensor:
+    form = torch.empty(2, dtype=torch.int64, device=device)
+    dist.recv(form, group=group, group_src=source)
+    dtype, dims = form.tolist()
+    shape = torch.empty(dims, dtype=torch.int64, device=device)
+    dist.recv(shape, group=group, group_src=source)
+    hidden = torch.empty(shape.tolist(), dtype=_DTYPES[dtype], device=device)
+    dist.recv(hidden, group=group, group_src=source)
+    return hidden
+
+
+def stages_of(request: Request) -> list[list[str]]:
+    """The names of each stage's blocks, in order. Raises BadInputError where there are too few."""
+    model: nn.Module = request.objective.model  # type: ignore[assignment]
+    plan, given = request.plan, request.blocks
+    if given is not None and not isinstance(given[0], str):
+        if len(given) != plan.stages:
+            raise BadInputError(
+                f"blocks are given for {len(given)} stages, but {plan.strategy} on {plan.pp} ranks "
+                f"has {plan.stages}. Give as many lists of names, or one list to be shared out."
+            )
+        return [list(stage) for stage in given]
+    names = flat(given) if given is not None else _found(model)
+    if len(names) < plan.stages:
+        raise BadInputError(
+            f"{plan.strategy} on {plan.pp} ranks has {plan.stages} stages, but the model has "
+            f"{len(names)} blocks ({', '.join(names)}). Use fewer ranks, or name smaller blocks."
+        )
+    costs = [sum(p.numel() for p in block.parameters()) for block in named_blocks(model, names)]
+    begins = spread_by_cost(costs, plan.stages)
+    return [names[part.start : part.stop] for part in begins]
+
+
+def _found(model: nn.Module) -> list[str]:
+    """All parts of an nn.Sequential, or of the container that has the repeated blocks."""
+    container = model
+    if not isinstance(model, nn.Sequential):
+        blocks = find_blocks(model)
+        containers = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
+        container = next(m for m in containers if any(b is blocks[0] for b in m.children()))
+    inside = set(container.children())
+    return [name for name, part in model.named_modules() if part in inside]
+
+
+def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[nn.Module]) -> None:
+    """Refuse what would be on two stages, or normalised by what is not there."""
+    where: dict[int, int] = {}
+    everything = [id(p) for p in outside(model, blocks).values()]
+    numbered = iter(blocks)
+    for number, names in enumerate(stages):
+        for name in names:
+            for parameter in next(numbered).parameters():
+                if where.setdefault(id(parameter), number) != number or id(parameter) in everything:
+                    raise BadInputError(
+                        f"block {name!r} shares a parameter with a block of stage "
+                        f"{where[id(parameter)]}, and each is on one stage. Put both on the same, "
+                        "with lists of names for each stage, or use zero3."
+                    )
+    inside = {part for block in blocks for part in block.modules()}
+    for name, part in batch_norms(model).items():
+        if part not in inside:
+            raise BadInputError(
+                f"{name} is a BatchNorm outside of the pipeline's blocks, and would see other "
+                "batches on each stage. Name it, or what it is in, among the blocks."
+            )
+
+
+def apply(request: Request) -> Layout:
+    """Keep this rank's stages. The default process group must be there.
+
+    Raises BadInputError for blocks that cannot be stages.
+    """
+    model: nn.Module = request.objective.model  # type: ignore[assignment]
+    stages = stages_of(request)
+    names = flat(stages)
+    blocks = named_blocks(model, names)
+    _check(model, stages, blocks)
+    by_micro_batch(model)
+    parts, begin = [], 0
+    for stage in stages:
+        parts.append(range(begin, begin + len(stage)))
+        begin += len(stage)
+    group = dist.new_group()
+    assert group is not None
+    return OwnPipeline(request, names, parts, group)
