@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/strategies.md")
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -116,10 +116,98 @@ def quickstart(result: dict[str, Any]) -> str:
     return f"```text\n{shown}\n```\n\nIt took {result['seconds']:.0f} s.\n" + stand(result)
 
 
+def strategies(result: dict[str, Any]) -> str:
+    """All strategies beside each other, a table for each number of processes."""
+    head = [
+        "strategy", "mesh", "step", "quartiles", "sent, all ranks", "busiest sends", "idle",
+        "busiest time", "memory", "busiest memory",
+    ]  # fmt: skip
+    pages = []
+    for processes, world in result["worlds"].items():
+        rows = [
+            [
+                f"`{name}`",
+                one["mesh"],
+                f"{one['step_time_s'] * 1000:.0f} ms",
+                " – ".join(f"{quartile * 1000:.0f}" for quartile in one["quartiles_s"]),
+                f"{one['sent_bytes'] / 2**20:.1f} MiB",
+                f"{one['sent_bytes_busiest'] / 2**20:.1f} MiB",
+                f"{one['idle_share']:.0%}",
+                f"{one['busy_busiest_over_mean']:.2f}",
+                f"{one['peak_bytes'] / 2**20:.0f} MiB",
+                f"{one['peak_busiest_over_mean']:.2f}",
+            ]
+            for name, one in world["strategies"].items()
+        ]
+        ring = world["ring_over_ddp"]
+        left_out = "".join(f"Left out: {name}: {why}.\n" for name, why in world["refused"].items())
+        pages.append(
+            f"{processes} processes:\n\n{table(head, rows)}\n"
+            f"Step of `ring` over `ddp`, alternating: {ring['ratio']:.3f} "
+            f"({ring['low']:.3f} – {ring['high']:.3f}; target ≤ {ring['target']}).\n{left_out}\n"
+        )
+    shape = result["shape"]
+    model = ", ".join(f"{key} {value}" for key, value in shape["model"].items())
+    return (
+        "".join(pages)
+        + f"Medians of {result['rounds']} rounds; global batch {shape['global_batch']} × "
+        + f"{shape['seq_len']} tokens, fp32; {model}.\n"
+        + stand(result)
+    )
+
+
+def idle(result: dict[str, Any]) -> str:
+    """Pipelines: measured, formula, play."""
+    head = ["processes", "schedule", "m", "stages", "measured", "range", "formula", "play",
+            "replay"]  # fmt: skip
+    rows = [
+        [
+            processes,
+            f"`{one['strategy']}`",
+            str(one["microbatches"]),
+            one["shape"],
+            f"{one['measured']:.3f}",
+            f"{one['low']:.3f} – {one['high']:.3f}",
+            *("–" if one[key] is None else f"{one[key]:.3f}" for key in ("formula", "played")),
+            f"{one['replayed']:.3f}",
+        ]
+        for processes, found in result["worlds"].items()
+        for one in found
+    ]
+    return table(head, rows) + "\nShares of all ranks' time in a step.\n" + stand(result)
+
+
+def intermediate(result: dict[str, Any]) -> str:
+    """What forwards keep for backwards, the fullest and the emptiest rank."""
+    head = ["ranks", "schedule", "checkpointing", "m", "under way, by rank", "kept, by rank",
+            "values a token and layer, in widths", "peak above weights, by rank"]  # fmt: skip
+    rows = [
+        [
+            processes,
+            f"`{one['strategy']}`",
+            one["checkpointing"],
+            str(one["microbatches"]),
+            ", ".join(map(str, one["in_flight"])),
+            ", ".join(f"{rank['saved_bytes'] / 2**20:.0f}" for rank in one["ranks"]) + " MiB",
+            ", ".join(f"{widths:.1f}" for widths in one["widths"]),
+            ", ".join(f"{rank['peak_bytes'] / 2**20:.0f}" for rank in one["ranks"]) + " MiB",
+        ]
+        for processes, found in result["worlds"].items()
+        for one in found
+    ]
+    shape = result["shape"]
+    model = ", ".join(f"{key} {value}" for key, value in shape["model"].items())
+    about = f"\nBatch {shape['batch']} × {shape['seq_len']} tokens, fp32; {model}.\n"
+    return table(head, rows) + about + stand(result)
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "idle": idle,
+    "intermediate": intermediate,
     "memory_loss": memory_loss,
     "overhead": overhead,
     "quickstart": quickstart,
+    "strategies": strategies,
     "tokenise": tokenise,
 }
 
@@ -129,6 +217,8 @@ def fill(text: str) -> str:
 
     def made(match: re.Match[str]) -> str:
         path = RESULTS / f"{match[2]}.json"
+        if not path.exists():
+            return f"{match[1]}Not recorded yet: `python benchmarks/{match[2]}.py`.\n{match[3]}"
         return match[1] + WRITERS[match[2]](json.loads(path.read_text())) + match[3]
 
     return _MARKED.sub(made, text)

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +46,13 @@ def make_step(kind: str, dtype: str, tokens: int = TOKENS) -> Callable[[], float
     return step
 
 
-def _events(tree: Any) -> Iterator[Any]:
-    for event in tree:
-        yield event
-        yield from _events(event.children)
-
-
 def tensor_peak(step: Callable[[], float]) -> tuple[int, float]:
     """Bytes of the step's live tensors at their peak, and the loss."""
-    import torch
+    from outpace.experiment.memory import Allocations
 
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with Allocations() as allocated:
         loss = step()
-    tree = profile.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-    changes = [event for event in _events(tree) if event.name == "[memory]"]
-    live = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_time_ns):
-        live += event.extra_fields.alloc_size
-        peak = max(peak, live)
-    return peak, loss
+    return allocated.peak_bytes, loss
 
 
 def resident_peak(step: Callable[[], float]) -> tuple[int | None, float]:

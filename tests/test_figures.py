@@ -3,6 +3,9 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
+
+from outpace.records.plan import Strategy
 
 ROOT = Path(__file__).parent.parent
 
@@ -13,3 +16,9 @@ def test_pages_hold_the_recorded_figures():
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_every_strategy_has_a_paragraph():
+    page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
+    for strategy in get_args(Strategy):
+        assert f"\n### {strategy}\nFor: " in page, strategy

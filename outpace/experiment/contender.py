@@ -16,7 +16,7 @@ from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
-from outpace.parallel import Request, apply
+from outpace.parallel import Request, apply, why_not
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
@@ -69,8 +69,8 @@ class Took:
 class Weight:
     """What a step of a contender weighs on this rank.
 
-    `sent_bytes` and `exchanges` as in `Wire`. `peak_bytes` of tensors at any time, `left_bytes`
-    between two steps: weights, optimizer state, buffers.
+    `sent_bytes` and `exchanges` as `Wire` counts them. `peak_bytes` of tensors at any time,
+    `left_bytes` between two steps: weights, optimizer state, buffers.
     """
 
     sent_bytes: int
@@ -94,6 +94,10 @@ def plans(
         "servers": ranks.world_size // 2 if strategy == "ps" else None,
     }
     world = Ranks() if strategy == "single" else ranks
+    lacking = why_not(strategy, ranks)
+    if lacking is not None:
+        yield lacking
+        return
     try:
         settings = TrainSettings.parse(values, strategy)
         plan = resolve_plan(settings, world, torch.device("cpu"), machine)

@@ -1,0 +1,38 @@
+"""One rank of the test of idle pipelines; rank 0 prints what it looks at.
+
+python -m torch.distributed.run --standalone --nproc-per-node=4 tests/experiment/idle_ranks.py
+"""
+
+import json
+import os
+from dataclasses import asdict
+
+import torch
+
+from outpace.experiment.idle import judge, orders, waiting_pipeline, watch
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.planner.play import StageTime
+from outpace.records.pipelines import SCHEDULES
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    said = {}
+    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+        for strategy, microbatches in (("mp", 1), ("gpipe", 4), ("zbv", 8)):
+            stages = ranks.world_size * SCHEDULES[strategy].stages_per_rank
+            times = [StageTime(0.02, 0.02, 0.02)] * stages
+            layout, batch = waiting_pipeline(strategy, microbatches, times, groups)
+            todo = orders(strategy, ranks.world_size, microbatches)
+            watch(layout, batch, todo, groups)  # makes the schedule, and its connections
+            said[strategy] = asdict(
+                judge(strategy, watch(layout, batch, todo, groups), todo, times)
+            )
+    if ranks.rank == 0:
+        print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
