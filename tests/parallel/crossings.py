@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from forked import world
-from runs import SPEC, Run, against, loss_of, plan_of
+from runs import SPEC, Run, Step, alone, apart, loss_of, plan_of
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from outpace.experiment.parity import Trace, Trial, reference
+from outpace.experiment.parity import Trial
 from outpace.launch.group import Groups
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
@@ -71,7 +71,7 @@ def save(plan: Plan, trial: Trial, groups: Groups, folder: Path) -> None:
 
 
 def go_on(
-    plan: Plan, trial: Trial, groups: Groups, folder: Path, files: dict[str, Any], trace: Trace
+    plan: Plan, trial: Trial, groups: Groups, folder: Path, files: dict[str, Any], steps: list[Step]
 ) -> dict[str, Any]:
     """Load, compare with what the files hold, and train on; what this rank found."""
     run = Run(trial, plan, groups)
@@ -82,15 +82,15 @@ def go_on(
     changed = sorted(name for name, tensor in held.items() if not torch.equal(tensor, files[name]))
     off = []
     for step in range(found.step + 1, STEPS + 1):
-        raw, known = run.step(step), trace.steps[step - 1]
-        off.append(abs(loss_of(raw) / float(known["loss"]["mean"]) - 1))
-        off.append(abs(float(raw.grad_norm / known["norm"]["before clipping"]) - 1))
+        raw = run.step(step)
+        off.append(abs(loss_of(raw) / steps[step - 1].loss - 1))
+        off.append(abs(float(raw.grad_norm) / steps[step - 1].norm - 1))
     return {
         "held": sorted(held),
         "changed": changed,
         "steps": found.step,
         "numbers": max(off),
-        "state": against(trace, STEPS, run.held()),
+        "state": apart(run.held(), steps[-1].held),
     }
 
 
@@ -101,10 +101,7 @@ def main() -> None:
     sources = list(dict.fromkeys(before for before, _ in pairs))
     plans = {name: plan_of(name) for pair in pairs for name in pair}
 
-    def alone(_: Groups) -> Trace:
-        return reference(trial, plan_of("single"))
-
-    (trace,) = world(1, alone)
+    steps = alone(trial)
 
     def save_all(groups: Groups) -> None:
         for name in sources:
@@ -114,7 +111,7 @@ def main() -> None:
     def load_all(groups: Groups) -> dict[str, Any]:
         return {
             f"{before}→{after}": go_on(
-                plans[after], trial, groups, folder / before, files[before], trace
+                plans[after], trial, groups, folder / before, files[before], steps
             )
             for before, after in pairs
             if plans[after].world_size == groups.ranks.world_size
@@ -124,7 +121,7 @@ def main() -> None:
         world(size, save_all)
     files = {name: contents(folder / name) for name in sources}
     saved = {
-        name: {"names": sorted(held), "apart": against(trace, SAVED_AT, held)}
+        name: {"names": sorted(held), "apart": apart(held, steps[SAVED_AT - 1].held)}
         for name, held in files.items()
     }
     loaded = {}

@@ -1,11 +1,13 @@
 """A few steps of training under any plan, by the parts that `outpace train` is made of."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from forked import world
 
-from outpace.experiment.parity import FLOOR, Trace, Trial, shares
+from outpace.experiment.parity import FLOOR, Trial, shares
 from outpace.launch.group import Groups
 from outpace.nn.levers import apply_checkpointing, compile_blocks
 from outpace.parallel import Layout, Request, apply
@@ -13,6 +15,7 @@ from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, fill_axes
+from outpace.records.settings import TrainSettings
 from outpace.train.guards import seed_step
 from outpace.train.optimizer import make_optimizer
 from outpace.train.precision import make_mixed
@@ -58,8 +61,9 @@ class Run:
         if plan.compile:
             compile_blocks(objective.model)
         self.layout = apply(Request(objective, plan, groups.ranks, CPU))
+        settings = TrainSettings(optimizer="adamw-for-loop", lr=trial.lr)
         self.optimizer = make_optimizer(
-            self.layout.named_parameters(), trial.settings(), self.layout.make_optimizer
+            self.layout.named_parameters(), settings, self.layout.make_optimizer
         )
         spoil(self.layout)
         self.mixed = make_mixed(plan.precision, CPU, True)
@@ -100,15 +104,45 @@ def loss_of(raw: RawStep) -> float:
     return float(raw.totals[0] / raw.totals[1])
 
 
-def against(trace: Trace, step: int, held: dict[str, Any]) -> float:
-    """The worst difference from one process's parameters and moments after a step."""
-    known = trace.steps[step - 1]
+@dataclass(frozen=True)
+class Step:
+    """What a step left behind in a single process."""
+
+    loss: float
+    norm: float
+    held: dict[str, torch.Tensor]
+
+
+def alone(trial: Trial, **levers: Any) -> list[Step]:
+    """Every step of a single process."""
+
+    def train(groups: Groups) -> list[Step]:
+        run, steps = Run(trial, plan_of("single", **levers), groups), []
+        for number in range(1, trial.steps + 1):
+            raw = run.step(number)
+            steps.append(Step(loss_of(raw), float(raw.grad_norm), run.held()))
+        return steps
+
+    (steps,) = world(1, train)
+    return steps
+
+
+def apart(held: dict[str, Any], known: dict[str, torch.Tensor]) -> float:
+    """The worst difference from what one process holds, relative to each tensor's largest value.
+
+    At least FLOOR of the largest of its kind: what is smaller may be rounding.
+    """
+    largest: dict[str, float] = {}
+    for name, tensor in known.items():
+        kind = kind_of(name)
+        largest[kind] = max(largest.get(kind, 0.0), float(tensor.abs().max()))
     worst = 0.0
-    for kind in ("parameter", "exp_avg", "exp_avg_sq"):
-        largest = max(float(tensor.abs().max()) for tensor in known[kind].values())
-        for name, tensor in known[kind].items():
-            key = f"model.{name}" if kind == "parameter" else f"optimizer.state.{name}.{kind}"
-            if key in held:
-                scale = max(float(tensor.abs().max()), FLOOR * largest)
-                worst = max(worst, float((held[key] - tensor).abs().max()) / scale)
+    for name in held.keys() & known.keys():
+        scale = max(float(known[name].abs().max()), FLOOR * largest[kind_of(name)])
+        difference = float((held[name].to(known[name].dtype) - known[name]).abs().max()) / scale
+        worst = max(worst, difference if difference == difference else float("inf"))
     return worst
+
+
+def kind_of(name: str) -> str:
+    return "model" if name.startswith("model.") else name.rpartition(".")[2]
