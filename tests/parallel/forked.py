@@ -26,9 +26,19 @@ _TIMEOUT_S = 60.0
 
 
 def world(size: int, action: Callable[[Groups], Any]) -> list[Any]:
+    """As `fork`, in the process groups of a job."""
+
+    def join(ranks: Ranks) -> Any:
+        with process_groups(ranks, torch.device("cpu"), _TIMEOUT_S, 0) as groups:
+            return action(groups)
+
+    return fork(size, join)
+
+
+def fork(size: int, action: Callable[[Ranks], Any]) -> list[Any]:
     """What `action` gives on each of `size` ranks. Raises RuntimeError if one of them fails.
 
-    The caller must not have used autograd or threads of its own.
+    The environment is what torchrun makes. The caller must not have used autograd or threads.
     """
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
@@ -37,7 +47,8 @@ def world(size: int, action: Callable[[Groups], Any]) -> list[Any]:
     pipes, processes = [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, size, port, action, theirs))
+        ranks = Ranks(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
+        process = context.Process(target=_rank, args=(ranks, port, action, theirs))
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -59,16 +70,15 @@ def _hear(pipe: Connection) -> tuple[str | None, Any]:
         return "died without a word", None
 
 
-def _rank(
-    rank: int, size: int, port: int, action: Callable[[Groups], Any], pipe: Connection
-) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _rank(ranks: Ranks, port: int, action: Callable[[Ranks], Any], pipe: Connection) -> None:
+    place = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world_size}
+    place |= {f"LOCAL_{name}": value for name, value in place.items()}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    ranks = Ranks(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
     outcome: tuple[str | None, Any]
     try:
-        with process_groups(ranks, torch.device("cpu"), _TIMEOUT_S, 0) as groups:
-            outcome = (None, action(groups))
+        outcome = (None, action(ranks))
     except BaseException:
         outcome = (traceback.format_exc(), None)
     pipe.send_bytes(pickle.dumps(outcome))  # tensors as bytes: shared memory would end with us
