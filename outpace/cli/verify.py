@@ -1,14 +1,18 @@
 """`outpace verify`."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError, OutpaceError, nearest
-from outpace.records.plan import Plan, Strategy
+from outpace.records.plan import Plan, Precision, Strategy
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
+Word = TypeVar("Word", bound=str)
 
 _ABOUT = "Prove that strategies give a single process's numbers: gradients, norms, losses, weights."
 _EPILOG = "Exit code 1 when a strategy fails. Without options: all strategies, on two processes."
@@ -17,7 +21,8 @@ _EPILOG = "Exit code 1 when a strategy fails. Without options: all strategies, o
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Prove strategies and print a certificate; 0 if all passed. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    strategies = _strategies(arguments.strategy)
+    strategies = chosen("--strategy", arguments.strategy, STRATEGIES)
+    precisions = chosen("--precision", arguments.precision, PRECISIONS)
     ranks = ranks_from(environ)
     if ranks is None:
         from outpace.launch import local
@@ -41,8 +46,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     else:
         plans = [
             plan
+            for precision in precisions
             for name in strategies
-            for plan in variants(plan_for(name, ranks.world_size, trial, "fp64"))
+            for plan in variants(plan_for(name, ranks.world_size, trial, precision))
         ]
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups)
@@ -63,17 +69,16 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _strategies(text: str) -> list[Strategy]:
-    known = get_args(Strategy)
-    if text == "all":
-        return list(known)
-    for word in text.split(","):
+def chosen(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
+    """The words of a comma-separated list, in the order of those `known`; all of them for "all"."""
+    words = list(known) if text == "all" else text.split(",")
+    for word in words:
         if word not in known:
             raise BadInputError(
-                f"--strategy {word}: there is no such strategy.{nearest(word, known)} "
-                f"The strategies are {', '.join(known)}."
+                f"{flag} {word}: there is no such {flag.strip('-')}.{nearest(word, known)} "
+                f"Use some of {', '.join(known)}, or all."
             )
-    return [name for name in known if name in text.split(",")]
+    return [word for word in known if word in words]
 
 
 def _parser() -> Parser:
@@ -85,6 +90,12 @@ def _parser() -> Parser:
         default="all",
         metavar="A,B",
         help="strategies to prove, or all (default: all)",
+    )
+    add(
+        "--precision",
+        default="fp64",
+        metavar="A,B",
+        help="of fp64, fp32 and bf16, or all (default: fp64); tolerances are in docs/proof.md",
     )
     add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
     add("--model", default=None, help="preset, spec or Hugging Face directory (default: tiny)")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.parity import Difference, Trial, differences, planned, reference
+from outpace.experiment.tolerance import Tolerance, tolerance_of
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.parallel import Layout
@@ -21,9 +22,6 @@ from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, Precision, Strategy, count_servers, fill_axes
 from outpace.records.ranks import Ranks
-
-# In fp64 rounding passes and a wrong factor cannot.
-TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
 
 
 def tiny_spec(processes: int) -> ModelSpec:
@@ -84,7 +82,9 @@ def verify(
         ranks = Ranks() if alone else groups.ranks
         wire = Wire()
         found = planned(trial, plan, ranks, groups.control, wire, spoil)
-        seen = list(differences(expected[plan.precision], found))
+        tokens = trial.global_batch * trial.seq_len
+        allowed = tolerance_of(plan.precision, trial.spec, tokens=tokens, steps=trial.steps)
+        seen = list(differences(expected[plan.precision], found, allowed))
         missing = expected[plan.precision].names() - found.names()
         formula = step_traffic(
             plan,
@@ -93,7 +93,7 @@ def verify(
             seq_len=trial.seq_len,
             rank=ranks.rank,
         )
-        verdicts.append(_judge(plan, seen, missing, (wire.tally, formula), groups))
+        verdicts.append(_judge(plan, allowed, seen, missing, (wire.tally, formula), groups))
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
@@ -112,15 +112,15 @@ def verify(
 
 def _judge(
     plan: Plan,
+    allowed: Tolerance,
     seen: list[Difference],
     missing: set[str],
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> Verdict:
     """What all ranks found, as one verdict. `traffic` is what was sent, and by formula."""
-    tolerance = TOLERANCES[plan.precision]
     worst = max(seen, key=lambda difference: difference.relative)
-    wrong = [difference for difference in seen if not difference.relative <= tolerance]
+    wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
     first = min(wrong, key=lambda difference: difference.cause, default=None)
     said: list[Any] = [None] * groups.ranks.world_size
     mine = (worst, first, missing, *traffic)
@@ -134,7 +134,7 @@ def _judge(
         reason = f"no rank has {min(nowhere)}"
     elif causes:
         cause = min(causes, key=lambda difference: difference.cause)
-        reason = f"{cause} is off by {cause.relative:.2g} of its largest value"
+        reason = f"{cause} is off by {cause.relative:.2g} of its scale"
     return Verdict(
         strategy=plan.strategy,
         mesh=plan.mesh,
@@ -142,7 +142,7 @@ def _judge(
         passed=reason is None,
         worst_relative_difference=worst.relative if worst.relative < math.inf else None,
         worst_tensor=str(worst),
-        tolerance=tolerance,
+        tolerance=allowed.relative,
         bytes_on_wire=sent.bytes,
         bytes_formula=None if formula is None else formula.bytes,
         exchanges=dict(sent.exchanges),

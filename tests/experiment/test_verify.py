@@ -79,7 +79,7 @@ def test_every_planted_fault_is_caught_and_named(strategy):
     assert [name for name, verdict in said.items() if verdict["passed"]] == []
     reasons = {name: verdict["reason"] for name, verdict in said.items()}
     assert reasons["scaled_by_world_size"].startswith("gradient ")
-    assert reasons["scaled_by_world_size"].endswith("(step 1) is off by 1 of its largest value")
+    assert reasons["scaled_by_world_size"].endswith("(step 1) is off by 1 of its scale")
     assert reasons["norm_counts_replicas_twice"].startswith("norm before clipping (step 1)")
     named = "blocks.2.mlp.up.weight"
     assert reasons["one_gradient_doubled"].startswith(f"gradient {named} (step 1)")
