@@ -7,9 +7,13 @@ from typing import TypeVar, get_args
 
 from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
+from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
+from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Precision, Strategy
+from outpace.records.run import RunRecord
 
+CERTIFICATE_FILE = "certificate.json"
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
 Word = TypeVar("Word", bound=str)
@@ -23,26 +27,26 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     strategies = chosen("--strategy", arguments.strategy, STRATEGIES)
     precisions = chosen("--precision", arguments.precision, PRECISIONS)
+    proved = None if arguments.run is None else RunRecord.load(arguments.run / "run.json")
     ranks = ranks_from(environ)
     if ranks is None:
         from outpace.launch import local
 
-        local.start(arguments.nproc, [sys.executable, "-m", "outpace", "verify", *argv])
+        nproc = arguments.nproc if proved is None else proved.plan.world_size
+        local.start(nproc, [sys.executable, "-m", "outpace", "verify", *argv])
         return 0
     import torch
 
     from outpace.experiment.parity import Trial
-    from outpace.experiment.verify import plan_for, tiny_spec, variants, verify
-    from outpace.interop.models import open_model
+    from outpace.experiment.verify import plan_for, plan_of_run, variants, verify
     from outpace.launch.group import process_groups
 
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
-    spec = open_model(arguments.model).spec if arguments.model else tiny_spec(ranks.world_size)
-    if spec is None:
-        raise BadInputError("--model: verify takes a preset, a spec or a Hugging Face directory")
-    trial = Trial(spec)
+    trial = Trial(_spec(arguments.model, proved, ranks.world_size))
     if arguments.plan is not None:
         plans = [Plan.load(arguments.plan)]
+    elif proved is not None:
+        plans = [plan_of_run(proved.plan, trial, precision) for precision in precisions]
     else:
         plans = [
             plan
@@ -53,20 +57,42 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups)
     if ranks.rank == 0:
-        if arguments.out is not None:
-            certificate.save(arguments.out)
-        if arguments.json:
-            print(certificate.model_dump_json(indent=2), flush=True)
-        else:
-            from rich.console import Console
-
-            from outpace.report.certificate import certificate_table
-
-            Console().print(certificate_table(certificate))
+        beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
+        _show(certificate, arguments.out or beside, arguments.json)
     failed = [verdict.strategy for verdict in certificate.verdicts if not verdict.passed]
     if failed:
         raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
     return 0
+
+
+def _spec(model: str | None, proved: RunRecord | None, processes: int) -> ModelSpec:
+    """What is trained: the model named, a tiny one like a run's, or a tiny one."""
+    from outpace.experiment.verify import tiny_like, tiny_spec
+    from outpace.interop.models import open_model
+
+    if model is None and proved is None:
+        return tiny_spec(processes)
+    found = proved.model if model is None and proved is not None else open_model(str(model)).spec
+    if found is None:
+        raise BadInputError(
+            "verify trains outpace's own transformers, not a person's own model. Give --model a "
+            "preset, a spec or a Hugging Face directory, or leave it out."
+        )
+    return found if model is not None else tiny_like(found, processes)
+
+
+def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
+    """Keep the certificate, and print it."""
+    if out is not None:
+        certificate.save(out)
+    if as_json:
+        print(certificate.model_dump_json(indent=2), flush=True)
+        return
+    from rich.console import Console
+
+    from outpace.report.certificate import certificate_table
+
+    Console().print(certificate_table(certificate))
 
 
 def chosen(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
@@ -98,6 +124,13 @@ def _parser() -> Parser:
         help="of fp64, fp32 and bf16, or all (default: fp64); tolerances are in docs/proof.md",
     )
     add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
+    add(
+        "--run",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="prove the plan of this run, on a tiny model of its kind; keeps DIR/certificate.json",
+    )
     add("--model", default=None, help="preset, spec or Hugging Face directory (default: tiny)")
     add(
         "--nproc",

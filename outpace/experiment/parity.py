@@ -301,8 +301,8 @@ def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
     """What each of a kind's differences is measured by: see Tolerance."""
-    if kind == "loss":  # of targets, none may be missing
-        return {"mean": float(known["mean"]), "tokens": allowed.relative / 2}
+    if kind == "loss":  # none of the targets may be missing
+        return {"mean": float(known["mean"]), "tokens": 1.0}
     sizes = {name: float(tensor.abs().max()) for name, tensor in known.items()}
     if kind in ("parameter", "used parameter") and allowed.held < 1:
         changes = {n: float((t - initial[n]).abs().max()) for n, t in known.items()}

@@ -39,6 +39,41 @@ def tiny_spec(processes: int) -> ModelSpec:
     )  # fmt: skip
 
 
+def tiny_like(spec: ModelSpec, processes: int) -> ModelSpec:
+    """As `tiny_spec` in its sizes, and as `spec` in all else."""
+    tiny = tiny_spec(processes)
+    grouped = spec.kv_heads < spec.heads
+    sizes = {
+        name: getattr(tiny, name)
+        for name in ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "max_positions")
+    }
+    return spec.model_copy(
+        update={
+            **sizes,
+            "kv_heads": tiny.kv_heads if grouped else tiny.heads,
+            "sliding_window": None if spec.sliding_window is None else 8,
+            "window_layers": None if spec.window_layers is None else (0, 2),
+            "dropout": 0.0,
+        }
+    )
+
+
+def plan_of_run(plan: Plan, trial: Trial, precision: Precision) -> Plan:
+    """The layout of a run, with the micro-batches of the trial and nothing that rounds more."""
+    samples = max(1, trial.global_batch // (2 * plan.data_parallel))
+    parts = plan.pp_microbatches
+    if samples % parts:
+        parts = default_microbatches(plan.strategy, plan.pp, samples)
+    changed = {
+        "micro_batch": samples // parts,
+        "pp_microbatches": parts,
+        "precision": precision,
+        "compress_gradients": "none",
+        "compile": False,
+    }
+    return Plan.parse({**plan.model_dump(), **changed}, "run.json")
+
+
 def plan_for(strategy: Strategy, world_size: int, trial: Trial, precision: Precision) -> Plan:
     """A strategy on all ranks, with two accumulation steps."""
     # As many servers as workers, so that both share.

@@ -202,7 +202,9 @@ def _data_parallel(work: Work, tally: Tally) -> None:
     Weights, samples, outputs, their gradients, the weights' gradients (a number more for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
-    weights, outputs = sum(work.sizes) * work.item, work.hidden * work.item
+    # BERT's last norm gives what the product before it does, the others' give fp32.
+    output_item = work.item if work.spec.norm_first else work.low_item
+    weights, outputs = sum(work.sizes) * work.item, work.hidden * output_item
     samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES
     gradients = weights + len(work.sizes) * work.item
     tally.add("broadcast", ranks, weights, passes, first)
