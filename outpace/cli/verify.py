@@ -1,14 +1,22 @@
 """`outpace verify`."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
+from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
-from outpace.records.plan import Plan, Strategy
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan, Precision, Strategy
+from outpace.records.run import RunRecord
+
+CERTIFICATE_FILE = "certificate.json"
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
+Word = TypeVar("Word", bound=str)
 
 _ABOUT = "Prove that strategies give a single process's numbers: gradients, norms, losses, weights."
 _EPILOG = "Exit code 1 when a strategy fails. Without options: all strategies, on two processes."
@@ -17,18 +25,21 @@ _EPILOG = "Exit code 1 when a strategy fails. Without options: all strategies, o
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Prove strategies and print a certificate; 0 if all passed. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    strategies = _strategies(arguments.strategy)
+    asked = arguments.strategy or arguments.names or "all"
+    strategies = chosen("--strategy", asked, STRATEGIES)
+    precisions = chosen("--precision", arguments.precision, PRECISIONS)
+    proved = None if arguments.run is None else RunRecord.load(arguments.run / "run.json")
     ranks = ranks_from(environ)
     if ranks is None:
         from outpace.launch import local
 
-        local.start(arguments.nproc, [sys.executable, "-m", "outpace", "verify", *argv])
+        nproc = arguments.nproc if proved is None else proved.plan.world_size
+        local.start(nproc, [sys.executable, "-m", "outpace", "verify", *argv])
         return 0
     import torch
 
     from outpace.experiment.parity import Trial
-    from outpace.experiment.verify import plans_for, tiny_spec, verify
-    from outpace.interop.models import open_model
+    from outpace.experiment.verify import plan_of_run, plans_for, verify
     from outpace.launch.group import process_groups
     from outpace.parallel import why_not
 
@@ -36,60 +47,99 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     skipped: dict[str, str] = {}
     if arguments.plan is not None:
         plans = [Plan.load(arguments.plan)]
+    elif proved is not None:
+        plans = [plan_of_run(proved.plan, precision) for precision in precisions]
     else:
         skipped = {str(name): why for name in strategies if (why := why_not(name, ranks))}
         for name, why in skipped.items():
-            if arguments.strategy != "all":
+            if asked != "all":
                 raise BadInputError(f"--strategy {name}: {why}.")
-        possible = [name for name in strategies if name not in skipped]
-        plans = [plan for name in possible for plan in plans_for(name, ranks.world_size)]
-    spec = open_model(arguments.model).spec if arguments.model else tiny_spec(plans)
-    if spec is None:
-        raise BadInputError("--model: verify takes a preset, a spec or a Hugging Face directory")
-    trial = Trial(spec)
+        plans = [
+            plan
+            for precision in precisions
+            for name in strategies
+            if name not in skipped
+            for plan in plans_for(name, ranks.world_size, precision)
+        ]
+    trial = Trial(_spec(arguments.model, proved, plans))
     with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups, skipped=skipped)
     if ranks.rank == 0:
-        if arguments.out is not None:
-            certificate.save(arguments.out)
-        if arguments.json:
-            print(certificate.model_dump_json(indent=2), flush=True)
-        else:
-            from rich.console import Console
-
-            from outpace.report.certificate import certificate_table
-
-            Console().print(certificate_table(certificate))
+        beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
+        _show(certificate, arguments.out or beside, arguments.json)
     failed = [verdict.strategy for verdict in certificate.verdicts if not verdict.passed]
     if failed:
         raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
     return 0
 
 
-def _strategies(text: str) -> list[Strategy]:
-    known = get_args(Strategy)
-    if text == "all":
-        return list(known)
-    for word in text.split(","):
+def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
+    """What is trained: the model named, a tiny one like a run's, or a tiny one."""
+    from outpace.experiment.verify import tiny_like, tiny_spec
+    from outpace.interop.models import open_model
+
+    if model is None and proved is None:
+        return tiny_spec(plans)
+    found = proved.model if model is None and proved is not None else open_model(str(model)).spec
+    if found is None:
+        raise BadInputError(
+            "verify trains outpace's own transformers, not a person's own model. Give --model a "
+            "preset, a spec or a Hugging Face directory, or leave it out."
+        )
+    return found if model is not None else tiny_like(found, plans)
+
+
+def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
+    """Keep the certificate, and print it."""
+    if out is not None:
+        certificate.save(out)
+    if as_json:
+        print(certificate.model_dump_json(indent=2), flush=True)
+        return
+    from rich.console import Console
+
+    from outpace.report.certificate import certificate_table
+
+    Console().print(certificate_table(certificate))
+
+
+def chosen(flag: str, text: str, known: Sequence[Word]) -> list[Word]:
+    """The words of a comma-separated list, in the order of those `known`; all of them for "all"."""
+    words = list(known) if text == "all" else text.split(",")
+    for word in words:
         if word not in known:
             raise BadInputError(
-                f"--strategy {word}: there is no such strategy.{nearest(word, known)} "
-                f"The strategies are {', '.join(known)}."
+                f"{flag} {word}: there is no such {flag.strip('-')}.{nearest(word, known)} "
+                f"Use some of {', '.join(known)}, or all."
             )
-    return [name for name in known if name in text.split(",")]
+    return [word for word in known if word in words]
 
 
 def _parser() -> Parser:
     parser = Parser("verify", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.arguments.add_argument
+    add("names", nargs="?", default=None, metavar="A,B", help="as --strategy")
     add(
         "--strategy",
-        default="all",
+        default=None,
         metavar="A,B",
         help="strategies to prove, or all that this machine has (default: all)",
     )
+    add(
+        "--precision",
+        default="fp64",
+        metavar="A,B",
+        help="of fp64, fp32 and bf16, or all (default: fp64); tolerances are in docs/proof.md",
+    )
     add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
+    add(
+        "--run",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="prove the plan of this run, on a tiny model of its kind; keeps DIR/certificate.json",
+    )
     add("--model", default=None, help="preset, spec or Hugging Face directory (default: tiny)")
     add(
         "--nproc",

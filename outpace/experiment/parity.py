@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outpace.experiment.tolerance import Tolerance
 from outpace.experiment.wire import Wire
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Transformer
@@ -28,18 +29,14 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.optimizer import make_optimizer
-from outpace.train.precision import make_mixed
+from outpace.train.precision import DTYPES, make_mixed
 from outpace.train.step import Stepper
 
 Batch = dict[str, Tensor]
 # Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
-# Values this much smaller than the largest of their kind may be rounding: the gradient of a key
-# projection's bias is truly zero.
-FLOOR = 1e-6
 # In the order in which a step makes them: what goes wrong first makes the rest wrong.
 KINDS = ("used parameter", "loss", "gradient", "norm", "exp_avg", "exp_avg_sq", "parameter")
-_DTYPES = {"fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,13 @@ class Trial:
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
         """The model with its loss, the same on every rank."""
-        dtype = _DTYPES.get(plan.precision, torch.float32)
+        dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(dtype)
         with torch.no_grad():  # large enough for every part to matter
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
-        return LanguageModelObjective(model, plan.loss)
+        return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
 
     def optimizer(
         self,
@@ -119,10 +116,12 @@ def reference(trial: Trial, plan: Plan) -> Trace:
     objective = trial.objective(plan)
     parameters = dict(objective.model.named_parameters())
     optimizer = trial.optimizer(parameters.items())
+    mixed = make_mixed(plan.precision, torch.device("cpu"), True)
     trace = Trace()
     for batch in trial.batches():
         used = {name: p.detach().clone() for name, p in parameters.items()}
-        loss_sum, count = objective(batch)
+        with mixed.cast():
+            loss_sum, count = objective(batch)
         (loss_sum / count).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(parameters.values(), trial.clip)
@@ -142,7 +141,7 @@ def _step_of(
 ) -> dict[str, dict[str, Tensor]]:
     return {
         "used parameter": used,
-        "loss": {"mean": loss_sum / count, "tokens": count.double()},
+        "loss": {"mean": loss_sum.double() / count, "tokens": count.double()},
         "gradient": gradients,
         "norm": {"before clipping": norm},
     }
@@ -282,21 +281,33 @@ class Difference:
         return self.step, KINDS.index(self.kind), -self.relative
 
 
-def differences(expected: Trace, found: Trace) -> Iterator[Difference]:
-    """Every tensor that `found` holds against the reference's.
-
-    Relative to the largest value in the tensor, at least FLOOR of the largest of its kind.
-    """
+def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[Difference]:
+    """Every tensor that `found` holds against the reference's, relative to its scale."""
     for number, (wanted, held) in enumerate(zip(expected.steps, found.steps, strict=True), 1):
         for kind, tensors in held.items():
-            largest = max(float(t.abs().max()) for t in wanted[kind].values())
+            scales = _scales(kind, wanted[kind], expected.steps[0]["used parameter"], allowed)
             for name, tensor in tensors.items():
                 known = wanted[kind].get(name)
                 if known is None:
                     yield Difference(number, kind, f"{name}, which one process has not,", math.inf)
                     continue
-                scale = max(float(known.abs().max()), FLOOR * largest)
                 apart = float((tensor.to(known.dtype) - known).abs().max())
                 # NaN is no difference at all to `max`, so it is made the largest.
-                relative = apart / scale if apart == apart else math.inf
+                relative = apart / scales[name] if apart == apart else math.inf
                 yield Difference(number, kind, name, relative)
+
+
+def _scales(
+    kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
+) -> dict[str, float]:
+    """What each of a kind's differences is measured by: see Tolerance."""
+    if kind == "loss":  # none of the targets may be missing
+        return {"mean": float(known["mean"]), "tokens": 1.0}
+    sizes = {name: float(tensor.abs().max()) for name, tensor in known.items()}
+    if kind in ("parameter", "used parameter") and allowed.held < 1:
+        changes = {n: float((t - initial[n]).abs().max()) for n, t in known.items()}
+        largest = max(*changes.values(), allowed.held * max(sizes.values()))
+        least = allowed.floor * largest
+        return {n: max(changes[n], least, allowed.held * size) for n, size in sizes.items()}
+    least = allowed.floor * max(sizes.values())
+    return {name: max(size, least) for name, size in sizes.items()}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.parity import Difference, Trial, differences, planned, reference
+from outpace.experiment.tolerance import Tolerance, tolerance_of
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.parallel import Layout
@@ -32,9 +33,6 @@ from outpace.records.plan import (
 )
 from outpace.records.ranks import Ranks
 
-# In fp64 rounding passes and a wrong factor cannot.
-TOLERANCES: dict[Precision, float] = {"fp64": 1e-9}
-
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
     """All that has made trainers wrong before: tied weights, grouped queries, unequal stages.
@@ -51,6 +49,41 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
          "max_positions": 64, "tied": True},
         "verify",
     )  # fmt: skip
+
+
+def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
+    """As `tiny_spec` in its sizes, and as `spec` in all else."""
+    tiny = tiny_spec(plans)
+    grouped = spec.kv_heads < spec.heads
+    sizes = {
+        name: getattr(tiny, name)
+        for name in ("layers", "hidden", "heads", "head_dim", "ffn", "vocab", "max_positions")
+    }
+    return spec.model_copy(
+        update={
+            **sizes,
+            "kv_heads": tiny.kv_heads if grouped else tiny.heads,
+            "sliding_window": None if spec.sliding_window is None else 8,
+            "window_layers": None if spec.window_layers is None else (0, 2),
+            "dropout": 0.0,
+        }
+    )
+
+
+def plan_of_run(plan: Plan, precision: Precision) -> Plan:
+    """The layout of a run, with the micro-batches of the trial and nothing that rounds more."""
+    samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
+    parts = plan.pp_microbatches
+    if samples % parts:
+        parts = default_microbatches(plan.schedule, plan.pp, samples)
+    changed = {
+        "micro_batch": samples // parts,
+        "pp_microbatches": parts,
+        "precision": precision,
+        "compress_gradients": "none",
+        "compile": False,
+    }
+    return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
 
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
@@ -122,7 +155,9 @@ def verify(
         ranks = Ranks() if alone else groups.ranks
         wire = Wire()
         found = planned(trial, plan, ranks, groups.control, wire, spoil)
-        seen = list(differences(expected[plan.precision], found))
+        tokens = trial.global_batch * trial.seq_len
+        allowed = tolerance_of(plan.precision, trial.spec, tokens=tokens, steps=trial.steps)
+        seen = list(differences(expected[plan.precision], found, allowed))
         missing = expected[plan.precision].names() - found.names()
         formula = step_traffic(
             plan,
@@ -131,7 +166,7 @@ def verify(
             seq_len=trial.seq_len,
             rank=ranks.rank,
         )
-        verdicts.append(_judge(plan, seen, missing, (wire.tally, formula), groups))
+        verdicts.append(_judge(plan, allowed, seen, missing, (wire.tally, formula), groups))
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
@@ -151,15 +186,15 @@ def verify(
 
 def _judge(
     plan: Plan,
+    allowed: Tolerance,
     seen: list[Difference],
     missing: set[str],
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> Verdict:
     """What all ranks found, as one verdict. `traffic` is what was sent, and by formula."""
-    tolerance = TOLERANCES[plan.precision]
     worst = max(seen, key=lambda difference: difference.relative)
-    wrong = [difference for difference in seen if not difference.relative <= tolerance]
+    wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
     first = min(wrong, key=lambda difference: difference.cause, default=None)
     said: list[Any] = [None] * groups.ranks.world_size
     mine = (worst, first, missing, *traffic)
@@ -173,7 +208,7 @@ def _judge(
         reason = f"no rank has {min(nowhere)}"
     elif causes:
         cause = min(causes, key=lambda difference: difference.cause)
-        reason = f"{cause} is off by {cause.relative:.2g} of its largest value"
+        reason = f"{cause} is off by {cause.relative:.2g} of its scale"
     return Verdict(
         strategy=plan.strategy,
         mesh=plan.mesh,
@@ -181,7 +216,7 @@ def _judge(
         passed=reason is None,
         worst_relative_difference=worst.relative if worst.relative < math.inf else None,
         worst_tensor=str(worst),
-        tolerance=tolerance,
+        tolerance=allowed.relative,
         # Horovod's do not pass through torch.
         bytes_on_wire=None if plan.strategy == "horovod" else sent.bytes,
         bytes_formula=None if formula is None else formula.bytes,

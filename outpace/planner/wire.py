@@ -202,7 +202,9 @@ def _data_parallel(work: Work, tally: Tally) -> None:
     Weights, samples, outputs, their gradients, the weights' gradients (a number more for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
-    weights, outputs = sum(work.sizes) * work.item, work.hidden * work.item
+    # BERT's last norm gives what the product before it does, the others' give fp32.
+    output_item = work.item if work.spec.norm_first else work.low_item
+    weights, outputs = sum(work.sizes) * work.item, work.hidden * output_item
     samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES
     gradients = weights + len(work.sizes) * work.item
     tally.add("broadcast", ranks, weights, passes, first)
@@ -285,14 +287,17 @@ def _tensor(work: Work, tally: Tally) -> None:
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
     doors = (2 * spec.layers + 1) * work.passes
-    hidden = work.hidden * work.item
+    embedded, hidden = work.hidden * work.item, work.hidden * work.low_item
     if plan.sequence_parallel:
         whole = 0 if spec.norm_first else work.passes
         tally.add("all_reduce", ranks, hidden, whole)
-        tally.add("reduce_scatter", ranks, hidden, 2 * doors - whole)
-        tally.add("all_gather", ranks, hidden // ranks, 2 * doors)
+        tally.add("reduce_scatter", ranks, embedded, work.passes)
+        tally.add("reduce_scatter", ranks, hidden, 2 * doors - work.passes - whole)
+        tally.add("all_gather", ranks, embedded // ranks, work.passes)
+        tally.add("all_gather", ranks, hidden // ranks, 2 * doors - work.passes)
     else:
-        tally.add("all_reduce", ranks, hidden, 2 * doors)
+        tally.add("all_reduce", ranks, embedded, work.passes)
+        tally.add("all_reduce", ranks, hidden, 2 * doors - work.passes)
     tokens = plan.micro_batch * work.seq_len * work.item
     tally.add("all_reduce", ranks, tokens, work.passes)
     tally.add("all_reduce", ranks, 2 * tokens, work.passes)

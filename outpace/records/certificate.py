@@ -12,8 +12,9 @@ from outpace.records.model import ModelSpec
 class Verdict(Record):
     """One plan against a single process.
 
-    `worst_relative_difference` is the largest |difference| of any tensor over the largest value in
-    it (at least 1e-6 of the largest of all tensors of its kind); `worst_tensor` names it.
+    `worst_relative_difference` is the largest |difference| of any tensor over its scale, which in
+    fp64 is the largest value in it (at least 1e-6 of the largest of all tensors of its kind; for
+    other precisions see `experiment.tolerance`); `worst_tensor` names it.
     `bytes_on_wire` is what one rank sends in a step, the busiest one: computed from the collectives
     that it called, as `planner.wire` says. `exchanges` and `bytes_by_kind` are by kind of
     collective; beside each is what the strategy's formula gives for that rank, None where there is

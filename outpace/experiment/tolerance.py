@@ -1,0 +1,55 @@
+"""How far a plan's numbers may be from a single process's, by precision. See docs/proof.md."""
+
+import math
+from dataclasses import dataclass
+
+from outpace.planner.flops import parameter_count
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Precision
+
+# Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+# Results that a value passes through in a block, one after the other, each rounded: norm, q·k·v,
+# rotation, scores, softmax, mix, output, sum; norm, up, activation, gating, down, sum.
+_ROUNDINGS_PER_BLOCK = 14
+_BACKWARD = 2  # has two products where the forward has one
+_COMPARED_KINDS = 5  # used parameter, gradient, two moments, parameter
+# That rounding alone makes one of all numbers that are compared larger than the tolerance.
+_FALSE_ALARM = 1e-6
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A tensor may be off by `relative` of its scale: its largest value, or more where it is small.
+
+    The scale is at least `floor` of the largest of its kind. A parameter's is the largest change
+    since the first step, or `held` of its largest value.
+    """
+
+    relative: float
+    floor: float
+    held: float = 1.0
+
+
+def tolerance_of(precision: Precision, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
+    """For `tokens` in a global batch, and `steps`.
+
+    fp64 has 1e-9: a millionfold of its rounding, and a millionth of the least wrong factor. For
+    the others rounding errors are taken to be independent with mean 0 (Higham and Mary, "A new
+    approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4: λ·√n·u in place of
+    n·u for a sum of n terms, λ by the probability).
+    """
+    if precision == "fp64":
+        return Tolerance(1e-9, floor=1e-6)
+    depth = _ROUNDINGS_PER_BLOCK * spec.layers * (1 + _BACKWARD)
+    # The variance of an error that is uniform on ±u is u²/3; two computations are compared.
+    spread = math.sqrt(2 / 3 * depth)
+    compared = 2 * parameter_count(spec) * _COMPARED_KINDS * steps
+    sigmas = math.sqrt(2 * math.log(compared / _FALSE_ALARM))
+    terms = max(spec.hidden, spec.ffn, spec.vocab, tokens)
+    fp32 = sigmas * spread * math.sqrt(terms) * ROUNDOFF["fp32"]
+    if precision == "fp32":
+        return Tolerance(fp32, floor=1 / spread)
+    # Products are added up in fp32, and then rounded once. Parameters are fp32.
+    low = sigmas * spread * ROUNDOFF["bf16"]
+    return Tolerance(low, floor=1 / spread, held=fp32 / low)
