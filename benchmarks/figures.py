@@ -140,7 +140,9 @@ def strategies(result: dict[str, Any]) -> str:
             for name, one in world["strategies"].items()
         ]
         ring = world["ring_over_ddp"]
-        left_out = "".join(f"Left out: {name}: {why}.\n" for name, why in world["refused"].items())
+        left_out = "".join(
+            f"Left out: `{name}`: {why.rstrip('.')}.\n" for name, why in world["refused"].items()
+        )
         pages.append(
             f"{processes} processes:\n\n{table(head, rows)}\n"
             f"Step of `ring` over `ddp`, alternating: {ring['ratio']:.3f} "

@@ -6,8 +6,7 @@ forward. Where stages are equal this gives the closed forms of the papers, and w
 what the closed forms cannot.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -175,16 +174,6 @@ def most_in_flight(order: Order) -> int:
         kept += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
         most = max(most, kept)
     return most
-
-
-def work_s(orders: Sequence[Order], seconds: Callable[[Action], float]) -> list[float]:
-    """Seconds of work of each rank, whenever it is done."""
-    return [sum(map(seconds, order)) for order in orders]
-
-
-def count_actions(orders: Sequence[Order]) -> Mapping[Kind, int]:
-    """Actions of each kind, of all ranks."""
-    return Counter(action.kind for order in orders for action in order)
 
 
 def idle_share_formula(strategy: str, ranks: int, microbatches: int) -> float | None:
