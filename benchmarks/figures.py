@@ -208,6 +208,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "intermediate": intermediate,
     "memory_loss": memory_loss,
     "overhead": overhead,
+    "overhead_engines": overhead,
     "quickstart": quickstart,
     "strategies": strategies,
     "tokenise": tokenise,
@@ -220,7 +221,7 @@ def fill(text: str) -> str:
     def made(match: re.Match[str]) -> str:
         path = RESULTS / f"{match[2]}.json"
         if not path.exists():
-            return f"{match[1]}Not recorded yet: `python benchmarks/{match[2]}.py`.\n{match[3]}"
+            return f"{match[1]}Not recorded yet.\n{match[3]}"
         return match[1] + WRITERS[match[2]](json.loads(path.read_text())) + match[3]
 
     return _MARKED.sub(made, text)

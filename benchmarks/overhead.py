@@ -1,8 +1,8 @@
 """What `outpace train` adds to a bare PyTorch loop.
 
-    python benchmarks/overhead.py            # all cases, records results/overhead.json
-    python benchmarks/overhead.py --case single-fp32
-    python benchmarks/overhead.py --quick    # shows that it works, records nothing
+    python benchmarks/overhead.py                  # all cases, records two results
+    python benchmarks/overhead.py --set overhead_engines
+    python benchmarks/overhead.py --case single-fp32 --quick    # records nothing
 
 The same model, kernels and batches are trained twice in one process: by outpace's own loop, with
 its metrics, accounting and guards, and by a loop written by hand on the same engine (`bare.py`:
@@ -34,6 +34,11 @@ CASES = {
     "zero3-fp32": ("zero3", 2, "fp32", 1.03),
     "gpipe-fp32": ("gpipe", 2, "fp32", 1.03),
     "tp-fp32": ("tp", 2, "fp32", 1.03),
+}
+# The results that are recorded, and what belongs to each.
+SETS = {
+    "overhead": [case for case in CASES if case.startswith(("single", "ddp"))],
+    "overhead_engines": [case for case in CASES if not case.startswith(("single", "ddp"))],
 }
 HALF_WIDTH = 0.007
 PAIRS = 120  # of each round, which is a process (or a pair of them) of its own
@@ -148,7 +153,8 @@ def run_case(case: str, count: int, least: int, most: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--set", choices=SETS, help="one of the two results")
+    parser.add_argument("--case", choices=CASES, help="one case; nothing is recorded")
     parser.add_argument("--quick", action="store_true", help="a few pairs; nothing is recorded")
     parser.add_argument("--pairs", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
@@ -161,15 +167,16 @@ def main() -> None:
     from recording import save
 
     rounds = (6, 1, 1) if arguments.quick else (PAIRS, LEAST_ROUNDS, MOST_ROUNDS)
-    cases = {}
-    for case in arguments.case or CASES:
-        cases[case] = run_case(case, *rounds)
-        summary = {key: value for key, value in cases[case].items() if key != "rounds_s"}
-        print(case, json.dumps(summary, indent=1), flush=True)
-    if arguments.quick:
-        return
     shape = {"global_batch": GLOBAL_BATCH, "seq_len": SEQ_LEN, "model": "outpace-small"}
-    print(save("overhead", {"shape": shape, "cases": cases}))
+    for name in [arguments.set] if arguments.set else SETS:
+        cases = {}
+        for case in SETS[name]:
+            if arguments.case in (None, case):
+                cases[case] = run_case(case, *rounds)
+                said = {key: value for key, value in cases[case].items() if key != "rounds_s"}
+                print(case, json.dumps(said, indent=1), flush=True)
+        if not arguments.quick and arguments.case is None:
+            print(save(name, {"shape": shape, "cases": cases}))
 
 
 if __name__ == "__main__":
