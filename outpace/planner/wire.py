@@ -142,6 +142,23 @@ def _replicas(work: Work, tally: Tally) -> None:
         tally.add("all_reduce", work.plan.world_size, bucket * work.exchanged_item)
 
 
+def _shared_states(work: Work, tally: Tally) -> None:
+    """zero1: as ddp, and each rank tells the others the parameters that it has stepped.
+
+    Rajbhandari et al., SC 2020, §7.1, whose reduce-scatter is an all-reduce here. Parameters go
+    whole to the rank with the least: matrices first, then vectors, the largest first.
+    """
+    _replicas(work, tally)
+    ranks = work.plan.world_size
+    filled = [0] * ranks
+    shapes = parameter_shapes(work.spec).values()
+    for shape in sorted(shapes, key=lambda shape: (len(shape) < 2, -math.prod(shape))):
+        filled[filled.index(min(filled))] += math.prod(shape)
+    for owner, numbers in enumerate(filled):
+        root = owner == work.rank
+        tally.add("broadcast", ranks, numbers * work.item, int(numbers > 0), root)
+
+
 def _ring(work: Work, tally: Tally) -> None:
     """ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
 
@@ -344,6 +361,7 @@ _FORMULAS: Mapping[str, Callable[[Work, Tally], None]] = {
     "ps": _servers,
     "ddp": _replicas,
     "ring": _ring,
+    "zero1": _shared_states,
     "zero2": _sharded,
     "zero3": _sharded,
     "hsdp": _sharded,
