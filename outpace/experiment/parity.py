@@ -57,10 +57,11 @@ class Trial:
 
         A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε: m̂ and √v̂ are means
         of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip the parameters
-        move in all steps together by at most Δ/clip, and Δ is at most the tolerance times clip. So
-        what passes as a gradient passes as a parameter (some, the norms', are as large as 1). With
-        1e-8 a key projection's bias, whose gradient is truly zero, would be stepped by its rounding
-        errors a million times enlarged; and a wrong factor, which cancels in m̂/√v̂, would go unseen.
+        move in all steps together by at most Δ/clip. For a gradient that is truly zero, Δ is at
+        most clip times what is allowed of the largest, and the largest parameters are 1: so what
+        passes as a gradient passes as a parameter. With 1e-8 a key projection's bias would be
+        stepped by its rounding errors a million times enlarged; and a wrong factor, which cancels
+        in m̂/√v̂, would go unseen.
         """
         return 2 * self.steps * self.lr * self.clip
 

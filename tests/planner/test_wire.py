@@ -54,7 +54,7 @@ def test_zero3_sends_half_as_much_again_as_ddp_at_any_size(name):
     spec = preset(next(known for known in PRESETS if known.startswith(name)))
     ddp = traffic("ddp", spec, dp_replicate=64).bytes
     zero3 = traffic("zero3", spec, dp_shard=64).bytes
-    assert ddp == pytest.approx(2 * 63 / 64 * 4 * parameter_count(spec), rel=1e-6)
+    assert ddp == pytest.approx(2 * 63 / 64 * 4 * parameter_count(spec), rel=1e-5)
     assert zero3 == pytest.approx(1.5 * ddp, rel=1e-2)  # shards are filled up
 
 

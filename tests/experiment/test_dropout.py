@@ -1,0 +1,37 @@
+"""With dropout a strategy cannot equal one process, but laws hold."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DROPOUT = Path(__file__).with_name("dropout.py")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("arguments", "masks_alike"),
+    [
+        (["ddp"], False),  # of other samples
+        (["tp"], False),  # of other parts of the sequence
+        (["tp", "whole"], True),  # of the same hidden states
+        (["cp"], False),
+        (["gpipe"], None),  # each block is on one rank
+    ],
+    ids=["ddp", "tp", "tp whole", "cp", "gpipe"],
+)
+def test_dropout_draws_as_it_should(arguments, masks_alike):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(DROPOUT), *arguments],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for said in json.loads(done.stdout):
+        assert said["same_again"] and said["other_draws"]
+        assert said["recomputed_apart"] < 1e-12
+        assert said["masks_alike"] is masks_alike
+        # The mean loss over 64 draws is that of one process over as many of its own.
+        assert said["off_by_standard_errors"] < 4
