@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
@@ -11,7 +11,11 @@ from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Precision, Strategy
+from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
+
+if TYPE_CHECKING:
+    import torch
 
 CERTIFICATE_FILE = "certificate.json"
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -61,8 +65,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             if name not in skipped
             for plan in plans_for(name, ranks.world_size, precision)
         ]
-    trial = Trial(_spec(arguments.model, proved, plans))
-    with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
+    device = _device(arguments.device, ranks)
+    trial = Trial(_spec(arguments.model, proved, plans), device=device)
+    with process_groups(ranks, device, 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups, skipped=skipped)
     if ranks.rank == 0:
         beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
@@ -71,6 +76,18 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if failed:
         raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
     return 0
+
+
+def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.device":
+    """This rank's. Metal has no fp64, so it is not chosen."""
+    import torch
+
+    from outpace.launch.resolve import resolve_device
+    from outpace.records.settings import TrainSettings
+
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    return resolve_device(TrainSettings(device=choice), ranks)
 
 
 def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
@@ -147,6 +164,12 @@ def _parser() -> Parser:
         default=2,
         metavar="N",
         help="processes to start on this host (default: 2)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute (default: CUDA devices, one for each process, else the CPU)",
     )
     add("--out", type=Path, default=None, metavar="FILE.json", help="keep the certificate here")
     return parser

@@ -50,6 +50,7 @@ class Trial:
     lr: float = 1e-2
     clip: float = 0.05  # far below the norm of every step, so that clipping is always active
     seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # this rank's
 
     @property
     def eps(self) -> float:
@@ -75,13 +76,14 @@ class Trial:
             lengths = torch.randint(1, self.seq_len + 1, (self.global_batch, 1), generator=drawn)
             padded = torch.arange(self.seq_len) >= lengths
             targets = tokens[:, 1:].masked_fill(padded, IGNORED)
-            made.append({"tokens": tokens[:, :-1].contiguous(), "targets": targets})
+            batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
+            made.append({name: part.to(self.device) for name, part in batch.items()})
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
         """The model with its loss, the same on every rank."""
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
-        model = Transformer(self.spec, self.seed).to(dtype)
+        model = Transformer(self.spec, self.seed).to(self.device, dtype)
         with torch.no_grad():  # large enough for every part to matter
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
@@ -117,7 +119,7 @@ def reference(trial: Trial, plan: Plan) -> Trace:
     objective = trial.objective(plan)
     parameters = dict(objective.model.named_parameters())
     optimizer = trial.optimizer(parameters.items())
-    mixed = make_mixed(plan.precision, torch.device("cpu"), True)
+    mixed = make_mixed(plan.precision, trial.device, True)
     trace = Trace()
     for batch in trial.batches():
         used = {name: p.detach().clone() for name, p in parameters.items()}
@@ -174,7 +176,7 @@ def planned(
 
     `wire` counts the last step, since the first may build buckets. `spoil` plants a fault.
     """
-    device = torch.device("cpu")
+    device = trial.device
     layout = apply(Request(trial.objective(plan), plan, ranks, device))
     optimizer = trial.optimizer(layout.named_parameters(), layout.make_optimizer)
     spoil(layout)
