@@ -40,10 +40,11 @@ class Parallelized:
     Every rank makes the same calls in the same order. `layout` is what the strategy made.
     """
 
-    def __init__(self, layout: Layout, plan: Plan, ranks: Ranks) -> None:
+    def __init__(self, layout: Layout, plan: Plan, ranks: Ranks, device: torch.device) -> None:
         self.layout = layout
         self.plan = plan
         self._ranks = ranks
+        self._device = device
 
     def share(self, batch: Batch) -> Batch:
         """This rank's samples of a global batch, which all ranks have read.
@@ -133,8 +134,7 @@ class Parallelized:
     def _cast(self) -> AbstractContextManager[None]:
         if self.plan.precision != "bf16":
             return nullcontext()
-        device = next(parameter.device for _, parameter in self.named_parameters())
-        return torch.autocast(device.type, torch.bfloat16)
+        return torch.autocast(self._device.type, torch.bfloat16)
 
     @torch.no_grad()
     def _make_statistics_equal(self) -> None:
@@ -206,7 +206,7 @@ def parallelize(
             synchronise(module, group)
     objective = OwnObjective(build_own(partial(OwnModel, module, loss)))
     layout = apply(Request(objective, plan, ranks, device, blocks, layouts))
-    return Parallelized(layout, plan, ranks)
+    return Parallelized(layout, plan, ranks, device)
 
 
 def _check(module: nn.Module, plan: Plan) -> None:
