@@ -20,7 +20,6 @@ from outpace.parallel.batchnorm import batch_norms, synchronise
 from outpace.parallel.blocks import flat, named_blocks
 from outpace.parallel.tensors import make_equal
 from outpace.records.errors import BadInputError
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 
@@ -226,8 +225,6 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")
-    if plan.compile and plan.strategy in SCHEDULES:
-        raise BadInputError("compile does not go with a pipeline of a person's own model yet.")
     if plan.checkpointing != "none" and batch_norms(module):
         raise BadInputError(
             "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "

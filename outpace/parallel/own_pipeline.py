@@ -86,7 +86,9 @@ class OwnStage(nn.Module):
         try:
             loss_sum, count = self.objective(batch)
         except Leaving as leaving:
-            return leaving.hidden
+            hidden = leaving.hidden
+            # A split backward detaches it in place, which a view (nn.Flatten) does not let it.
+            return hidden.clone() if hidden._is_view() else hidden
         finally:
             self._received = None
         if self._next < len(self._names):
@@ -475,6 +477,11 @@ def apply(request: Request) -> Layout:
     Raises BadInputError for blocks that cannot be stages.
     """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
+    if request.plan.compile:
+        raise BadInputError(
+            "compile does not go with a pipeline of a person's own model: a stage is a copy of the "
+            "model that leaves its forward early. Leave compile out, or use zero3."
+        )
     stages = stages_of(request)
     names = flat(stages)
     blocks = named_blocks(model, names)
