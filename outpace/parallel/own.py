@@ -20,7 +20,6 @@ from outpace.parallel.batchnorm import batch_norms, synchronise
 from outpace.parallel.blocks import flat, named_blocks
 from outpace.parallel.tensors import make_equal
 from outpace.records.errors import BadInputError
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 
@@ -40,10 +39,11 @@ class Parallelized:
     Every rank makes the same calls in the same order. `layout` is what the strategy made.
     """
 
-    def __init__(self, layout: Layout, plan: Plan, ranks: Ranks) -> None:
+    def __init__(self, layout: Layout, plan: Plan, ranks: Ranks, device: torch.device) -> None:
         self.layout = layout
         self.plan = plan
         self._ranks = ranks
+        self._device = device
 
     def share(self, batch: Batch) -> Batch:
         """This rank's samples of a global batch, which all ranks have read.
@@ -133,8 +133,7 @@ class Parallelized:
     def _cast(self) -> AbstractContextManager[None]:
         if self.plan.precision != "bf16":
             return nullcontext()
-        device = next(parameter.device for _, parameter in self.named_parameters())
-        return torch.autocast(device.type, torch.bfloat16)
+        return torch.autocast(self._device.type, torch.bfloat16)
 
     @torch.no_grad()
     def _make_statistics_equal(self) -> None:
@@ -206,7 +205,7 @@ def parallelize(
             synchronise(module, group)
     objective = OwnObjective(build_own(partial(OwnModel, module, loss)))
     layout = apply(Request(objective, plan, ranks, device, blocks, layouts))
-    return Parallelized(layout, plan, ranks)
+    return Parallelized(layout, plan, ranks, device)
 
 
 def _check(module: nn.Module, plan: Plan) -> None:
@@ -226,8 +225,6 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")
-    if plan.compile and plan.strategy in SCHEDULES:
-        raise BadInputError("compile does not go with a pipeline of a person's own model yet.")
     if plan.checkpointing != "none" and batch_norms(module):
         raise BadInputError(
             "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "

@@ -24,13 +24,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.levers import find_blocks
-from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.api import Batch, Build, Layout, Pass, Request
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.blocks import flat, named_blocks
 from outpace.parallel.fusion import fuse
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.tensors import drop_all_but, hollow
+from outpace.parallel.witness import Witness
 from outpace.planner.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
@@ -85,7 +86,9 @@ class OwnStage(nn.Module):
         try:
             loss_sum, count = self.objective(batch)
         except Leaving as leaving:
-            return leaving.hidden
+            hidden = leaving.hidden
+            # A split backward detaches it in place, which a view (nn.Flatten) does not let it.
+            return hidden.clone() if hidden._is_view() else hidden
         finally:
             self._received = None
         if self._next < len(self._names):
@@ -215,6 +218,19 @@ class OwnPipeline(Layout):
     def _device(self) -> torch.device:
         return self._at
 
+    def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
+        """As Layout's; stages may have no parameters (activations, pooling)."""
+        if any(True for group in groups for _ in group["params"]):
+            return build(groups)
+        return Witness(self._at).optimizer(build)
+
+    def saved(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """As Layout's; without parameters there is nothing."""
+        has_any = next(self.model.parameters(), None) is not None
+        return (self.model, optimizer) if has_any else (None, None)
+
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
@@ -329,7 +345,8 @@ class OwnPipeline(Layout):
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in copies
         ]
-        square = nn.utils.get_total_norm(counted).to(self._at).square()
+        # In fp64 on all ranks: one without parameters has no dtype to go by.
+        square = nn.utils.get_total_norm(counted).to(self._at, torch.float64).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 
@@ -460,6 +477,11 @@ def apply(request: Request) -> Layout:
     Raises BadInputError for blocks that cannot be stages.
     """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
+    if request.plan.compile:
+        raise BadInputError(
+            "compile does not go with a pipeline of a person's own model: a stage is a copy of the "
+            "model that leaves its forward early. Leave compile out, or use zero3."
+        )
     stages = stages_of(request)
     names = flat(stages)
     blocks = named_blocks(model, names)
