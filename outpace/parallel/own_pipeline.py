@@ -7,7 +7,7 @@ was received is returned by the block before the stage's first; after its last b
 left.
 
 Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
-gradients are added up over the two. Elsewhere they are NaN without memory, and so is what blocks
+gradients are added up over the two. Elsewhere they are NaN without memory, and NaN is what blocks
 of earlier stages return: whatever a stage cannot know shows at once, in a look at the first batch.
 """
 
@@ -122,9 +122,9 @@ class OwnStage(nn.Module):
 
 
 def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """NaN in the form of a block's first input, without memory."""
+    """NaN in the form of a block's first input."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
-    return given.new_full((), math.nan, dtype=_floating(given.dtype)).expand(given.shape)
+    return given.new_full(given.shape, math.nan, dtype=_floating(given.dtype))
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
