@@ -67,5 +67,5 @@ def test_what_a_stage_cannot_know_is_never_a_number(kind, ends):
 
 
 def test_blocks_out_of_order_are_refused():
-    with pytest.raises(BadInputError, match="'layers.2' where 'layers.0' was to come"):
+    with pytest.raises(BadInputError, match=r"'layers\.2' where 'layers\.0' was to come"):
         through("reversed", [1])
