@@ -11,10 +11,22 @@ from outpace.records.errors import BadInputError, nearest
 
 def blocks_of(request: Request) -> list[nn.Module]:
     """The blocks of a request's model. Raises BadInputError for unknown names, or none found."""
-    if request.blocks is None:
-        return find_blocks(request.objective)
     model: nn.Module = request.objective.model  # type: ignore[assignment]
+    if request.blocks is None:
+        return found_blocks(model)
     return named_blocks(model, flat(request.blocks))
+
+
+def found_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model. Raises BadInputError, with what to do, if there is none."""
+    try:
+        return find_blocks(model)
+    except BadInputError:
+        raise BadInputError(
+            f"{type(model).__name__} has no repeated blocks (members of an nn.ModuleList or "
+            "nn.Sequential) to cut it at. Put its layers into one, or give parallelize the names "
+            "of its parts as blocks; for ZeRO, blocks=[] takes the model as one."
+        ) from None
 
 
 def flat(blocks: Sequence[str] | Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ was received is returned by the block before the stage's first; after its last b
 left.
 
 Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
-gradients are added up over the two. Elsewhere they are NaN without memory, and so is what blocks
+gradients are added up over the two. Elsewhere they are NaN without memory, and NaN is what blocks
 of earlier stages return: whatever a stage cannot know shows at once, in a look at the first batch.
 """
 
@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.levers import find_blocks
 from outpace.parallel.api import Batch, Build, Layout, Pass, Request
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
-from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.blocks import flat, found_blocks, named_blocks
 from outpace.parallel.fusion import fuse
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.tensors import drop_all_but, hollow
@@ -122,9 +121,9 @@ class OwnStage(nn.Module):
 
 
 def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """NaN in the form of a block's first input, without memory."""
+    """NaN in the form of a block's first input."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
-    return given.new_full((), math.nan, dtype=_floating(given.dtype)).expand(given.shape)
+    return given.new_full(given.shape, math.nan, dtype=_floating(given.dtype))
 
 
 def _floating(dtype: torch.dtype) -> torch.dtype:
@@ -419,7 +418,7 @@ def stages_of(request: Request) -> list[list[str]]:
     """The names of each stage's blocks, in order. Raises BadInputError where there are too few."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     plan, given = request.plan, request.blocks
-    if given is not None and not isinstance(given[0], str):
+    if given and not isinstance(given[0], str):
         if len(given) != plan.stages:
             raise BadInputError(
                 f"blocks are given for {len(given)} stages, but {plan.strategy} on {plan.pp} ranks "
@@ -441,7 +440,7 @@ def _found(model: nn.Module) -> list[str]:
     """All parts of an nn.Sequential, or of the container that has the repeated blocks."""
     container = model
     if not isinstance(model, nn.Sequential):
-        blocks = find_blocks(model)
+        blocks = found_blocks(model)
         containers = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
         container = next(m for m in containers if any(b is blocks[0] for b in m.children()))
     inside = set(container.children())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import outpace
+from outpace.parallel.blocks import found_blocks, named_blocks
 from outpace.parallel.own_tensor import layouts_of
 from outpace.records.errors import BadInputError
 
@@ -100,6 +101,15 @@ def test_checkpointing_with_batch_normalisation_is_refused():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     with pytest.raises(BadInputError, match="runs a BatchNorm twice"):
         outpace.parallelize(module, outpace.Plan(checkpointing="full"))
+
+
+def test_blocks_are_found_or_named():
+    module = nn.ModuleDict({"up": nn.Linear(2, 3), "down": nn.Linear(3, 2)})
+    assert named_blocks(module, ["down"]) == [module["down"]]
+    with pytest.raises(BadInputError, match="Did you mean 'down'"):
+        named_blocks(module, ["dwn"])
+    with pytest.raises(BadInputError, match="ModuleDict has no repeated blocks"):
+        found_blocks(module)
 
 
 def test_layouts_are_checked_before_anything_is_split():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.planner.stages import balance, layers_per_stage
+from outpace.planner.stages import balance, layers_per_stage, spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 
@@ -47,3 +47,16 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(BadInputError, match="4 stages needs as many layers, but the model has 3"):
         layers_per_stage(spec(3, vocab=64), 4)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
+def test_unequal_blocks_are_cut_where_the_costliest_stage_is_cheapest(costs, data):
+    stages = data.draw(st.integers(1, len(costs)))
+    parts = spread_by_cost(costs, stages)
+    assert [n for part in parts for n in part] == list(range(len(costs)))
+    assert len(parts) == stages and all(parts)
+    cuts = itertools.combinations(range(1, len(costs)), stages - 1)
+    cheapest = min(
+        max(sum(costs[b:e]) for b, e in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts
+    )
+    assert max(sum(costs[n] for n in part) for part in parts) == cheapest

@@ -1,0 +1,71 @@
+"""Stages of a person's forward, one process after the other: right, or caught."""
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.interop.own import OwnModel, OwnObjective
+from outpace.parallel.own_pipeline import OwnStage
+from outpace.records.errors import BadInputError
+
+
+class Chain(nn.Module):
+    """Three layers between an embedding and a head; `kind` says what else the forward does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embed = nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = start = self.embed(x)
+        for layer in reversed(self.layers) if self.kind == "reversed" else self.layers:
+            y = torch.relu_(layer(x))  # between the blocks, in place
+            if self.kind == "residual":
+                y = x + y
+            if self.kind == "scaled":
+                y = y * self.scale
+            x = y
+        return self.head(x + start if self.kind == "skips" else x)
+
+
+def loss(module, batch):
+    return module(batch).square().mean()
+
+
+def through(kind, ends):
+    """The loss of stages that end before each of `ends`, and of one process."""
+    torch.manual_seed(0)
+    objective = OwnObjective(OwnModel(Chain(kind), loss))
+    names = ["layers.0", "layers.1", "layers.2"]
+    batch, hidden = torch.randn(5, 3), None
+    for begin, end in zip([0, *ends], [*ends, 3], strict=True):
+        stage = OwnStage(objective, names, range(begin, end), begin == 0 or end == 3)
+        hidden = stage.run(batch, hidden)
+    return hidden[0].item(), objective(batch)[0].item()
+
+
+@pytest.mark.parametrize("ends", [[1], [2], [1, 2]])
+def test_what_is_between_blocks_is_done_by_the_stage_that_follows(ends):
+    found, expected = through("plain", ends)
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["scaled", "skips"])
+def test_the_ends_have_all_that_is_outside_of_the_blocks(kind):
+    found, expected = through(kind, [1])
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("residual", [2]), ("scaled", [1, 2])])
+def test_what_a_stage_cannot_know_is_never_a_number(kind, ends):
+    found, expected = through(kind, ends)
+    assert found != found and expected == expected
+
+
+def test_blocks_out_of_order_are_refused():
+    with pytest.raises(BadInputError, match=r"'layers\.2' where 'layers\.0' was to come"):
+        through("reversed", [1])
