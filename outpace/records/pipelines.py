@@ -47,7 +47,8 @@ _SPLIT_CHECKPOINTING = (
     "Use checkpointing none, or interleaved"
 )
 _SPLIT_COMPILED = (
-    "and a compiled block has one backward only. Leave compile out, or use interleaved"
+    "and a compiled block has one backward only (pytorch#161904). Leave compile out, or use "
+    "interleaved"
 )
 _SPLIT_CHUNKED = "and the chunked loss has one backward only. Use loss plain, or interleaved"
 

@@ -1,6 +1,6 @@
 """Trains, saves, resumes and exports under every strategy on two ranks; prints what came of it.
 
-python tests/parallel/each.py FOLDER [STRATEGY ...]
+python tests/parallel/each.py FOLDER [STRATEGY[@RANKS][→STRATEGY[@RANKS]] ...]
 
 The model and the text are those of `outpace train` without options, on short samples.
 """
@@ -8,6 +8,7 @@ The model and the text are those of `outpace train` without options, on short sa
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +23,7 @@ FLAGS = ["--seq-len=32", "--global-batch=8", "--schedule=constant", "--precision
          "--eval-batches=1", "--sample-tokens=4", "--json"]  # fmt: skip
 
 
-def do(argv: list[str]) -> None:
+def do(argv: list[str], _: Ranks) -> None:
     """`outpace train` on this rank, with its output on standard error."""
     with os.fdopen(os.dup(2), "w") as errors:
         sys.stdout = errors
@@ -39,10 +40,13 @@ def written(run: Path) -> str:
     )  # fmt: skip
 
 
-def both(out: Path, argv: list[str], ranks: int) -> None:
-    """Two steps, and two more after a resume."""
-    fork(ranks, lambda _: do([*argv, f"--out={out}", "--steps=2"]))
-    fork(ranks, lambda _: do(["--resume", f"--out={out}", "--steps=4", "--json"]))
+def both(out: Path, argv: list[str], before: str, after: str) -> None:
+    """Two steps under one strategy, and two more after a resume under another."""
+    resumed = ["--resume", f"--out={out}", "--steps=4", "--json"]
+    for place, flags in ((before, [*argv, f"--out={out}", "--steps=2"]), (after, resumed)):
+        strategy, _, ranks = place.partition("@")
+        size = int(ranks or (1 if strategy == "single" else 2))
+        fork(size, partial(do, [*flags, f"--strategy={strategy}"]))
 
 
 def told(out: Path) -> dict[str, Any]:
@@ -59,19 +63,20 @@ def told(out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, strategies = Path(sys.argv[1]), sys.argv[2:] or get_args(Strategy)
+    folder, asked = Path(sys.argv[1]), sys.argv[2:] or get_args(Strategy)
     common = [*FLAGS, f"--cache-dir={folder / 'cache'}"]
     said: dict[str, Any] = {}
-    for strategy in strategies:
-        out, ranks = folder / strategy, 1 if strategy == "single" else 2
+    for name in asked:
+        before, _, after = name.partition("→")
+        out = folder / name
         try:
-            both(out, [*common, f"--strategy={strategy}"], ranks)
+            both(out, common, before, after or before)
         except RuntimeError as error:
             if "BadInputError: " not in str(error):
                 raise
-            said[strategy] = {"refused": str(error).rpartition("BadInputError: ")[2]}
+            said[name] = {"refused": str(error).rpartition("BadInputError: ")[2]}
         else:
-            said[strategy] = told(out)
+            said[name] = told(out)
     print(json.dumps(said))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from forked import world
 
-from outpace.experiment.parity import FLOOR, Trial, shares
+from outpace.experiment.parity import Trial, shares
 from outpace.launch.group import Groups
 from outpace.nn.levers import apply_checkpointing, compile_blocks
 from outpace.parallel import Layout, Request, apply
@@ -22,6 +22,8 @@ from outpace.train.precision import make_mixed
 from outpace.train.step import RawStep, Stepper
 
 CPU = torch.device("cpu")
+# What is so much smaller than the largest of its kind may be rounding.
+FLOOR = 1e-6
 # Tied weights, grouped queries, and a layer more than four stages have.
 SPEC = ModelSpec.parse(
     {"family": "llama", "layers": 5, "hidden": 64, "heads": 8, "kv_heads": 4, "ffn": 96,
@@ -38,7 +40,8 @@ def plan_of(name: str, samples: int = 16, **levers: Any) -> Plan:
     servers = world_size // 2 if strategy == "ps" else 0
     sizes = fill_axes(strategy, world_size - servers, {})  # type: ignore[arg-type]
     share = samples // (2 * sizes["dp_replicate"] * sizes["dp_shard"])
-    parts = default_microbatches(strategy, sizes["pp"], share)
+    schedule = "1f1b" if strategy == "3d" and sizes["pp"] > 1 else strategy
+    parts = default_microbatches(schedule, sizes["pp"], share)
     values = {"micro_batch": share // parts, "pp_microbatches": parts, "precision": "fp64"}
     own = {"strategy": strategy, "servers": servers, "server_updates": by_servers}
     return Plan.parse({**own, **sizes, **values, **levers}, "test")
