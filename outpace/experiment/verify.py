@@ -41,8 +41,8 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
     parallelism shares the keys' heads.
     """
     plans = list(plans)
-    kv_heads = max(2, *(plan.tp for plan in plans))
-    layers = max(5, *(plan.stages + 1 for plan in plans))
+    kv_heads = max([2, *(plan.tp for plan in plans)])
+    layers = max([5, *(plan.stages + 1 for plan in plans)])
     return ModelSpec.parse(
         {"family": "llama", "layers": layers, "hidden": 16 * kv_heads,
          "heads": 2 * kv_heads, "kv_heads": kv_heads, "ffn": 24 * kv_heads, "vocab": 96,

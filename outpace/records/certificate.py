@@ -28,7 +28,7 @@ class Verdict(Record):
     worst_relative_difference: float | None
     worst_tensor: str | None
     tolerance: float
-    bytes_on_wire: int
+    bytes_on_wire: int | None
     bytes_formula: int | None
     exchanges: dict[str, int]
     exchanges_formula: dict[str, int] | None

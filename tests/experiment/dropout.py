@@ -63,9 +63,9 @@ def say_all(value):
 
 
 def laws(strategy, whole, ranks):
-    spec = tiny_spec(2).model_copy(update={"dropout": 0.2, "layers": 2})
-    trial = Trial(spec, global_batch=8)
-    plan = plan_for(strategy, ranks.world_size, trial, "fp64")
+    plan = plan_for(strategy, ranks.world_size)
+    spec = tiny_spec([plan]).model_copy(update={"dropout": 0.2, "layers": 2})
+    trial = Trial(spec)
     plan = plan.model_copy(update={"sequence_parallel": not whole})
     first = Dropping(trial, plan, ranks)
     numbers = first.step(1)
@@ -73,7 +73,7 @@ def laws(strategy, whole, ranks):
     again = Dropping(trial, plan, ranks).step(1)
     recomputed = Dropping(trial, plan, ranks, "full").step(1)
     losses = torch.tensor([first.loss(draw) for draw in range(2, DRAWS + 2)])
-    alone = Dropping(trial, plan_for("single", 1, trial, "fp64"), Ranks())
+    alone = Dropping(trial, plan_for("single", 1), Ranks())
     expected = torch.tensor([alone.loss(draw) for draw in range(2, DRAWS + 2)])
     error = ((losses.var() + expected.var()) / DRAWS).sqrt()
     return {

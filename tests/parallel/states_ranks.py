@@ -27,7 +27,7 @@ from outpace.train.precision import make_mixed
 from outpace.train.step import Stepper
 
 CPU = torch.device("cpu")
-TRIAL = Trial(tiny_spec(2), steps=2)
+TRIAL = Trial(tiny_spec([Plan()]), steps=2)
 
 
 class Few(nn.Module):
@@ -124,7 +124,7 @@ def main(what: str, strategy: str, directory: Path) -> None:
         if what == "few":
             said = few(strategy, directory, groups)
         else:
-            plan = plan_for(strategy, ranks.world_size, TRIAL, "fp64")
+            plan = plan_for(strategy, ranks.world_size)
             layout, optimizer = lay_out(TRIAL.objective(plan), plan, ranks)
             if what == "save":
                 train(layout, optimizer, plan, groups)

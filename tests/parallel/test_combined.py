@@ -29,7 +29,9 @@ def verify(nproc: int, *flags: str) -> list[dict]:
     "axes",
     [
         {"pp": 2, "dp_shard": 2, "tp": 2, "pp_microbatches": 4},
-        {"dp_replicate": 2, "cp": 2, "tp": 2, "micro_batch": 4},
+        pytest.param(
+            {"dp_replicate": 2, "cp": 2, "tp": 2, "micro_batch": 4}, marks=pytest.mark.slow
+        ),
     ],
     ids=["pp-dp_shard-tp", "dp_replicate-cp-tp"],
 )
