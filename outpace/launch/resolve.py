@@ -74,6 +74,11 @@ def resolve_plan(
 ) -> Plan:
     """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    if settings.pp_schedule not in (None, strategy) and strategy != "3d":
+        raise BadInputError(
+            f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has a schedule of its own, "
+            f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and others."
+        )
     asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
     sizes = fill_axes(strategy, ranks.world_size - servers, asked)
@@ -90,7 +95,7 @@ def resolve_plan(
             "compile": settings.compile,
             "loss": settings.loss,
             "sequence_parallel": settings.sequence_parallel,
-            "pp_schedule": settings.pp_schedule,
+            "pp_schedule": settings.pp_schedule or "1f1b",
             "compress_gradients": settings.compress_gradients,
             "powersgd_rank": settings.powersgd_rank,
             "bucket_mib": settings.bucket_mib,
@@ -126,7 +131,7 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
         return "single"
     given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
     alone: dict[Axis, Strategy] = {
-        "pp": settings.pp_schedule,
+        "pp": settings.pp_schedule or "1f1b",
         "dp_replicate": "ddp",
         "dp_shard": "zero3",
         "cp": "cp",
@@ -148,7 +153,7 @@ def _micro_batches(
     else:
         shares = sizes["dp_replicate"] * sizes["dp_shard"]
         possible = settings.global_batch // (shares * settings.micro_batch)
-    schedule = schedule_of(strategy, sizes["pp"], settings.pp_schedule)
+    schedule = schedule_of(strategy, sizes["pp"], settings.pp_schedule or "1f1b")
     parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
     micro_batch = settings.micro_batch or max(1, possible // parts)
     return {"micro_batch": micro_batch, "pp_microbatches": parts}

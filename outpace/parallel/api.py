@@ -176,7 +176,7 @@ class Layout:
 
 
 class Sharded(Layout):
-    """Parameters are DTensors, split over the ranks of `group` and whole nowhere.
+    """Parameters are split over the ranks of `group`, the large ones at least, as DTensors.
 
     `hollow` is the model as it was before, without memory for its weights.
     """
@@ -200,7 +200,7 @@ class Sharded(Layout):
 
     def total_norm(self) -> Tensor:
         """The square root of the shards' squares, added up over the group."""
-        square = square_sum(self.counted_gradients(), self._group.size())
+        square = square_sum(self.counted_gradients(), self._group.size(), self._device())
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 

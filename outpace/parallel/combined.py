@@ -7,6 +7,7 @@ tensor-parallel group are neighbours, those of one pipeline are furthest apart.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.context import PartOfSequence, Ring, share_sequences
 from outpace.parallel.pipeline import Pipeline, cut
-from outpace.parallel.tensor import add_shares, split
+from outpace.parallel.tensor import SplitObjective, add_shares, split
 from outpace.parallel.tensors import hollow, square_sum
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
@@ -61,7 +62,7 @@ class Product(Layout):
     def total_norm(self) -> Tensor:
         """Over all ranks: each tells its share of what it and others hold."""
         ranks_of_a_stage = self._mesh.size() // self._mesh["pp"].size()
-        square = square_sum(self._inner.counted_gradients(), ranks_of_a_stage)
+        square = square_sum(self._inner.counted_gradients(), ranks_of_a_stage, self._device())
         dist.all_reduce(square)
         return square.sqrt()
 
@@ -134,13 +135,21 @@ def _pipeline(
         stages,
         mesh["pp"].get_group(),
         copied,
-        part.part_of if part else _at_positions,
+        partial(_share, part, objective if isinstance(objective, SplitObjective) else None),
     )
     if _replicas(plan) > 1:
         for stage, module in inner.modules.items():
             if stages[stage].last and plan.tp > 1 and module.final_norm is not None:
                 module.final_norm.register_forward_hook(_own_memory)
             shard(module, [module.blocks[block] for block in stages[stage].blocks], mesh)
+        if len(inner.modules) == 1:
+            # The loss reads the head's bias, which sharding has replaced in the stage alone.
+            (inner.objective.model,) = inner.modules.values()
+        elif objective.model.head_bias is not None:
+            raise BadInputError(
+                f"pp_schedule {plan.pp_schedule} keeps two stages on a rank, and with shards or "
+                "replicas the head's bias of an encoder would be in neither. Use 1f1b or gpipe."
+            )
     inner.averages = _replicas(plan)
     return inner
 
@@ -150,10 +159,18 @@ def _own_memory(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
     return output.clone()
 
 
-def _at_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch with its positions, which a stage cannot count from a part of the hidden states."""
-    tokens = batch["tokens"]
-    return {**batch, "positions": torch.arange(tokens.shape[1], device=tokens.device)}
+def _share(
+    part: PartOfSequence | None, split_over: SplitObjective | None, batch: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """This rank's part of a batch, with positions: a stage cannot count them in its own part."""
+    if part is not None:
+        batch = part.part_of(batch)
+    else:
+        tokens = batch["tokens"]
+        batch = {**batch, "positions": torch.arange(tokens.shape[1], device=tokens.device)}
+    if split_over is not None:
+        split_over.check_length(batch["tokens"].shape[1])
+    return batch
 
 
 def shard(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:

@@ -1,5 +1,6 @@
 """`outpace.parallelize`: a person's own module under a plan, in a training loop of their own."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ _REFUSED = {
     "dp": "rank 0 alone reads, and scatters what outpace's own loader gives it. Use ddp",
     "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
     "cp": "only outpace's own attention goes round a ring of ranks. Use zero3, or tp",
+    "3d": "only outpace's own models are split over several axes. Use hsdp, a pipeline, or tp",
 }
 
 
@@ -232,12 +234,23 @@ def _check(module: nn.Module, plan: Plan) -> None:
         )
 
 
+def launched() -> int:
+    """The number of processes that torchrun has started, 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if dist.is_torchelastic_launched() else 1
+
+
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     """This process's place among the plan's ranks. Starts torch.distributed where it is not."""
-    if plan.world_size == 1 and mesh is None:
+    started = dist.get_world_size() if dist.is_initialized() else launched()
+    if plan.world_size == 1 and started == 1 and mesh is None:
+        if plan.strategy != "single":
+            raise BadInputError(
+                f"strategy {plan.strategy} is for several processes, but the plan and this job are "
+                "for one. Use strategy single, or start more with torchrun."
+            )
         return Ranks()
     if mesh is None:
-        if not (dist.is_initialized() or dist.is_torchelastic_launched()):
+        if not (dist.is_initialized() or launched() > 1):
             raise BadInputError(
                 f"the plan is for {plan.world_size} processes ({plan.mesh}), but this is one. "
                 f"Start it with: torchrun --nproc-per-node {plan.world_size} …"
@@ -260,7 +273,7 @@ def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=False))
     wanted = {axis: getattr(plan, axis) for axis in AXES}
-    in_order = [axis for axis in ("pp", *AXES[:-1]) if axis in sizes]
+    in_order = [axis for axis in AXES if axis in sizes]
     if (
         any(axis not in wanted for axis in sizes)
         or list(names) != in_order

@@ -194,7 +194,10 @@ class OwnPipeline(Layout):
         kept = [p for stage in self._stages for n in parts[stage] for p in blocks[n].parameters()]
         holds_rest = any(stage in ends for stage in self._stages)
         kept += rest.values() if holds_rest else []
-        drop_all_but([*kept, *model.buffers()], model)
+        # Averages of blocks that other ranks run stay as they are here: they are not to be saved.
+        others = [n for s in range(len(parts)) if s not in self._stages for n in parts[s]]
+        still = {id(buffer) for n in others for buffer in blocks[n].buffers()}
+        drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], model)
         super().__init__(Staged(model, self._stages))
         self._rest = set(rest)
         self._shared = self._make_shared(rest)
@@ -227,8 +230,9 @@ class OwnPipeline(Layout):
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
         """As Layout's; without parameters there is nothing."""
-        has_any = next(self.model.parameters(), None) is not None
-        return (self.model, optimizer) if has_any else (None, None)
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            return self.model, optimizer
+        return (self.model if self.model.state_dict() else None), None
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from outpace.parallel.api import Batch, Build, Layout, Pass, Request, Sharded
 from outpace.parallel.tensor import SplitRows
-from outpace.parallel.tensors import hollow, local
+from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError, nearest
 
 # The style of each layout, and which of a weight's dimensions it splits.
@@ -68,17 +68,6 @@ class OwnTensorParallel(Sharded):
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """As Layout's; one rank tells the totals."""
         return super().evaluate(batch, given) * self._tells
-
-    def total_norm(self) -> Tensor:
-        """Split weights' squares are added up over the group; whole weights count once."""
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for _, p in self.named_parameters():
-            if p.grad is not None:
-                is_split = isinstance(p, DTensor) and p.placements[0].is_shard()
-                parts[is_split].append(local(p.grad))
-        square = nn.utils.get_total_norm(parts[True]).square()
-        dist.all_reduce(square, group=self._group)
-        return (square + nn.utils.get_total_norm(parts[False]).square()).sqrt()
 
 
 def _apart(group: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -327,14 +327,10 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
 def apply(request: Request) -> Layout:
     """Keep this rank's stages. The default process group must be there.
 
-    Raises BadInputError for a person's own model and for fewer layers than stages.
+    Raises BadInputError for fewer layers than stages.
     """
     objective, plan = request.objective, request.plan
-    if not isinstance(objective, LanguageModelObjective):
-        raise BadInputError(
-            f"strategy {plan.strategy} cuts outpace's own and Hugging Face models into stages; it "
-            "does not know where to cut a person's own model. Use zero3, which splits any model."
-        )
+    assert isinstance(objective, LanguageModelObjective)  # others have `own_pipeline`
     if SCHEDULES[plan.schedule].splits_backward and objective.loss == "auto":
         objective.loss = "plain"  # the chunked loss has one backward only
     group = dist.new_group()

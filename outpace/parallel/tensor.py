@@ -309,11 +309,7 @@ class TensorParallel(Sharded):
 
 def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
     """Split an objective's model in place over `mesh`. Raises BadInputError where it can't be."""
-    if not isinstance(objective, LanguageModelObjective):
-        raise BadInputError(
-            "strategy tp knows which matrices to split in outpace's own transformers only, not in "
-            "a person's own model. Use zero3, which splits any parameters."
-        )
+    assert isinstance(objective, LanguageModelObjective)  # others have `own_tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":
         raise BadInputError(

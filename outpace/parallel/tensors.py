@@ -37,16 +37,18 @@ def copies(tensor: Tensor, ranks: int) -> int:
     return ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
-def square_sum(gradients: Iterable[Tensor], ranks: int) -> Tensor:
-    """This rank's share of the sum of squares, each value's divided by its `copies`.
+def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
+    """This rank's share of the sum of squares, each value's divided by its `copies`; float64.
 
     Where each gradient's parts lie on `ranks` ranks, the sum of their shares counts all once.
     """
-    alike: dict[int, list[Tensor]] = {1: []}
+    alike: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         alike.setdefault(copies(gradient, ranks), []).append(local(gradient))
-    squares = [nn.utils.get_total_norm(some).square() / n for n, some in alike.items()]
-    return torch.stack(squares).sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for held_by, some in alike.items():
+        total += nn.utils.get_total_norm(some).double().square() / held_by
+    return total
 
 
 def hollow(module: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from pydantic import (
 
 from outpace.records.base import Record
 from outpace.records.plan import (
+    AXES,
     POWERSGD_LEAST_START,
     Checkpointing,
     Compression,
@@ -161,7 +162,9 @@ class TrainSettings(Record):
     pp_microbatches: PositiveInt | None = _field(
         "computation", "micro-batches under way in a pipeline (default: one a stage)"
     )
-    pp_schedule: ProductSchedule = _field("computation", "of a pipeline under 3d", "1f1b")
+    pp_schedule: ProductSchedule | None = _field(
+        "computation", "of a pipeline that is given by its axis (default: 1f1b)"
+    )
     sequence_parallel: bool = _field(
         "computation", "split the sequence between tp's layers too", True
     )
@@ -225,7 +228,7 @@ class TrainSettings(Record):
         lengths = [name for name in ("steps", "tokens", "epochs") if getattr(self, name)]
         if len(lengths) > 1:
             raise ValueError(f"give one of steps, tokens, epochs, not {' and '.join(lengths)}")
-        for axis in ("dp_replicate", "dp_shard", "pp"):
+        for axis in AXES:
             if getattr(self, axis) == 0:
                 raise ValueError(f"{axis} is 0; it is at least 1, or -1 for the ranks left over")
         if self.data_weights is not None and len(self.data_weights) != len(self.data):

@@ -59,7 +59,10 @@ def exchanges(ranks) -> dict[str, list[int]]:
         for parts in (1, 2, 4):
             with Wire() as wire:
                 layout.gradients(inputs(ranks.rank, 1, parts), Pass())
-            found[f"{accumulating}, {parts}"] = [wire.exchanges["allreduce"], wire.bytes]
+            found[f"{accumulating}, {parts}"] = [
+                wire.tally.exchanges["all_reduce"],
+                wire.tally.bytes,
+            ]
     return found
 
 

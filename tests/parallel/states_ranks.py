@@ -22,7 +22,6 @@ from outpace.launch.group import process_groups
 from outpace.parallel import Layout, Pass, Request, apply
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
-from outpace.train.optimizer import make_optimizer
 from outpace.train.precision import make_mixed
 from outpace.train.step import Stepper
 
@@ -43,8 +42,7 @@ class Few(nn.Module):
 
 def lay_out(objective, plan, ranks):
     layout = apply(Request(objective, plan, ranks, CPU))
-    optimizer = make_optimizer(layout.named_parameters(), TRIAL.settings(), layout.make_optimizer)
-    return layout, optimizer
+    return layout, TRIAL.optimizer(layout.named_parameters(), layout.make_optimizer)
 
 
 def checkpointer(directory: Path, groups) -> Checkpointer:
