@@ -16,9 +16,11 @@ DROPOUT = Path(__file__).with_name("dropout.py")
     [
         (["ddp"], False),  # of other samples
         (["tp"], False),  # of other parts of the sequence
-        (["tp", "whole"], True),  # of the same hidden states
-        (["cp"], False),
-        (["gpipe"], None),  # each block is on one rank
+        # Of the same hidden states.
+        pytest.param(["tp", "whole"], True, marks=pytest.mark.slow),
+        pytest.param(["cp"], False, marks=pytest.mark.slow),
+        # Each block is on one rank.
+        pytest.param(["gpipe"], None, marks=pytest.mark.slow),
     ],
     ids=["ddp", "tp", "tp whole", "cp", "gpipe"],
 )

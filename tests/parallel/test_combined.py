@@ -52,6 +52,7 @@ def test_every_choice_of_axes_equals_one_process(nproc):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_stages_that_go_round_the_ranks_can_be_sharded(tmp_path):
     plan = {"strategy": "3d", "pp": 2, "dp_shard": 2, "pp_schedule": "interleaved",
             "pp_microbatches": 4, **MICRO}  # fmt: skip

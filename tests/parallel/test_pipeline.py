@@ -61,6 +61,7 @@ def test_every_schedule_computes_what_one_process_does(processes, names):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("single", "1f1b"), ("zbv", "single")], ids=["into", "out of"]
 )
