@@ -175,16 +175,39 @@ class Layout:
         return self.model if wanted else None
 
 
-class Sharded(Layout):
+class Spread(Layout):
+    """Ranks of `group` hold different parts of the model.
+
+    `ranks_of_a_part` of them hold the same part, as replicas or in shares.
+    """
+
+    def __init__(
+        self, objective: nn.Module, group: dist.ProcessGroup, ranks_of_a_part: int = 1
+    ) -> None:
+        super().__init__(objective)
+        self._group = group
+        self._ranks_of_a_part = ranks_of_a_part
+
+    def total_norm(self) -> Tensor:
+        """Each rank's share of the squares, added up over the group."""
+        square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    def agree(self, found_inf: Tensor) -> None:
+        """Each rank has seen its own part only."""
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+
+
+class Sharded(Spread):
     """Parameters are split over the ranks of `group`, the large ones at least, as DTensors.
 
     `hollow` is the model as it was before, without memory for its weights.
     """
 
     def __init__(self, objective: nn.Module, hollow: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__(objective)
+        super().__init__(objective, group, group.size())
         self._hollow = hollow
-        self._group = group
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Gathers the weights one by one; ranks that do not want them keep none."""
@@ -197,13 +220,3 @@ class Sharded(Layout):
             return None
         self._hollow.load_state_dict(weights, assign=True)
         return self._hollow
-
-    def total_norm(self) -> Tensor:
-        """The square root of the shards' squares, added up over the group."""
-        square = square_sum(self.counted_gradients(), self._group.size(), self._device())
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt()
-
-    def agree(self, found_inf: Tensor) -> None:
-        """Each rank has seen its own shards only."""
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)

@@ -17,25 +17,25 @@ from torch.distributed.fsdp import fully_shard
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
-from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded, Spread
 from outpace.parallel.context import PartOfSequence, Ring, share_sequences
 from outpace.parallel.pipeline import Pipeline, cut
 from outpace.parallel.tensor import SplitObjective, add_shares, split
-from outpace.parallel.tensors import hollow, square_sum
+from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
 
 
-class Product(Layout):
+class Product(Spread):
     """A layout over some axes, with what the others leave to do after it.
 
     `mesh` has all axes. `inner` holds the parameters and runs the passes.
     """
 
     def __init__(self, inner: Layout, mesh: DeviceMesh) -> None:
-        super().__init__(inner.objective, inner.module)
+        assert dist.group.WORLD is not None
+        super().__init__(inner.objective, dist.group.WORLD, mesh.size() // mesh["pp"].size())
         self._inner = inner
-        self._mesh = mesh
         self.averages = inner.averages
         # Every rank of a tensor-parallel group sees the loss of all its samples: one tells it.
         self._tells = mesh["tp"].get_local_rank() == 0
@@ -59,16 +59,9 @@ class Product(Layout):
         """The inner layout's."""
         return self._inner.evaluate(batch, given) * self._tells
 
-    def total_norm(self) -> Tensor:
-        """Over all ranks: each tells its share of what it and others hold."""
-        ranks_of_a_stage = self._mesh.size() // self._mesh["pp"].size()
-        square = square_sum(self._inner.counted_gradients(), ranks_of_a_stage, self._device())
-        dist.all_reduce(square)
-        return square.sqrt()
-
-    def agree(self, found_inf: Tensor) -> None:
-        """Each rank has seen its own part only."""
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+    def counted_gradients(self) -> list[Tensor]:
+        """The inner layout's."""
+        return self._inner.counted_gradients()
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """The inner layout's."""
@@ -162,14 +155,13 @@ def _own_memory(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 def _share(
     part: PartOfSequence | None, split_over: SplitObjective | None, batch: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """This rank's part of a batch, with positions: a stage cannot count them in its own part."""
+    """This rank's part of a batch, with positions where a stage sees a part of the sequence."""
     if part is not None:
         batch = part.part_of(batch)
-    else:
-        tokens = batch["tokens"]
-        batch = {**batch, "positions": torch.arange(tokens.shape[1], device=tokens.device)}
     if split_over is not None:
-        split_over.check_length(batch["tokens"].shape[1])
+        tokens = batch["tokens"]
+        split_over.check_length(tokens.shape[1])
+        batch = {"positions": torch.arange(tokens.shape[1], device=tokens.device), **batch}
     return batch
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
-from outpace.parallel.api import Batch, Build, Layout, Pass, Request
+from outpace.parallel.api import Batch, Build, Layout, Pass, Request, Spread
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.blocks import flat, found_blocks, named_blocks
@@ -166,7 +166,7 @@ class Staged(nn.Module):
         self.stages = nn.ModuleList(stages.values())
 
 
-class OwnPipeline(Layout):
+class OwnPipeline(Spread):
     """This rank's stages of a person's model; `parts` are the blocks of each stage, by number."""
 
     def __init__(
@@ -177,7 +177,7 @@ class OwnPipeline(Layout):
         group: dist.ProcessGroup,
     ) -> None:
         objective, plan = request.objective, request.plan
-        self._plan, self._group, self._names, self._parts = plan, group, names, parts
+        self._plan, self._names, self._parts = plan, names, parts
         self._rank, self._at = dist.get_rank(group), request.device
         schedule = SCHEDULES[plan.strategy]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
@@ -198,7 +198,7 @@ class OwnPipeline(Layout):
         others = [n for s in range(len(parts)) if s not in self._stages for n in parts[s]]
         still = {id(buffer) for n in others for buffer in blocks[n].buffers()}
         drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], model)
-        super().__init__(Staged(model, self._stages))
+        super().__init__(Staged(model, self._stages), group)
         self._rest = set(rest)
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
@@ -340,22 +340,14 @@ class OwnPipeline(Layout):
             dist.all_reduce(bucket.buffer, group=self._shared)
             bucket.give()
 
-    def total_norm(self) -> Tensor:
-        """Over all stages; what the first and the last rank both hold is the first's."""
+    def counted_gradients(self) -> list[Tensor]:
+        """What the first and the last rank both hold is the first's."""
         copies = self._rest if self._rank != self._ranks_of[0] else set()
-        counted = [
+        return [
             parameter.grad
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in copies
         ]
-        # In fp64 on all ranks: one without parameters has no dtype to go by.
-        square = nn.utils.get_total_norm(counted).to(self._at, torch.float64).square()
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt()
-
-    def agree(self, found_inf: Tensor) -> None:
-        """Each rank has seen its own stages only."""
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends what other ranks' blocks hold to the first rank; it alone may want them."""

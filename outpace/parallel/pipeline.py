@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import (
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
 from outpace.nn.transformer import Transformer
-from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.tensors import hollow, local, whole
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
@@ -72,7 +72,7 @@ class Stage(PipelineStage):
         return gradients
 
 
-class Pipeline(Layout):
+class Pipeline(Spread):
     """This rank's stages of a transformer with its loss.
 
     `parts` are the stages of the whole pipeline, as parts of the model; `group` are its ranks,
@@ -90,9 +90,9 @@ class Pipeline(Layout):
         whole: Transformer,
         share: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        super().__init__(request.objective)
+        super().__init__(request.objective, group)
         plan, model = request.plan, self.objective.model
-        self._plan, self._group, self._share = plan, group, share
+        self._plan, self._share = plan, share
         self._rank = dist.get_rank(group)
         schedule = SCHEDULES[plan.schedule]
         self._ranks_of = [schedule.rank_of(stage, plan.pp) for stage in range(len(parts))]
@@ -238,25 +238,16 @@ class Pipeline(Layout):
             if parameter.grad is not None and not self._is_copy(name)
         ]
 
-    def total_norm(self) -> Tensor:
-        """Over all stages."""
-        square = nn.utils.get_total_norm(self.counted_gradients()).square()
-        dist.all_reduce(square, group=self._group)
-        return square.sqrt()
-
     def _is_copy(self, name: str) -> bool:
         return self._rank != self._ranks_of[0] and name.startswith("embed.")
 
-    def agree(self, found_inf: Tensor) -> None:
-        """Each rank has seen its own stages only."""
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
-
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends the weights to the first rank one by one; it alone may want them."""
-        held = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        held = self.model.state_dict()
         weights: dict[str, Tensor] = {}
         for name, owner in self._owners().items():
-            tensor = self._at_first(held.get(name), self._hollow.get_parameter(name), owner)
+            mine = whole(held[name]) if self._rank == owner else None
+            tensor = self._at_first(mine, self._hollow.get_parameter(name), owner)
             if wanted and tensor is not None:
                 weights[name] = tensor.cpu()
         if not wanted:
