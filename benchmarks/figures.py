@@ -61,7 +61,7 @@ def overhead(result: dict[str, Any]) -> str:
         "ratio",
         "95 % interval",
         "pairs",
-        "± ≤ 0.7 %",
+        "narrow enough",
         "upper bound",
     ]
     return table(head, rows) + stand(result)

@@ -9,8 +9,9 @@ its metrics, accounting and guards, and by a loop written by hand on the same en
 DDP, fully_shard, torch.distributed.pipelining, DTensor). Steps alternate, A B B A.
 Where a process's memory happens to lie favours one of the two by up to 1 %, so pairs come from
 several processes, and either loop is the first in every other one. Pairs are added until the
-half-width of the 95 % interval of the median ratio is at most 0.7 %, or the rounds run out (said so
-in the result). Target: upper bound <= 1.02 for one process and DDP, 1.03 for the others.
+half-width of the 95 % interval of the median ratio is at most 0.7 %, or a third of what lies
+between the ratio and the target, or the rounds run out (said so in the result).
+Target: upper bound <= 1.02 for one process and DDP, 1.03 for the others.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def run_case(case: str, count: int, least: int, most: int) -> dict:
         rounds.append(run_round(case, len(rounds) % 2 == 1, count))
         pairs = [pair for pairs in rounds for pair in pairs]
         ratio, low, high = interval([a / b for a, b in pairs])
-        narrow = (high - low) / 2 <= HALF_WIDTH * ratio
+        narrow = (high - low) / 2 <= max(HALF_WIDTH * ratio, abs(target - ratio) / 3)
         print(f"{case}: {len(pairs)} pairs, {low:.4f} – {high:.4f}", file=sys.stderr, flush=True)
     return {
         "strategy": strategy,

@@ -28,6 +28,7 @@ from outpace.launch.resolve import (
 )
 from outpace.nn.levers import apply_checkpointing, compile_blocks
 from outpace.parallel import Layout, Request, apply, why_not
+from outpace.parallel.batchnorm import require_run_once
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -175,6 +176,7 @@ def _prepare(
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
+    require_run_once(objective.model, plan.checkpointing)
     if plan.checkpointing != "none":
         apply_checkpointing(objective.model, plan.checkpointing)
     if plan.compile:

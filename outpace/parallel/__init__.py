@@ -2,8 +2,13 @@
 
 from importlib import import_module
 
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
 from outpace.nn.loss import LanguageModelObjective
 from outpace.parallel.api import Layout, Pass, Request
+from outpace.parallel.tensors import make_equal
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
 from outpace.records.ranks import Ranks
@@ -27,9 +32,22 @@ def apply(request: Request) -> Layout:
     strategy = request.plan.strategy
     own = not isinstance(request.objective, LanguageModelObjective)
     files = {**_FILES, **_OWN_FILES} if own else _FILES
+    if own and request.plan.world_size > 1:
+        make_equal(request.objective)  # a person's builder may draw from anything
     module = import_module(f"outpace.parallel.{files.get(strategy, strategy)}")
+    before = set(_world.pg_map)
     layout: Layout = module.apply(request)
+    _wait_as_the_default(set(_world.pg_map) - before, request.device)
     return layout
+
+
+def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -> None:
+    """New groups, and those of a mesh, would have torch's timeout, not the default group's."""
+    for group in groups:
+        assert dist.group.WORLD is not None
+        options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+        if options is not None:  # MPI has none
+            group._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def why_not(strategy: Strategy, ranks: Ranks) -> str | None:

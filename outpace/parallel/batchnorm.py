@@ -25,6 +25,15 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
 
 
+def require_run_once(module: nn.Module, checkpointing: str) -> None:
+    """Raises BadInputError where recomputation would run a batch normalisation twice."""
+    if checkpointing != "none" and batch_norms(module):
+        raise BadInputError(
+            "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "
+            "Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
+        )
+
+
 def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Let all batch normalisations use the statistics of all ranks' samples, on any device."""
     members = Members(group)

@@ -17,9 +17,8 @@ from outpace.nn.levers import apply_checkpointing, compile_blocks
 from outpace.parallel import apply
 from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.batches import cut, samples_in
-from outpace.parallel.batchnorm import batch_norms, synchronise
+from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronise
 from outpace.parallel.blocks import flat, named_blocks
-from outpace.parallel.tensors import make_equal
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
@@ -199,12 +198,10 @@ def parallelize(
         apply_checkpointing(module, plan.checkpointing, named)
     if plan.compile:
         compile_blocks(module, named)
-    if ranks.world_size > 1:
-        make_equal(module)
-        if sync_batchnorm and plan.data_parallel > 1:
-            group = dist.new_group()
-            assert group is not None
-            synchronise(module, group)
+    if sync_batchnorm and plan.data_parallel > 1:
+        group = dist.new_group()
+        assert group is not None
+        synchronise(module, group)
     objective = OwnObjective(build_own(partial(OwnModel, module, loss)))
     layout = apply(Request(objective, plan, ranks, device, blocks, layouts))
     return Parallelized(layout, plan, ranks, device)
@@ -227,11 +224,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")
-    if plan.checkpointing != "none" and batch_norms(module):
-        raise BadInputError(
-            "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "
-            "Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
-        )
+    require_run_once(module, plan.checkpointing)
 
 
 def launched() -> int:

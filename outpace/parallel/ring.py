@@ -168,15 +168,7 @@ class Ring(Layout):
         return totals
 
 
-def _own_group(device: torch.device) -> dist.ProcessGroup:
-    """All ranks, by connections that no other thread uses; the timeout is the default group's."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    timeout = everyone._get_backend(device).options._timeout
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout)
-    return group
-
-
 def apply(request: Request) -> Layout:
     """Make replicas equal and join them in a ring. The default process group must be there."""
-    return Ring(request, Exchange(_own_group(request.device), request.device))
+    group: dist.ProcessGroup = dist.new_group()  # connections that no other thread uses
+    return Ring(request, Exchange(group, request.device))

@@ -3,8 +3,9 @@
 Rajbhandari et al., "ZeRO", SC 2020, §5; Zhao et al., "PyTorch FSDP", VLDB 2023. Each block is a
 unit: its parameters are gathered before they are used, and its gradients reduced and scattered
 right after its backward, with every micro-batch. ZeRO-3 gives the gathered parameters up after the
-forward and gathers them again for the backward; ZeRO-2 keeps them until then. HSDP does as ZeRO-3
-within a group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
+forward and gathers them again for the backward; ZeRO-2 keeps them until then. So do all with what
+lies outside of the blocks: its forward ends where the backward begins. HSDP does as ZeRO-3 within a
+group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
 """
 
 import torch.distributed as dist
@@ -26,10 +27,9 @@ def apply(request: Request) -> Layout:
     )
     over = mesh if plan.dp_replicate > 1 else mesh["dp_shard"]
     copied = hollow(request.objective.model)  # type: ignore[arg-type]
-    keep = plan.strategy == "zero2"
     for block in blocks_of(request):
-        fully_shard(block, mesh=over, reshard_after_forward=not keep)
-    fully_shard(request.objective, mesh=over, reshard_after_forward=not keep)
+        fully_shard(block, mesh=over, reshard_after_forward=plan.strategy != "zero2")
+    fully_shard(request.objective, mesh=over, reshard_after_forward=False)
     group: dist.ProcessGroup = mesh["dp_shard"].get_group()
     layout = Sharded(request.objective, copied, group)
     layout.averages = plan.data_parallel

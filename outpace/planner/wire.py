@@ -186,14 +186,15 @@ def fused(sizes: Iterable[int], limit: int) -> list[list[int]]:
 def _sharded(work: Work, tally: Tally) -> None:
     """zero2: an all-gather and a reduce-scatter of Ψ a pass, 2(N−1)/N · Ψ, as ddp sends.
 
-    zero3 and hsdp: two all-gathers, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et al., "ZeRO", SC
-    2020, §7.2). Torch reduces gradients in every pass, ddp once a step. Each parameter is split by
-    its first dimension and filled up to a multiple of N. hsdp then all-reduces each shard's
-    gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
+    zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et
+    al., "ZeRO", SC 2020, §7.2); what lies outside of blocks is gathered once. Torch reduces
+    gradients in every pass, ddp once a step. Each parameter is split by its first dimension and
+    filled up to a multiple of N. hsdp then all-reduces each shard's gradients between the groups
+    (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
     """
     plan, passes = work.plan, work.passes
-    gathers = 1 if plan.strategy == "zero2" else 2
-    for shapes in _units(parameter_shapes(work.spec)):
+    for block, shapes in _units(parameter_shapes(work.spec)).items():
+        gathers = 2 if block and plan.strategy != "zero2" else 1
         shard = sum(-(-shape[0] // plan.dp_shard) * math.prod(shape[1:]) for shape in shapes)
         if plan.dp_shard > 1:
             tally.add("all_gather", plan.dp_shard, shard * work.item, passes * gathers)
@@ -204,13 +205,13 @@ def _sharded(work: Work, tally: Tally) -> None:
     tally.add("all_reduce", plan.dp_shard, work.item)  # the norm
 
 
-def _units(named: Mapping[str, Shape]) -> list[list[Shape]]:
-    """What is gathered at once: each block, and the rest."""
+def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
+    """What is gathered at once: each block by its number, and the rest by ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
         block = name.split(".")[1] if name.startswith("blocks.") else ""
         units.setdefault(block, []).append(shape)
-    return list(units.values())
+    return units
 
 
 def _data_parallel(work: Work, tally: Tally) -> None:
@@ -277,7 +278,7 @@ def _pipeline(work: Work, tally: Tally) -> None:
     """Hidden states forwards and their gradients backwards, over each border between ranks.
 
     b · S · D numbers for each micro-batch and border (Narayanan et al., arXiv 2104.04473, §3.2).
-    The embedding's gradient is added up over the first and last stage's ranks where it is tied.
+    Where the embedding is tied, the first and last stage's ranks send each other its gradient.
     """
     plan, spec = work.plan, work.spec
     schedule = SCHEDULES[plan.strategy]
@@ -288,7 +289,7 @@ def _pipeline(work: Work, tally: Tally) -> None:
             tally.add("send", 2, work.hidden * work.item, messages * border.count(work.rank))
     ends = {ranks_of[0], ranks_of[-1]}
     if spec.tied and len(ends) == 2 and work.rank in ends:
-        tally.add("all_reduce", 2, spec.vocab * spec.hidden * work.item)
+        tally.add("send", 2, spec.vocab * spec.hidden * work.item)
     tally.add("all_reduce", plan.pp, work.item)  # the norm
 
 

@@ -1,6 +1,6 @@
 """Prints what holds of dropout under a strategy, beside one process.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 tests/experiment/dropout.py tp whole
+python tests/parallel/forked.py 2 tests/experiment/dropout.py tp whole
 
 "whole": without sequence parallelism.
 """

@@ -1,6 +1,6 @@
 """Plants one fault after another in a layout and prints what the verifier says of each.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 tests/experiment/faults.py ddp fp64
+python tests/parallel/forked.py 2 tests/experiment/faults.py ddp fp64
 """
 
 import json

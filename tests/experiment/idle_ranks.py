@@ -1,6 +1,6 @@
 """One rank of the test of idle pipelines; rank 0 prints what it looks at.
 
-python -m torch.distributed.run --standalone --nproc-per-node=4 tests/experiment/idle_ranks.py
+python tests/parallel/forked.py 4 tests/experiment/idle_ranks.py
 """
 
 import json

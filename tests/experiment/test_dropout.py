@@ -1,8 +1,5 @@
 """With dropout a strategy cannot equal one process, but laws hold."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,14 +21,8 @@ DROPOUT = Path(__file__).with_name("dropout.py")
     ],
     ids=["ddp", "tp", "tp whole", "cp", "gpipe"],
 )
-def test_dropout_draws_as_it_should(arguments, masks_alike):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(DROPOUT), *arguments],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for said in json.loads(done.stdout):
+def test_dropout_draws_as_it_should(arguments, masks_alike, on_ranks):
+    for said in on_ranks(2, DROPOUT, *arguments):
         assert said["same_again"] and said["other_draws"]
         assert said["recomputed_apart"] < 1e-12
         assert said["masks_alike"] is masks_alike

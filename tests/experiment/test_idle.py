@@ -1,8 +1,5 @@
 """Idle pipelines: torch's own orders, and a real one beside its play."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,8 @@ RANKS = Path(__file__).with_name("idle_ranks.py")
 
 
 @pytest.mark.gloo
-def test_a_real_pipeline_waits_as_its_schedule_plays():
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-         str(RANKS)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+def test_a_real_pipeline_waits_as_its_schedule_plays(on_ranks):
+    said = on_ranks(4, RANKS)
     assert said["mp"]["formula"] == pytest.approx(3 / 4)
     assert said["gpipe"]["formula"] == pytest.approx(3 / 7)
     assert said["zbv"]["formula"] is None

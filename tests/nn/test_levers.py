@@ -149,7 +149,9 @@ def test_checkpointing_works_under_ddp(make_spec, tokens, one_rank, mode):
 
 
 @COMPILER
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"]
+)
 def test_compiled_blocks_are_close(make_spec, tokens, one_rank, mode):
     """One graph for both blocks, no breaks; with checkpointing, autocast and DDP."""
     plain = _objective(make_spec, "qwen3")

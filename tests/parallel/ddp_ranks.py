@@ -1,6 +1,6 @@
 """One rank of the tests of DDP's options; rank 0 prints what they look at.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 tests/parallel/ddp_ranks.py
+python tests/parallel/forked.py 2 tests/parallel/ddp_ranks.py
 """
 
 import json

@@ -1,5 +1,8 @@
 """Worlds of processes forked from one that has imported everything: a world costs milliseconds.
 
+    python tests/parallel/forked.py SIZE outpace ARGUMENT …      as if torchrun had started it
+    python tests/parallel/forked.py SIZE SCRIPT.py ARGUMENT …
+
 DTensor keeps names of process groups in its caches, so that a process can belong to one world in
 its life; and starting Python with torch takes seconds.
 """
@@ -7,10 +10,14 @@ its life; and starting Python with torch takes seconds.
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +26,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 
+from outpace.cli.main import main as outpace_main
 from outpace.launch.group import Groups, process_groups
 from outpace.records.ranks import Ranks
 
@@ -82,3 +90,25 @@ def _rank(ranks: Ranks, port: int, action: Callable[[Ranks], Any], pipe: Connect
     except BaseException:
         outcome = (traceback.format_exc(), None)
     pipe.send_bytes(pickle.dumps(outcome))  # tensors as bytes: shared memory would end with us
+
+
+def _run(words: list[str], _: Ranks) -> int:
+    """The exit code of a command on this rank."""
+    if words[0] == "outpace":
+        return outpace_main(words[1:])
+    sys.argv = words
+    sys.path[0] = str(Path(words[0]).parent)
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def main() -> int:
+    try:
+        return max(fork(int(sys.argv[1]), partial(_run, sys.argv[2:])))
+    except RuntimeError as error:  # with what was raised on the ranks
+        print(error, file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

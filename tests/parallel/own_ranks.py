@@ -1,6 +1,6 @@
 """One rank of the tests of parallelize; rank 0 prints how far each case is from one process.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 tests/parallel/own_ranks.py CASE …
+python tests/parallel/forked.py 2 tests/parallel/own_ranks.py CASE …
 
 A case is MODEL:STRATEGY. MODEL is one of MODELS below. In float64, over two steps with two micro-
 batches each and clipping active: gradients, norm, loss, parameters and buffers after each step.

@@ -1,6 +1,6 @@
 """One rank of the ring's tests; rank 0 prints what they look at.
 
-python -m torch.distributed.run --standalone --nproc-per-node=3 tests/parallel/ring_ranks.py
+python tests/parallel/forked.py 3 tests/parallel/ring_ranks.py
 """
 
 import json

@@ -1,6 +1,6 @@
 """One rank of a run whose optimizer state is looked at; rank 0 prints what was found.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 tests/parallel/states_ranks.py \\
+python tests/parallel/forked.py 2 tests/parallel/states_ranks.py \\
     save zero1 DIRECTORY        two steps, and a checkpoint of them
     load zero1 DIRECTORY        the checkpoint, against two steps of a single process
     few zero1 DIRECTORY         more ranks than parameters: saved, loaded, stepped

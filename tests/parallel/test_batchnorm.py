@@ -1,8 +1,6 @@
 """Batch normalisation over parts of a batch: its statistics, its backward, and what is left be."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +14,8 @@ RANKS = Path(__file__).with_name("batchnorm_ranks.py")
 
 
 @pytest.mark.gloo
-def test_synchronised_over_uneven_replicas_equals_one_process():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *launcher, str(RANKS)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("equal") == 2
+def test_synchronised_over_uneven_replicas_equals_one_process(on_ranks):
+    assert on_ranks(2, RANKS) == "equal"
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -13,15 +11,6 @@ from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan, fill_axes
 
 MICRO = {"micro_batch": 1, "precision": "fp64"}
-
-
-def verify(nproc: int, *flags: str) -> list[dict]:
-    command = [sys.executable, "-m", "outpace", "verify", f"--nproc={nproc}", "--json"]
-    done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, timeout=550, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["verdicts"]
 
 
 @pytest.mark.gloo
@@ -35,9 +24,10 @@ def verify(nproc: int, *flags: str) -> list[dict]:
     ],
     ids=["pp-dp_shard-tp", "dp_replicate-cp-tp"],
 )
-def test_two_by_two_by_two_equals_one_process(tmp_path, axes):
+def test_two_by_two_by_two_equals_one_process(tmp_path, axes, on_ranks):
     (tmp_path / "plan.json").write_text(json.dumps({"strategy": "3d", **MICRO, **axes}))
-    (verdict,) = verify(8, f"--plan={tmp_path / 'plan.json'}")
+    said = on_ranks(8, "outpace", "verify", "--json", f"--plan={tmp_path / 'plan.json'}")
+    (verdict,) = said["verdicts"]
     assert verdict["passed"] and verdict["strategy"] == "3d"
     assert verdict["mesh"].count("2") == 3
 
@@ -45,19 +35,20 @@ def test_two_by_two_by_two_equals_one_process(tmp_path, axes):
 @pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [4, 8])
-def test_every_choice_of_axes_equals_one_process(nproc):
-    verdicts = verify(nproc, "--strategy=3d")
+def test_every_choice_of_axes_equals_one_process(nproc, on_ranks):
+    verdicts = on_ranks(nproc, "outpace", "verify", "--json", "--strategy=3d")["verdicts"]
     assert len(verdicts) == math.comb(5, nproc.bit_length() - 1)
     assert all(verdict["passed"] for verdict in verdicts)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_stages_that_go_round_the_ranks_can_be_sharded(tmp_path):
+def test_stages_that_go_round_the_ranks_can_be_sharded(tmp_path, on_ranks):
     plan = {"strategy": "3d", "pp": 2, "dp_shard": 2, "pp_schedule": "interleaved",
             "pp_microbatches": 4, **MICRO}  # fmt: skip
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    (verdict,) = verify(4, f"--plan={tmp_path / 'plan.json'}")
+    said = on_ranks(4, "outpace", "verify", "--json", f"--plan={tmp_path / 'plan.json'}")
+    (verdict,) = said["verdicts"]
     assert verdict["passed"]
 
 

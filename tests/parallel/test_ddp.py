@@ -1,6 +1,5 @@
 """ddp's options: when it exchanges gradients, and what PowerSGD leaves out of them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +15,8 @@ RANKS = Path(__file__).with_name("ddp_ranks.py")
 
 
 @pytest.fixture(scope="module")
-def said():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(RANKS)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def said(on_ranks):
+    return on_ranks(2, RANKS)
 
 
 @pytest.mark.gloo

@@ -1,8 +1,5 @@
 """parallelize: other people's modules are laid out as they are, and equal one process."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,16 +15,6 @@ RANKS = Path(__file__).with_name("own_ranks.py")
 KINDS = {"gradient", "norm", "loss", "state", "evaluation"}
 
 
-def compare(processes, *cases):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *launcher, str(RANKS), *cases],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "cases",
@@ -40,8 +27,8 @@ def compare(processes, *cases):
     ],
     ids=lambda cases: cases[0].partition(":")[0],
 )
-def test_modules_of_others_equal_one_process(cases):
-    for case, found in compare(2, *cases).items():
+def test_modules_of_others_equal_one_process(cases, on_ranks):
+    for case, found in on_ranks(2, RANKS, *cases).items():
         assert set(found["worst"]) == KINDS
         wrong = {kind: worst for kind, worst in found["worst"].items() if not worst <= 1e-9}
         assert not wrong, case
@@ -50,8 +37,8 @@ def test_modules_of_others_equal_one_process(cases):
 
 
 @pytest.mark.gloo
-def test_middle_stages_have_no_parameters_outside_of_the_blocks():
-    found = compare(4, "deep_llama:1f1b", "cnn:gpipe")
+def test_middle_stages_have_no_parameters_outside_of_the_blocks(on_ranks):
+    found = on_ranks(4, RANKS, "deep_llama:1f1b", "cnn:gpipe")
     for case in found.values():
         assert max(case["worst"].values()) <= 1e-9
     first, *middle, last = found["deep_llama:1f1b"]["held"]

@@ -48,19 +48,6 @@ def alone(text, tmp_path_factory):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("processes", "names"), [(2, list(SCHEDULES)), (4, ["1f1b", "zbv"])])
-def test_every_schedule_computes_what_one_process_does(processes, names):
-    done = do("verify", "--strategy", ",".join(names), "--nproc", processes, "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = json.loads(done.stdout)["verdicts"]
-    assert [verdict["strategy"] for verdict in verdicts] == names
-    for verdict in verdicts:
-        assert verdict["passed"], verdict
-        assert verdict["mesh"] == f"pp {processes}"
-        assert verdict["exchanges"]["send"] > 0
-
-
-@pytest.mark.gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("single", "1f1b"), ("zbv", "single")], ids=["into", "out of"]

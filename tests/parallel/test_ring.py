@@ -1,8 +1,5 @@
 """The ring: sums of any length on any number of ranks, replicas that are one process's equal."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +13,8 @@ RANKS = Path(__file__).with_name("ring_ranks.py")
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("processes", [2, 3])
-def test_the_ring_adds_up_what_one_process_has(processes):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(RANKS)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+def test_the_ring_adds_up_what_one_process_has(processes, on_ranks):
+    said = on_ranks(processes, RANKS)
     assert all(said["right"])
     assert said["worst"] < 1e-12
     assert said["without"] == ["never"]

@@ -1,8 +1,6 @@
 """Tensor parallelism on real processes: equal to one process, with and without dropout's parts."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -16,17 +14,12 @@ SPEC = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2,
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_split_matrices_equal_one_process(tmp_path, sequence_parallel):
+def test_split_matrices_equal_one_process(tmp_path, sequence_parallel, on_ranks):
     plan = {"strategy": "tp", "tp": 2, "micro_batch": 8, "precision": "fp64",
             "sequence_parallel": sequence_parallel}  # fmt: skip
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    command = [sys.executable, "-m", "outpace", "verify", "--nproc=2", "--json"]
-    done = subprocess.run(
-        [*command, f"--plan={tmp_path / 'plan.json'}"],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (verdict,) = json.loads(done.stdout)["verdicts"]
+    said = on_ranks(2, "outpace", "verify", "--json", f"--plan={tmp_path / 'plan.json'}")
+    (verdict,) = said["verdicts"]
     assert verdict["passed"] and verdict["strategy"] == "tp" and verdict["bytes_on_wire"] > 0
 
 
