@@ -173,6 +173,15 @@ def test_an_own_data_set_and_data_are_refused_together(start, corpus):
         start("run", live=lambda: (nn.Linear(1, 1), squared, Pairs()), data=(str(corpus),))
 
 
+def test_a_batch_norm_that_recomputation_would_run_twice_is_refused(start, tmp_path):
+    def build():
+        return nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), squared, Pairs(), Pairs()
+
+    with pytest.raises(BadInputError, match=r"BatchNorm twice.*LayerNorm"):
+        start("run", live=build, data=("stdlib",), checkpointing="full")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_mixture_and_documents(start, corpus, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("x = 1\n" * 5000)
