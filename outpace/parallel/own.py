@@ -113,7 +113,8 @@ class Parallelized:
             raise BadInputError(
                 f"a rank's share of {held} samples does not divide into micro-batches of "
                 f"{size} (micro_batch {self.plan.micro_batch} × pp_microbatches "
-                f"{self.plan.pp_microbatches}). Use another micro_batch, or drop_last=True."
+                f"{self.plan.pp_microbatches}). Use others, or batches that divide; a DataLoader "
+                "leaves a smaller last batch out with drop_last=True."
             )
         return cut(batch, held // size)
 

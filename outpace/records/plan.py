@@ -215,9 +215,18 @@ class Plan(Record):
             raise BadInputError(
                 "global batch = micro-batch × accumulation × data-parallel degree, but "
                 f"{global_batch} is not a multiple of {self._factors()} = {per_pass}. Use a global "
-                f"batch of {nearest}, or another micro-batch."
+                f"batch of {nearest}, or {self._other_parts(global_batch // self.data_parallel)}."
             )
         return global_batch // per_pass
+
+    def _other_parts(self, share: int) -> str:
+        """Of a rank's samples: what else could be changed so that they divide."""
+        if share % self.pp_microbatches == 0:
+            return "another micro-batch"
+        fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]
+        if not fitting:
+            return "fewer stages"
+        return f"pipeline micro-batches that divide {share}, such as {', '.join(fitting)}"
 
     def _factors(self, accumulation: int | None = None) -> str:
         parts = [f"micro-batch {self.micro_batch}"]
@@ -248,9 +257,10 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
         return 0
     servers = asked or 1
     if servers >= world_size:
+        fewer = f", or ask for {world_size - 1} or less" if world_size > 1 else ""
         raise BadInputError(
-            f"{servers} parameter servers on {world_size} processes leave no worker. Start more "
-            f"processes than there are servers, {servers + 1} or more."
+            f"parameter servers: {servers} of {world_size} processes leave no worker. Start "
+            f"{servers + 1} or more{fewer}."
         )
     return servers
 
@@ -285,9 +295,15 @@ def fill_axes(
     for axis in open_axes:
         sizes[axis] = max(1, world_size // fixed)
     if math.prod(sizes.values()) != world_size:
-        shown = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        split = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+        if not own:
+            raise BadInputError(
+                f"strategy {strategy} is for one process, but there are {world_size}. Start one, "
+                "or use ddp."
+            )
+        times = f" = {math.prod(sizes.values())}" if len(split) > 1 else ""
         raise BadInputError(
-            f"{shown or 'one rank'} = {math.prod(sizes.values())}, but the world size is "
-            f"{world_size}. Use as many processes, or other axes."
+            f"{' × '.join(split) or 'all axes are 1'}{times}, but there are {world_size} "
+            "processes. Use as many processes, or other axes."
         )
     return sizes
