@@ -13,7 +13,7 @@ from outpace.records.plan import Strategy
 
 EACH = Path(__file__).with_name("each.py")
 # Each half of a run under a strategy of its own.
-CROSSED = ("single", "zero3@2→ps@3", "cp@2→single")
+CROSSED = ("single", "zero3@2→ps@3")
 # Computed by a package that may not be there.
 NEEDS = {"horovod": "horovod"}
 
