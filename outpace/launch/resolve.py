@@ -16,6 +16,7 @@ from outpace.records.plan import (
     POWERSGD_LEAST_START,
     Axis,
     Plan,
+    ProductSchedule,
     Strategy,
     count_servers,
     fill_axes,
@@ -95,7 +96,7 @@ def resolve_plan(
             "compile": settings.compile,
             "loss": settings.loss,
             "sequence_parallel": settings.sequence_parallel,
-            "pp_schedule": settings.pp_schedule or "1f1b",
+            "pp_schedule": _axis_schedule(settings),
             "compress_gradients": settings.compress_gradients,
             "powersgd_rank": settings.powersgd_rank,
             "bucket_mib": settings.bucket_mib,
@@ -125,13 +126,18 @@ def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -
     return plan.model_copy(update={"powersgd_start": start})
 
 
+def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
+    """Of a pipeline that is given by its axis."""
+    return settings.pp_schedule or "1f1b"
+
+
 def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
     """What the axes that were given amount to; replicas where none was."""
     if world_size == 1:
         return "single"
     given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
     alone: dict[Axis, Strategy] = {
-        "pp": settings.pp_schedule or "1f1b",
+        "pp": _axis_schedule(settings),
         "dp_replicate": "ddp",
         "dp_shard": "zero3",
         "cp": "cp",
@@ -153,7 +159,7 @@ def _micro_batches(
     else:
         shares = sizes["dp_replicate"] * sizes["dp_shard"]
         possible = settings.global_batch // (shares * settings.micro_batch)
-    schedule = schedule_of(strategy, sizes["pp"], settings.pp_schedule or "1f1b")
+    schedule = schedule_of(strategy, sizes["pp"], _axis_schedule(settings))
     parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
     micro_batch = settings.micro_batch or max(1, possible // parts)
     return {"micro_batch": micro_batch, "pp_microbatches": parts}

@@ -43,10 +43,12 @@ def apply(request: Request) -> Layout:
 
 def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -> None:
     """New groups, and those of a mesh, would have torch's timeout, not the default group's."""
-    for group in groups:
-        assert dist.group.WORLD is not None
-        options = getattr(dist.group.WORLD._get_backend(device), "options", None)
-        if options is not None:  # MPI has none
+    if not groups:
+        return
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+    if options is not None:  # MPI has none
+        for group in groups:
             group._get_backend(device)._set_default_timeout(options._timeout)
 
 

@@ -21,7 +21,7 @@ from outpace.parallel import Pass, Request, apply
 from outpace.records.ranks import Ranks
 from outpace.train.guards import seed_step
 
-DRAWS = 32
+DRAWS = 64
 CPU = torch.device("cpu")
 
 
