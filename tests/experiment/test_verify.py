@@ -11,6 +11,7 @@ import pytest
 
 from outpace.planner.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
+from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
 
 pytestmark = pytest.mark.gloo
@@ -41,6 +42,9 @@ def test_every_strategy_equals_one_process(tmp_path, on_ranks):
     assert spec["tied"] and spec["kv_heads"] < spec["heads"] and spec["layers"] == 5
     assert verdicts["ddp"]["exchanges"]["all_reduce"] == 2
     assert verdicts["zero1"]["exchanges"]["broadcast"] == 2
+    assert verdicts["zero1"]["mesh"] == "dp_shard 2"
+    for name in SCHEDULES:
+        assert verdicts[name]["mesh"] == "pp 2" and verdicts[name]["exchanges"]["send"] > 0
     check_what_is_sent(certificate)
 
 
@@ -130,6 +134,10 @@ def test_lower_precisions_are_proved_within_their_rounding(on_ranks):
 def test_what_four_ranks_send_is_what_the_formulas_give(strategies, on_ranks):
     certificate = on_ranks(4, "outpace", "verify", "--json", "--strategy", strategies)
     check_what_is_sent(certificate)
+    meshes = {verdict["strategy"]: verdict["mesh"] for verdict in certificate["verdicts"]}
+    assert meshes["hsdp"] == "dp_replicate 2 × dp_shard 2"
+    assert meshes["1f1b"] == meshes["zbv"] == "pp 4"
+    assert all(verdict["passed"] for verdict in certificate["verdicts"])
     sent = {verdict["strategy"]: verdict["bytes_on_wire"] for verdict in certificate["verdicts"]}
     # ddp exchanges once a step, zero3 in each of two passes; of blocks 1.5 times as much.
     spec = ModelSpec.parse(certificate["model"], "certificate")
