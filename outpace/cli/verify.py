@@ -58,8 +58,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         for name, why in skipped.items():
             if asked != "all":
                 raise BadInputError(f"--strategy {name}: {why}.")
+        levers = _levers(arguments.levers)
         plans = [
-            plan
+            Plan.parse({**plan.model_dump(), **levers}, "--levers")
             for precision in precisions
             for name in strategies
             if name not in skipped
@@ -76,6 +77,21 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if failed:
         raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
     return 0
+
+
+def _levers(text: str) -> dict[str, str]:
+    """Fields of a plan and their values, from "checkpointing=full,loss=plain"."""
+    levers: dict[str, str] = {}
+    for pair in filter(None, text.split(",")):
+        name, given, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not given or name not in Plan.model_fields:
+            raise BadInputError(
+                f"--levers {pair}: give NAME=VALUE with the name of a plan's field."
+                f"{nearest(name, Plan.model_fields)}"
+            )
+        levers[name] = value.strip()
+    return levers
 
 
 def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.device":
@@ -148,6 +164,12 @@ def _parser() -> Parser:
         default="fp64",
         metavar="A,B",
         help="of fp64, fp32 and bf16, or all (default: fp64); tolerances are in docs/proof.md",
+    )
+    add(
+        "--levers",
+        default="",
+        metavar="NAME=VALUE,…",
+        help="what else to prove each plan with, such as checkpointing=full,loss=plain",
     )
     add("--plan", type=Path, default=None, metavar="FILE.json", help="prove this plan instead")
     add(

@@ -15,7 +15,9 @@ from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import make_mixed
 from outpace.nn.transformer import Transformer
+from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply, why_not
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
@@ -23,8 +25,6 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.optimizer import make_optimizer
-from outpace.train.precision import make_mixed
 from outpace.train.step import Stepper
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
@@ -143,7 +143,9 @@ class Contender:
         self._batches = shares(course.batch(), plan, ranks.rank)
         self._stepper = Stepper(
             layout=layout,
-            optimizer=make_optimizer(layout.named_parameters(), settings, layout.make_optimizer),
+            optimizer=make_optimizer(
+                layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
+            ),
             mixed=make_mixed(plan.precision, device, settings.autocast_cache),
             plan=plan,
             clip=settings.clip,

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 
 from outpace.experiment.tolerance import Tolerance
 from outpace.experiment.wire import Wire
+from outpace.nn.levers import apply_levers
 from outpace.nn.loss import IGNORED, LanguageModelObjective
+from outpace.nn.mixed import DTYPES, make_mixed
 from outpace.nn.transformer import Transformer
+from outpace.optim.build import Build, make_optimizer
 from outpace.parallel import Layout, Request, apply
-from outpace.parallel.api import Build
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.optimizer import make_optimizer
-from outpace.train.precision import DTYPES, make_mixed
 from outpace.train.step import Stepper
 
 Batch = dict[str, Tensor]
@@ -96,8 +96,8 @@ class Trial:
         place: Place = lambda groups, build: build(groups),
     ) -> torch.optim.Optimizer:
         """AdamW, whose for-loop has no kernels of its own."""
-        settings = TrainSettings(optimizer="adamw-for-loop", lr=self.lr, clip=self.clip)
-        optimizer = make_optimizer(named, settings, place)
+        settings = TrainSettings(lr=self.lr, clip=self.clip)
+        optimizer = make_optimizer(named, "adamw-for-loop", settings, place)
         for group in optimizer.param_groups:
             group["eps"] = self.eps
         return optimizer
@@ -177,7 +177,9 @@ def planned(
     `wire` counts the last step, since the first may build buckets. `spoil` plants a fault.
     """
     device = trial.device
-    layout = apply(Request(trial.objective(plan), plan, ranks, device))
+    objective = trial.objective(plan)
+    apply_levers(objective.model, plan)
+    layout = apply(Request(objective, plan, ranks, device))
     optimizer = trial.optimizer(layout.named_parameters(), layout.make_optimizer)
     spoil(layout)
     seen: dict[str, Tensor] = {}

@@ -26,7 +26,9 @@ from outpace.launch.resolve import (
     resolve_steps,
     with_powersgd_start,
 )
-from outpace.nn.levers import apply_checkpointing, compile_blocks
+from outpace.nn.levers import apply_levers
+from outpace.nn.mixed import Mixed, make_mixed
+from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
 from outpace.planner.flops import step_flops
@@ -43,8 +45,6 @@ from outpace.train.evaluate import evaluate
 from outpace.train.guards import StopSignal
 from outpace.train.loggers import make_loggers, require_loggers
 from outpace.train.loop import Loop
-from outpace.train.optimizer import make_optimizer
-from outpace.train.precision import Mixed, make_mixed
 from outpace.train.profile import memory_history, profiler
 from outpace.train.run_dir import MetricsWriter, RunDir
 from outpace.train.step import Stepper
@@ -177,12 +177,11 @@ def _prepare(
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.checkpointing)
-    if plan.checkpointing != "none":
-        apply_checkpointing(objective.model, plan.checkpointing)
-    if plan.compile:
-        compile_blocks(objective.model)
+    apply_levers(objective.model, plan)
     layout = apply(Request(objective, plan, job.ranks, device))
-    optimizer = make_optimizer(layout.named_parameters(), settings, layout.make_optimizer)
+    optimizer = make_optimizer(
+        layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
+    )
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -85,26 +86,24 @@ def resolve_plan(
     sizes = fill_axes(strategy, ranks.world_size - servers, asked)
     plan = Plan.parse(
         {
+            **_as_asked(settings),
             "strategy": strategy,
             **sizes,
             "servers": servers,
-            "server_updates": settings.server_updates,
-            "worker_devices": settings.worker_devices,
             **_micro_batches(settings, strategy, sizes),
             "precision": settings.precision or default_precision(device, machine),
-            "checkpointing": settings.checkpointing,
-            "compile": settings.compile,
-            "loss": settings.loss,
-            "sequence_parallel": settings.sequence_parallel,
             "pp_schedule": _axis_schedule(settings),
-            "compress_gradients": settings.compress_gradients,
-            "powersgd_rank": settings.powersgd_rank,
-            "bucket_mib": settings.bucket_mib,
+            "powersgd_start": None,  # known with the run's length
         },
         "plan",
     )
     plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
     return plan
+
+
+def _as_asked(settings: TrainSettings) -> dict[str, Any]:
+    """What settings and plans both have, by the same names."""
+    return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:

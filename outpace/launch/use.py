@@ -17,6 +17,7 @@ from outpace.launch.materials import check_vocab, load_model
 from outpace.launch.resolve import DEFAULT_SEQ_LEN, resolve_device
 from outpace.nn import generate as generation
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout
 from outpace.probe.machine import usable_cores
@@ -26,7 +27,6 @@ from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.train.evaluate import evaluate as measure
-from outpace.train.precision import make_mixed
 from outpace.train.run_dir import RUN_FILE
 
 

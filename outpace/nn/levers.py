@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from outpace.records.errors import BadInputError
-from outpace.records.plan import Checkpointing
+from outpace.records.plan import Checkpointing, Plan
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -108,6 +108,14 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     if operator in _KEPT:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_levers(module: nn.Module, plan: Plan, blocks: Sequence[nn.Module] | None = None) -> None:
+    """What a plan says of the blocks of a model, in the one order in which it works."""
+    if plan.checkpointing != "none":
+        apply_checkpointing(module, plan.checkpointing, blocks)
+    if plan.compile:
+        compile_blocks(module, blocks)
 
 
 def compile_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:

@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outpace.optim.build import Build
 from outpace.parallel.tensors import local, square_sum, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
 Batch = Any
 CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-# Makes an optimizer of parameter groups, as torch.optim's classes do.
-Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.loss import LanguageModelObjective
-from outpace.parallel.api import Batch, Build, Layout, Pass, Request
+from outpace.optim.build import Build
+from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import fuse
 from outpace.parallel.tensors import by_dtype, joined, spread
 from outpace.parallel.witness import Witness

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
-from outpace.nn.levers import apply_checkpointing, compile_blocks
+from outpace.nn.levers import apply_levers
 from outpace.parallel import apply
 from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.batches import cut, samples_in
@@ -195,10 +195,7 @@ def parallelize(
     device = next(module.parameters()).device
     ranks = _ranks(plan, mesh, device)
     named = None if blocks is None else named_blocks(module, flat(blocks))
-    if plan.checkpointing != "none":
-        apply_checkpointing(module, plan.checkpointing, named)
-    if plan.compile:
-        compile_blocks(module, named)
+    apply_levers(module, plan, named)
     if sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None

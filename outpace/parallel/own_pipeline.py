@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
-from outpace.parallel.api import Batch, Build, Layout, Pass, Request, Spread
+from outpace.optim.build import Build
+from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.blocks import flat, found_blocks, named_blocks

@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from outpace.parallel.api import Batch, Build, Layout, Pass, Request, Sharded
+from outpace.optim.build import Build
+from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError, nearest

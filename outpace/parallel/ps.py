@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.parallel.api import Batch, Build, Layout, Pass, Request
+from outpace.optim.build import Build
+from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import Fused, fuse
 from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, spread
 from outpace.parallel.witness import Witness

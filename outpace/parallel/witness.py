@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from outpace.parallel.api import Build
+from outpace.optim.build import Build
 
 
 class Witness:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from outpace.parallel.api import Build, Layout, Request
+from outpace.optim.build import Build
+from outpace.parallel.api import Layout, Request
 from outpace.parallel.ddp import Replicas
 
 

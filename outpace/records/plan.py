@@ -20,6 +20,7 @@ ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
 Compression = Literal["none", "bf16", "powersgd"]
+OptimizerName = Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"]
 
 # In the order in which ranks are laid out on them, the last closest together.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -83,6 +84,7 @@ class Plan(Record):
     precision: Precision = "fp32"
     checkpointing: Checkpointing = "none"
     compile: bool = False
+    optimizer: OptimizerName = "adamw-fused"
     loss: Literal["auto", "plain", "chunked"] = "auto"
     compress_gradients: Compression = "none"
     powersgd_rank: PositiveInt = 1

@@ -22,6 +22,7 @@ from outpace.records.plan import (
     POWERSGD_LEAST_START,
     Checkpointing,
     Compression,
+    OptimizerName,
     ProductSchedule,
     Strategy,
 )
@@ -118,9 +119,7 @@ class TrainSettings(Record):
         description="final over peak learning rate",
         json_schema_extra={"group": "optimization"},
     )
-    optimizer: Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"] = _field(
-        "optimization", "implementation of AdamW", "adamw-fused"
-    )
+    optimizer: OptimizerName = _field("optimization", "implementation of AdamW", "adamw-fused")
     weight_decay: NonNegativeFloat = _field(
         "optimization", "decoupled; not on biases, norms and embeddings of one dimension", 0.1
     )

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_leaves
 
+from outpace.optim.build import fill_state
 from outpace.records.base import Record, sync_folder, sync_paths, write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
-from outpace.train.optimizer import fill_state
 
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from outpace.nn.mixed import Mixed
 from outpace.parallel import Layout, Pass
 from outpace.records.measurement import Evaluation
-from outpace.train.precision import Mixed
 from outpace.train.step import Batch
 
 

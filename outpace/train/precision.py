@@ -1,11 +1,4 @@
-"""Mixed precision: autocast around the forward, and a loss scaler for fp16.
-
-Micikevicius et al., "Mixed Precision Training", ICLR 2018.
-"""
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+"""The precision that suits a device, and sizes that suit a precision."""
 
 import torch
 
@@ -13,32 +6,9 @@ from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Precision
 
-DTYPES = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 # CPU features with which bf16 matrix products run faster than fp32's. With avx512_bf16 alone they
 # took 1.3 to 1.7 times as long (docs/log.md).
 _FAST_BF16 = ("amx_bf16",)
-
-
-@dataclass(frozen=True)
-class Mixed:
-    """`cast()` is entered around each forward; `scaler` is None unless the precision is fp16."""
-
-    dtype: torch.dtype | None
-    cast: Callable[[], AbstractContextManager[None]]
-    scaler: torch.amp.GradScaler | None
-
-
-def make_mixed(precision: Precision, device: torch.device, cache: bool) -> Mixed:
-    """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward."""
-    dtype = DTYPES[precision]
-    if dtype is None:
-        return Mixed(None, nullcontext, None)
-
-    def cast() -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype=dtype, cache_enabled=cache)
-
-    scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-    return Mixed(dtype, cast, scaler)
 
 
 def default_precision(device: torch.device, machine: Machine) -> Precision:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outpace.nn.mixed import Mixed
 from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
 from outpace.train.memory import peak_memory_bytes
-from outpace.train.precision import Mixed
 from outpace.train.timing import StepTimer
 
 Batch = Any

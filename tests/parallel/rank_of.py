@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from outpace.catalog.models import preset
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
+from outpace.optim.build import fill_state, make_optimizer
 from outpace.parallel import Request, apply
 from outpace.parallel.tensors import local
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.optimizer import fill_state, make_optimizer
 
 
 def held(model: str, plan: Plan, rank: int, _: Ranks) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def held(model: str, plan: Plan, rank: int, _: Ranks) -> dict[str, Any]:
         objective = LanguageModelObjective(Transformer(preset(model)))
     layout = apply(Request(objective, plan, ranks, torch.device("cpu")))
     named = dict(layout.named_parameters())
-    settings = TrainSettings(lr=1e-3, optimizer="adamw-for-loop")
-    optimizer = make_optimizer(named.items(), settings, layout.make_optimizer)
+    settings = TrainSettings(lr=1e-3)
+    optimizer = make_optimizer(named.items(), "adamw-for-loop", settings, layout.make_optimizer)
     fill_state(optimizer)
     moments = [state[kind] for state in optimizer.state.values()
                for kind in ("exp_avg", "exp_avg_sq")]  # fmt: skip

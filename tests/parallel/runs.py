@@ -9,7 +9,9 @@ from forked import world
 
 from outpace.experiment.parity import Trial, shares
 from outpace.launch.group import Groups
-from outpace.nn.levers import apply_checkpointing, compile_blocks
+from outpace.nn.levers import apply_levers
+from outpace.nn.mixed import make_mixed
+from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
@@ -17,8 +19,6 @@ from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import Plan, fill_axes
 from outpace.records.settings import TrainSettings
 from outpace.train.guards import seed_step
-from outpace.train.optimizer import make_optimizer
-from outpace.train.precision import make_mixed
 from outpace.train.step import RawStep, Stepper
 
 CPU = torch.device("cpu")
@@ -59,14 +59,11 @@ class Run:
     ) -> None:
         self.plan, self.ranks, self.trial = plan, groups.ranks, trial
         objective = trial.objective(plan)
-        if plan.checkpointing != "none":
-            apply_checkpointing(objective.model, plan.checkpointing)
-        if plan.compile:
-            compile_blocks(objective.model)
+        apply_levers(objective.model, plan)
         self.layout = apply(Request(objective, plan, groups.ranks, CPU))
-        settings = TrainSettings(optimizer="adamw-for-loop", lr=trial.lr)
+        settings = TrainSettings(lr=trial.lr)
         self.optimizer = make_optimizer(
-            self.layout.named_parameters(), settings, self.layout.make_optimizer
+            self.layout.named_parameters(), "adamw-for-loop", settings, self.layout.make_optimizer
         )
         spoil(self.layout)
         self.mixed = make_mixed(plan.precision, CPU, True)

@@ -19,10 +19,10 @@ from outpace.experiment.parity import Trial, _counting, _state, reference, share
 from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
+from outpace.nn.mixed import make_mixed
 from outpace.parallel import Layout, Pass, Request, apply
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
-from outpace.train.precision import make_mixed
 from outpace.train.step import Stepper
 
 CPU = torch.device("cpu")

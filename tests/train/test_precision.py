@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from outpace.nn.mixed import make_mixed
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
-from outpace.train.precision import make_mixed, shape_hints
+from outpace.train.precision import shape_hints
 
 
 class CastsOf(TorchDispatchMode):

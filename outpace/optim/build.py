@@ -6,14 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from outpace.parallel.api import Build
+from outpace.records.plan import OptimizerName
 from outpace.records.settings import TrainSettings
 
 Groups = list[dict[str, Any]]
+# Makes an optimizer of parameter groups, as torch.optim's classes do.
+Build = Callable[[Groups], torch.optim.Optimizer]
 
 
 def make_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
+    name: OptimizerName,
     settings: TrainSettings,
     place: Callable[[Groups, Build], torch.optim.Optimizer] = lambda groups, build: build(groups),
 ) -> torch.optim.Optimizer:
@@ -37,8 +40,8 @@ def make_optimizer(
             groups,
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
-            fused=settings.optimizer == "adamw-fused",
-            foreach=settings.optimizer == "adamw-foreach",
+            fused=name == "adamw-fused",
+            foreach=name == "adamw-foreach",
         )
 
     return place([group for group in groups if group["params"]], build)
