@@ -139,6 +139,10 @@ class DataParallel(Layout):
             )
         return self._form
 
+    def expect(self, batch: dict[str, Tensor]) -> None:
+        """Take micro-batches to be like this whole one, which rank 0 need not tell then."""
+        self._form = self._form_of(batch)
+
     def _form_of(self, batch: dict[str, Tensor]) -> Form:
         return [
             (name, torch.Size((len(whole) // self._ranks, *whole.shape[1:])), whole.dtype)

@@ -1,0 +1,73 @@
+"""MemoryAccount: what lies in a rank's memory over a step, where it was traced or measured."""
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from outpace.records.base import Record
+
+Kind = Literal[
+    "weights",  # this rank's, as the optimizer steps them
+    "weight copies",  # in another dtype, for computing
+    "unsharded",  # weights gathered from other ranks
+    "gradients",
+    "optimizer state",
+    "activations",  # what forwards leave for backwards
+    "communication",  # buffers that exchanges read and write
+    "inputs",
+    "temporary",  # made and freed within a forward, a backward or an optimizer's step
+]
+KINDS: tuple[Kind, ...] = (
+    "weights", "weight copies", "unsharded", "optimizer state", "gradients", "activations",
+    "communication", "inputs", "temporary",
+)  # fmt: skip
+Part = Literal["prepare", "data", "forward", "backward", "communication", "optimizer", "other"]
+Source = Literal["traced", "measured"]
+
+
+class Moment(Record):
+    """A point of a step: where it is, and what lies in memory, in bytes by kind."""
+
+    step: NonNegativeInt
+    part: Part
+    module: str
+    operator: str
+    by_kind: dict[Kind, NonNegativeInt]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.by_kind.values())
+
+    @property
+    def where(self) -> str:
+        """For a person: "backward of blocks.11.mlp"."""
+        return f"{self.part} of {self.module}" if self.module else self.part
+
+
+class MemoryAccount(Record):
+    """One rank's memory, over the first two steps (the first has no optimizer state to begin with).
+
+    `peak` is the moment with the most live bytes of tensors, `timeline` the second step in moments.
+    `activations_by_module` is of the peak. `reserved_bytes` is what the allocator holds for them,
+    `unseen_bytes` what no tensor shows (contexts, libraries); None where it is not known. `flops`
+    are of matrix products in one step on this rank, recomputation included; `bytes_moved` is what
+    its operators read and write.
+    """
+
+    source: Source
+    device: str
+    rank: NonNegativeInt
+    world_size: PositiveInt
+    peak: Moment
+    timeline: tuple[Moment, ...]
+    activations_by_module: dict[str, NonNegativeInt]
+    reserved_bytes: NonNegativeInt | None = None
+    unseen_bytes: NonNegativeInt | None = None
+    flops: NonNegativeInt = 0
+    bytes_moved: NonNegativeInt = 0
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most bytes that live at once."""
+        return self.peak.nbytes

@@ -1,0 +1,230 @@
+"""A deep model's memory from two shallow ones, exactly: equal layers do equal things.
+
+What is recorded at two depths differs by what one period of layers does, once or several times in
+each part of a step. It is found by comparing, and repeated as often as the deep model has more
+periods. Where the two do not differ like that, there is no extending (`Irregular`).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outpace.records.memory import KINDS, Kind, Part
+from outpace.trace.watch import Segment
+
+_BLOCK = re.compile(r"(?<=blocks\.)\d+")
+_ALIKE = 500  # that many changes which are the same leave no doubt
+
+
+class Irregular(Exception):
+    """Two depths differ by more than repeated layers."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A change of memory as it counts here. `block` is the layer's number, −1 outside of layers."""
+
+    nbytes: int
+    kind: Kind
+    operator: str
+    module: str
+    made_in: str
+    block: int
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What is the same in equal layers."""
+        return (self.nbytes, *self.loose)
+
+    @property
+    def loose(self) -> tuple[object, ...]:
+        """As `key`, where the number of layers decides on the bytes."""
+        return (self.nbytes > 0, self.kind, self.operator, self.module)
+
+
+@dataclass(frozen=True)
+class Strip:
+    """What was done in a part of a step, as it would be at some depth."""
+
+    step: int
+    part: Part
+    entries: tuple[Entry, ...]
+    repeats: tuple[tuple[int, int, int], ...]  # entries from, to, and how often they come
+    flops: float
+    bytes_moved: float
+
+
+def strip_of(segment: Segment) -> Strip:
+    """A recorded segment, with the numbers of layers taken out of names."""
+    entries = []
+    for change in segment.changes:
+        found = _BLOCK.search(change.module)
+        entries.append(
+            Entry(
+                nbytes=change.sign * change.piece.nbytes,
+                kind=change.piece.kind or "temporary",
+                operator=change.operator,
+                module=_BLOCK.sub("*", change.module),
+                made_in=_BLOCK.sub("*", change.piece.module),
+                block=int(found.group()) if found else -1,
+            )
+        )
+    return Strip(
+        segment.step, segment.part, tuple(entries), (), segment.flops, segment.bytes_moved
+    )
+
+
+def extend(shallow: Sequence[Strip], deeper: Sequence[Strip], times: int) -> list[Strip]:
+    """What a model would do that is `times` as much deeper than `deeper` as that is than `shallow`.
+
+    Raises Irregular.
+    """
+    if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
+        raise Irregular("the parts of a step differ")
+    return [_extend_one(one, other, times) for one, other in zip(shallow, deeper, strict=True)]
+
+
+def _extend_one(shallow: Strip, deeper: Strip, times: int) -> Strip:
+    a, b = shallow.entries, deeper.entries
+    entries: list[Entry] = []
+    repeats: list[tuple[int, int, int]] = []
+    i = j = 0
+    while i < len(a) or j < len(b):
+        piece = 0
+        if i == len(a) or j == len(b) or a[i].key != b[j].key:
+            piece = _inserted(a, i, b, j)
+        if piece:
+            begin = len(entries)
+            entries.extend(b[j : j + piece])
+            repeats.append((begin, begin + piece, times + 1))
+            j += piece
+        else:
+            entries.append(_grown(a[i], b[j], times))
+            i, j = i + 1, j + 1
+    return Strip(
+        step=deeper.step,
+        part=deeper.part,
+        entries=tuple(entries),
+        repeats=tuple(repeats),
+        flops=deeper.flops + times * (deeper.flops - shallow.flops),
+        bytes_moved=deeper.bytes_moved + times * (deeper.bytes_moved - shallow.bytes_moved),
+    )
+
+
+def _inserted(a: Sequence[Entry], i: int, b: Sequence[Entry], j: int) -> int:
+    """How many changes the deeper model makes here that the shallow one does not.
+
+    As many as let the most of what follows agree; 0 where a change has its counterpart with other
+    bytes.
+    """
+    best, length = -1, -1
+    if i < len(a) and j < len(b) and a[i].loose == b[j].loose:
+        best, length = _agreeing(a, i + 1, b, j + 1), 0
+    for piece in range(1, len(b) - j - (len(a) - i) + 1):
+        score = _agreeing(a, i, b, j + piece)
+        if score > max(best, 0):
+            best, length = score, piece
+    if length < 0:
+        raise Irregular(f"no period of layers found at change {j} of {len(b)}")
+    return length
+
+
+def _agreeing(a: Sequence[Entry], i: int, b: Sequence[Entry], j: int) -> int:
+    """How many changes from here are the same, up to `_ALIKE`; so many if both end before."""
+    for ahead in range(_ALIKE):
+        over = (i + ahead >= len(a)) + (j + ahead >= len(b))
+        if over == 2:
+            return _ALIKE
+        if over or a[i + ahead].key != b[j + ahead].key:
+            return ahead
+    return _ALIKE
+
+
+def _grown(one: Entry, other: Entry, times: int) -> Entry:
+    """A change that both depths have; its bytes, and its layer counted from the end, may grow."""
+    if one.nbytes == other.nbytes and one.block == other.block:
+        return other
+    return Entry(
+        nbytes=other.nbytes + times * (other.nbytes - one.nbytes),
+        kind=other.kind,
+        operator=other.operator,
+        module=other.module,
+        made_in=other.made_in,
+        block=other.block + times * (other.block - one.block),
+    )
+
+
+@dataclass(frozen=True)
+class Course:
+    """All changes one after the other, and what lives after each.
+
+    `entries[origin[n]]` is change n; `kind_of` numbers its kind in KINDS; `block` its layer.
+    """
+
+    strips: Sequence[Strip]
+    entries: Sequence[Entry]
+    strip_of: NDArray[np.int64]
+    origin: NDArray[np.int64]
+    block: NDArray[np.int64]
+    live_bytes: NDArray[np.int64]
+
+
+def course_of(strips: Sequence[Strip]) -> Course:
+    """Write out what is repeated."""
+    entries = [entry for strip in strips for entry in strip.entries]
+    origins, numbers, blocks = [], [], []
+    begin = 0
+    for number, strip in enumerate(strips):
+        indices, shifts = _written_out(strip)
+        origins.append(indices + begin)
+        numbers.append(np.full(len(indices), number))
+        held = np.array([entry.block for entry in strip.entries], dtype=np.int64)
+        blocks.append(np.where(held[indices] < 0, -1, held[indices] + shifts))
+        begin += len(strip.entries)
+    origin = np.concatenate(origins) if origins else np.empty(0, np.int64)
+    nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)
+    return Course(
+        strips,
+        entries,
+        np.concatenate(numbers),
+        origin,
+        np.concatenate(blocks),
+        np.cumsum(nbytes[origin]),
+    )
+
+
+def _written_out(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The entries in the order in which they happen, and what to add to the layers' numbers."""
+    indices: list[NDArray[np.int64]] = []
+    shifts: list[NDArray[np.int64]] = []
+
+    def once(begin: int, end: int, shift: int) -> None:
+        indices.append(np.arange(begin, end))
+        shifts.append(np.full(end - begin, shift))
+
+    at = 0
+    for begin, end, times in strip.repeats:
+        once(at, begin, 0)
+        layers = {entry.block for entry in strip.entries[begin:end]} - {-1}
+        period = len(layers) or 1
+        before = [entry.block for entry in strip.entries[:begin] if entry.block >= 0]
+        backwards = bool(before) and bool(layers) and before[-1] > max(layers)
+        for turn in range(times):
+            once(begin, end, period * (times - 1 - turn if backwards else turn))
+        at = end
+    once(at, len(strip.entries), 0)
+    return np.concatenate(indices), np.concatenate(shifts)
+
+
+def kinds_at(course: Course, position: int) -> dict[Kind, int]:
+    """What lives after a change, by kind."""
+    number_of = {kind: number for number, kind in enumerate(KINDS)}
+    kinds = np.array([number_of[entry.kind] for entry in course.entries])
+    nbytes = np.array([entry.nbytes for entry in course.entries], dtype=np.int64)
+    done = course.origin[: position + 1]
+    sums = np.zeros(len(KINDS), dtype=np.int64)
+    np.add.at(sums, kinds[done], nbytes[done])
+    return {kind: int(total) for kind, total in zip(KINDS, sums, strict=True) if total}

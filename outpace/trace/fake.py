@@ -1,0 +1,47 @@
+"""Tensors without memory, but for the small ones that programs look into."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+# Meshes, ranks, counts of steps and flags have fewer elements, weights and activations more.
+_FEW = 512
+
+
+class SmallAreReal(TorchDispatchMode):
+    """Above a FakeTensorMode: what is made from nothing, or from such, is real if it is small.
+
+    Optimizers read their counts of steps, meshes their ranks, and DDP the sizes of parameters:
+    none of them is made from weights or data. What is read of others counts as 1: the flag that
+    says that a gradient is there, or that a stage knows its shapes.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, (DTensor, FakeTensor)) for kind in types):
+            if func in _READS:
+                return 1.0 if args[0].dtype.is_floating_point else 1
+            if func is torch.ops.aten.nonzero.default:  # as many as there can be
+                return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+            return func(*args, **kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            made = func(*args, **kwargs)
+            if not isinstance(made, Tensor) or made.numel() > _FEW:
+                return made
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+@contextmanager
+def hollow() -> Iterator[None]:
+    """Within, tensors have shapes, and no memory if they are large."""
+    with FakeTensorMode(allow_non_fake_inputs=True), SmallAreReal():
+        yield

@@ -1,0 +1,92 @@
+"""The first two steps of a training run, watched."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outpace.nn.levers import apply_levers
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import make_mixed
+from outpace.nn.transformer import Transformer
+from outpace.optim.build import make_optimizer
+from outpace.parallel import Layout, Pass, Request
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.watch import Watch
+
+STEPS = 2  # the first has no optimizer state to begin with
+CPU = torch.device("cpu")
+LayOut = Callable[[Request, dict[str, Tensor]], Layout]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained: `accumulation` passes of `plan.samples_per_pass` samples make a step.
+
+    `settings` are the optimizer's.
+    """
+
+    spec: ModelSpec
+    plan: Plan
+    seq_len: int
+    accumulation: int
+    settings: TrainSettings
+
+    def batch(self) -> dict[str, Tensor]:
+        """What a rank that reads gets at once, of no particular tokens."""
+        shape = (self.plan.samples_read, self.seq_len)
+        return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+
+
+def run_steps(work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut) -> None:
+    """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
+    plan = work.plan
+    mixed = make_mixed(plan.precision, CPU, work.settings.autocast_cache)
+    objective = LanguageModelObjective(Transformer(work.spec), plan.loss, mixed.dtype)
+    apply_levers(objective.model, plan)
+    layout = lay_out(Request(objective, plan, ranks, CPU), work.batch())
+    optimizer = make_optimizer(
+        layout.named_parameters(), plan.optimizer, work.settings, layout.make_optimizer
+    )
+    watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
+    del objective
+    for step in range(1, STEPS + 1):
+        watch.begin_step(step)
+        _step(work, ranks, watch, layout, optimizer, Pass(mixed.cast, _scaled, watch.mark))
+
+
+def _step(
+    work: Workload,
+    ranks: Ranks,
+    watch: Watch,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    given: Pass,
+) -> None:
+    reads = work.plan.data_rank(ranks.rank) is not None
+    batches = [work.batch() for _ in range(work.accumulation)] if reads else []
+    for batch in batches:
+        watch.call(batch.values(), "inputs")
+    watch.mark("data")
+    layout.gradients(batches or [None] * work.accumulation, given)
+    watch.mark("communication")
+    layout.clip(work.settings.clip)
+    optimizer.step()
+    watch.call(_states(optimizer), "optimizer state")
+    optimizer.zero_grad(set_to_none=True)
+    watch.mark("optimizer")
+
+
+def _scaled(loss_sum: Tensor) -> Tensor:
+    return loss_sum * 1.0
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All that an optimizer remembers, also where it is another's part."""
+    within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
+    for state in within.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))

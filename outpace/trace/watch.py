@@ -1,0 +1,237 @@
+"""What is allocated and freed, operator by operator, and what each piece of memory is for."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from outpace.records.memory import Kind, Part
+
+# Operators that use memory for exchanges between ranks, by their namespaces.
+_EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A storage from when it is taken until it is freed, and what it turned out to be for."""
+
+    nbytes: int
+    module: str
+    kind: Kind | None = None
+    lives: bool = True
+
+
+@dataclass(slots=True)
+class Change:
+    """Memory taken (`sign` 1) or given back (-1), after an operator in a module."""
+
+    sign: int
+    piece: Piece
+    operator: str
+    module: str
+
+
+@dataclass
+class Segment:
+    """What was done in one part of a step."""
+
+    step: int
+    part: Part
+    changes: list[Change] = field(default_factory=list)
+    flops: int = 0
+    bytes_moved: int = 0
+
+
+class Watch(TorchDispatchMode):
+    """Records each storage that operators take while it is entered, until it is freed.
+
+    It sees the thread that enters it, and backwards where they run in the same thread, as on a
+    CPU. What a kernel takes and gives back within itself it does not see. `round_to` is the unit
+    of the allocator in bytes.
+    """
+
+    def __init__(self, round_to: int = 1) -> None:
+        super().__init__()
+        self.segments: list[Segment] = []
+        self._round_to = round_to
+        self._now = Segment(0, "prepare")
+        self._step = 0
+        self._pieces: dict[int, tuple[Piece, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._inside: list[str] = []
+        self._operator = self._module = ""
+        self._parameters: list[nn.Parameter] = []
+
+    def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """Call modules by their names within `root`, and keep an eye on these parameters."""
+        self._names |= {id(module): name for name, module in root.named_modules() if name}
+        self._parameters = list(parameters)
+        self.call(self._parameters, "weights")
+
+    def begin_step(self, number: int) -> None:
+        """What was done before is the preparation, what follows is of step `number`."""
+        self.mark("prepare")
+        self._step = self._now.step = number
+
+    def mark(self, part: str) -> None:
+        """What was done since the last mark was `part`."""
+        self._now.part = part  # type: ignore[assignment]
+        if part == "forward":  # what it leaves is there for its backward
+            for change in self._now.changes:
+                if change.piece.lives and change.piece.kind is None:
+                    change.piece.kind = "activations"
+        self.call((parameter.grad for parameter in self._parameters), "gradients")
+        self.segments.append(self._now)
+        self._now = Segment(self._step, "other")
+
+    def call(self, tensors: Iterable[Tensor | None], kind: Kind) -> None:
+        """Say what tensors are for."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                self._piece(storage).kind = kind
+
+    @property
+    def live_bytes(self) -> int:
+        """Of all that was taken and not freed yet."""
+        return sum(piece.nbytes for piece, _ in self._pieces.values())
+
+    def __enter__(self) -> "Watch":
+        register = nn.modules.module
+        self._hooks = [
+            register.register_module_forward_pre_hook(self._enter_module),
+            register.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        # No operator resizes a storage; sharded modules do, where they gather weights.
+        self._resize = torch.UntypedStorage.resize_
+        resize = self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            self._give_back(storage._cdata, "unsharded")
+            resize(storage, size)
+            if size:
+                self._piece(storage).kind = "unsharded"
+            return storage
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+        self._fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        for hook in self._hooks:
+            hook.remove()
+        self._pieces.clear()
+
+    def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        known = self._inside[-1] if self._inside else ""
+        self._inside.append(self._names.get(id(module), known))
+
+    def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        with suppress(IndexError):  # entered before the watch was
+            self._inside.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # to come back with the parts that lie here
+        kwargs = kwargs or {}
+        if func is torch.ops._c10d_functional.wait_tensor.default and self._fake is not None:
+            return args[0]  # as it does in earnest
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if fake is not self._fake:  # DTensor asks itself what shapes will be
+            return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._operator = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
+        self._module = self._inside[-1] if self._inside else self._module_of(given)
+        made = func(*args, **kwargs)
+        self._account(func, args, kwargs, given, made)
+        return made
+
+    def _account(
+        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: Any
+    ) -> None:
+        """Take note of an operator that is done."""
+        outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        known = {storage._cdata for tensor in given for storage in _storages(tensor)}
+        fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
+        for storage in fresh:
+            self._piece(storage)
+        if func is torch.ops.aten._to_copy.default and fresh:
+            self._copied(given[0], fresh[0])
+        if func.namespace in _EXCHANGES:
+            for tensor in [*given, *outputs]:
+                self._lend(tensor)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=made))
+        if fresh or func._schema.is_mutable:
+            moved = {id(tensor): tensor.nbytes for tensor in [*given, *outputs]}
+            self._now.bytes_moved += sum(moved.values())
+
+    def _copied(self, source: Tensor, copy: torch.UntypedStorage) -> None:
+        """A weight in another dtype is a copy of the weight."""
+        for storage in _storages(source):
+            if self._piece(storage).kind in ("weights", "unsharded"):
+                self._piece(copy).kind = "weight copies"
+
+    def _lend(self, tensor: Tensor) -> None:
+        for storage in _storages(tensor):
+            piece = self._piece(storage)
+            piece.kind = piece.kind or "communication"
+
+    def _module_of(self, given: list[Tensor]) -> str:
+        """In backwards no module is entered: where what it works on was made."""
+        for tensor in given:
+            for storage in _storages(tensor):
+                held = self._pieces.get(storage._cdata)
+                if held is not None and held[0].kind in ("activations", "weights", "unsharded"):
+                    return held[0].module
+        return self._module
+
+    def _piece(self, storage: torch.UntypedStorage) -> Piece:
+        """The piece of a storage; a new one if it was not seen yet."""
+        key = storage._cdata
+        held = self._pieces.get(key)
+        if held is None:
+            nbytes = -(-storage.nbytes() // self._round_to) * self._round_to
+            piece = Piece(nbytes, self._module)
+            self._pieces[key] = piece, weakref.ref(storage, partial(self._freed, key))
+            self._now.changes.append(Change(1, piece, self._operator, self._module))
+            return piece
+        return held[0]
+
+    def _freed(self, key: int, _: Any) -> None:
+        self._give_back(key)
+
+    def _give_back(self, key: int, kind: Kind | None = None) -> None:
+        held = self._pieces.pop(key, None)
+        if held is not None:
+            piece = held[0]
+            piece.lives = False
+            piece.kind = kind or piece.kind
+            self._now.changes.append(Change(-1, piece, self._operator, self._module))
+
+
+def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages behind a tensor, or behind the parts of one that is made of others."""
+    if not isinstance(tensor, Tensor):
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        inner, _ = tensor.__tensor_flatten__()
+        for name in inner:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or not tensor.is_meta):
+        yield tensor.untyped_storage()

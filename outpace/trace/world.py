@@ -1,0 +1,117 @@
+"""One rank of a world that is not there: process groups that exchange nothing."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from outpace.parallel import Layout, Request, apply
+from outpace.parallel.ddp import Replicas
+from outpace.parallel.dp import DataParallel
+from outpace.parallel.ring import Ring, ring_all_reduce
+from outpace.records.ranks import Ranks
+
+
+@contextmanager
+def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ranks]:
+    """A default process group of `world_size` ranks, of which this process is `rank`.
+
+    Exchanges return at once and leave their buffers as they are.
+    """
+    ranks = Ranks(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % ranks_per_host,
+        local_world_size=min(ranks_per_host, world_size),
+    )
+    if world_size == 1:
+        yield ranks
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with ExitStack() as patched:
+            for owner, name, instead in _stand_ins():
+                patched.enter_context(patch.object(owner, name, instead))
+            yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
+    """What would wait for an answer, or look into memory that is not there."""
+    yield dist, "broadcast_object_list", lambda *_, **__: None
+    yield dist, "all_reduce", _with_future(dist.all_reduce)
+    # Stages vote on whether their shapes are known, which they are told.
+    yield PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(1)
+    # Its buckets take the place of the parameters' memory, which fake tensors cannot change.
+    init = ZeroRedundancyOptimizer.__init__
+
+    def apart(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **{**kwargs, "parameters_as_bucket_view": False})
+
+    yield ZeroRedundancyOptimizer, "__init__", apart
+
+
+class _Done:
+    """Work whose future has its result, which the fake group's has not."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> bool:
+        """Nothing is under way."""
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Of the tensors that were added up."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+
+def _with_future(all_reduce: Any) -> Any:
+    def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = all_reduce(tensor, *args, **kwargs)
+        return work and _Done(tensor)
+
+    return reduced
+
+
+class _InTurn:
+    """Takes a buffer round the ring at once: a fake mode has one thread."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def begin(self, buffer: Tensor) -> None:
+        """All that a buffer's way round the ring takes."""
+        ring_all_reduce(buffer, self._group)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+def lay_out(request: Request, batch: dict[str, Tensor]) -> Layout:
+    """As `parallel.apply`, where what waits for others is told what they would say."""
+    if request.plan.strategy == "ring" and request.plan.world_size > 1:
+        return Ring(request, _InTurn(dist.new_group()))
+    layout = apply(request)
+    if isinstance(layout, DataParallel):
+        layout.expect(batch)
+    if isinstance(layout, Replicas) and request.plan.compress_gradients == "none":
+        layout.module.register_comm_hook(None, _unchanged)
+    return layout
+
+
+def _unchanged(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A bucket as it is: the fake group has no result for DDP's own exchange."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
