@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from outpace.records.machine import Accelerator, Dtype, Peak
+from outpace.records.machine import Accelerator, Architecture, Dtype, Peak
 
 _T = 1e12
 _GB_PER_S = 1e9
@@ -42,6 +42,11 @@ _H200_SHEET = "NVIDIA H200 Tensor Core GPU datasheet, dense (half of the figures
 _ADA_PAPER = "NVIDIA Ada GPU Architecture whitepaper, appendix A, dense, fp32 accumulation"
 _T4_SHEET = "NVIDIA T4 Tensor Core GPU datasheet; bandwidth: Turing whitepaper, table 4"
 
+# By how names begin.
+_ARCHITECTURES: dict[str, Architecture] = {
+    "V100": "volta", "T4": "turing", "A100": "ampere", "RTX 40": "ada", "H": "hopper",
+}  # fmt: skip
+
 # Name, what the driver calls it, memory in GB, bandwidth in GB/s, rates in TFLOP/s, source.
 _TABLE: tuple[tuple[str, str, int, float, Rates, str], ...] = (
     ("V100 SXM2 16 GB", "V100-SXM2-16GB", 16, 900, _V100_SXM2, _V100_SHEET),
@@ -67,6 +72,7 @@ ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
         name: Accelerator(
             name=name,
             driver_name=driver_name,
+            architecture=next(a for start, a in _ARCHITECTURES.items() if name.startswith(start)),
             memory_bytes=memory * _GB,
             memory_bytes_per_s=bandwidth * _GB_PER_S,
             peak=Peak(

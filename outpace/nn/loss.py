@@ -43,8 +43,11 @@ class LanguageModelObjective(nn.Module):
 
     `compute_dtype` is the dtype of the head's products (None: fp32), since the chunked operator
     does not see autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" takes
-    whichever suits their size.
+    whichever suits their size; `runs_on` is the kind of device that it suits, where the tensors are
+    traced on another.
     """
+
+    runs_on: str | None = None
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class LanguageModelObjective(nn.Module):
             targets_N,
             self.loss,
             self.compute_dtype,
+            self.runs_on,
         )
         return loss_sum, (targets_N != IGNORED).sum()
 
@@ -97,15 +101,18 @@ def linear_loss_sum(
     targets_N: Tensor,
     kind: LossKind = "auto",
     dtype: torch.dtype | None = None,
+    runs_on: str | None = None,
 ) -> Tensor:
     """Sum over targets of −log softmax(hidden · weightᵀ + bias)[target], fp32, with gradient.
 
-    Targets of −100 count nothing; if all are, the loss is 0. `dtype` is that of the products.
+    Targets of −100 count nothing; if all are, the loss is 0. `dtype` is that of the products,
+    `runs_on` the kind of device to choose for (None: the tensors').
     """
     rows, vocab, device = hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device
-    on_cpu = device.type in ("cpu", "meta")
+    device_type = runs_on or device.type
+    on_cpu = device_type in ("cpu", "meta")
     low = None if dtype in (None, torch.float32) else dtype
-    if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab, device)):
+    if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab, device_type)):
         return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
     if low is None or on_cpu:
         # The operator ignores autocast, except in the casts that lead to it.
@@ -127,9 +134,9 @@ def linear_loss_sum(
     return loss_sum
 
 
-def prefers_chunks(rows: int, vocab: int, device: torch.device) -> bool:
+def prefers_chunks(rows: int, vocab: int, device_type: str) -> bool:
     """Whether "auto" takes chunks for this many tokens and this vocabulary."""
-    limit = CHUNK_FROM_BYTES_CPU if device.type == "cpu" else CHUNK_FROM_BYTES_ACCELERATOR
+    limit = CHUNK_FROM_BYTES_CPU if device_type == "cpu" else CHUNK_FROM_BYTES_ACCELERATOR
     return rows > CHUNK_ROWS and 4 * rows * vocab > limit
 
 

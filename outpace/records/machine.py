@@ -16,14 +16,27 @@ class Peak(Record):
     source: str
 
 
+Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell"]
+
+
 class Accelerator(Record):
     """One kind of accelerator. `driver_name` is what its driver reports, without the maker."""
 
     name: str
     driver_name: str
+    architecture: Architecture
     memory_bytes: PositiveInt
     memory_bytes_per_s: PositiveFloat
     peak: Peak
+
+
+class Node(Record):
+    """A host with accelerators, as it is sold. `accelerator` is a name in the catalog."""
+
+    name: str
+    accelerator: str
+    devices: PositiveInt
+    source: str
 
 
 class Device(Record):

@@ -13,13 +13,14 @@ Kind = Literal[
     "gradients",
     "optimizer state",
     "activations",  # what forwards leave for backwards
+    "workspaces",  # what libraries keep for their products
     "communication",  # buffers that exchanges read and write
     "inputs",
     "temporary",  # made and freed within a forward, a backward or an optimizer's step
 ]
 KINDS: tuple[Kind, ...] = (
     "weights", "weight copies", "unsharded", "optimizer state", "gradients", "activations",
-    "communication", "inputs", "temporary",
+    "communication", "inputs", "workspaces", "temporary",
 )  # fmt: skip
 Part = Literal["prepare", "data", "forward", "backward", "communication", "optimizer", "other"]
 Source = Literal["traced", "measured"]

@@ -1,20 +1,21 @@
 """The memory of any rank of any world, from the real model code and the real plan."""
 
 import gc
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
-import torch
 
+from outpace.records.machine import Accelerator
 from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
-from outpace.trace.extend import Course, Irregular, Strip, course_of, extend, kinds_at, strip_of
+from outpace.trace.device import Rules
+from outpace.trace.extend import Course, IrregularError, Strip, course_of, extend, strip_of
 from outpace.trace.fake import hollow
 from outpace.trace.steps import STEPS, Workload, run_steps
-from outpace.trace.watch import Segment, Watch
+from outpace.trace.watch import Watch
 from outpace.trace.world import lay_out, one_rank
 
 # From the second layer on all do the same, but for the last; a fourth one makes sure.
@@ -32,32 +33,32 @@ def account(
     accumulation: int = 1,
     rank: int = 0,
     settings: TrainSettings | None = None,
+    accelerator: Accelerator | None = None,
     ranks_per_host: int = 8,
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors.
 
-    `settings` are the optimizer's. Raises BadInputError for a plan that cannot be applied.
+    `settings` are the optimizer's; without an `accelerator` it is the CPU's memory. Raises
+    BadInputError for a plan that cannot be applied.
     """
     settings = (settings or TrainSettings()).model_copy(update={"lr": 1e-3})
-    passes = min(accumulation, _MOST_PASSES)
+    passes, rules = min(accumulation, _MOST_PASSES), Rules(accelerator)
     work = Workload(spec, plan, seq_len, passes, settings)
-    strips = _strips(work, rank, ranks_per_host)
-    return summed_up(strips, plan, rank, accumulation / passes)
+    traced = partial(recorded, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
+    return summed_up(_strips(work, traced), work, rank, rules, accumulation / passes)
 
 
-def _strips(work: Workload, rank: int, ranks_per_host: int) -> list[Strip]:
+def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
     """Of all layers: recorded, or extended where there are many of them."""
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
-        return recorded(work, rank, ranks_per_host)
+        return traced(work)
     low, high = depths
-    shallow, deeper = (
-        recorded(at_depth(work, depth), rank, ranks_per_host) for depth in (low, high)
-    )
+    shallow, deeper = (traced(at_depth(work, depth)) for depth in depths)
     try:
         return extend(shallow, deeper, (work.spec.layers - high) // (high - low))
-    except Irregular:
-        return recorded(work, rank, ranks_per_host)
+    except IrregularError:
+        return traced(work)
 
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
@@ -76,28 +77,23 @@ def at_depth(work: Workload, layers: int) -> Workload:
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 
 
-def recorded(work: Workload, rank: int, ranks_per_host: int) -> list[Strip]:
+def recorded(work: Workload, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
     """What a rank does in two steps, under fake tensors."""
-    watch = Watch()
+    watch = Watch(rules)
     collecting = gc.isenabled()
     gc.disable()  # when cycles are freed would depend on what ran before
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, hollow(), watch:
-            run_steps(work, ranks, watch, lay_out)
+            run_steps(work, ranks, watch, lay_out, rules)
             segments = watch.segments
     finally:
         if collecting:
             gc.enable()
-    return strips_of(segments)
-
-
-def strips_of(segments: Sequence[Segment]) -> list[Strip]:
-    """Those in which something was done."""
     return [strip_of(segment) for segment in segments]
 
 
 def summed_up(
-    strips: Sequence[Strip], plan: Plan, rank: int, passes: float = 1.0
+    strips: Sequence[Strip], work: Workload, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
     """The account of what was done. `passes`: how often each pass of a step really comes."""
     course = course_of(strips)
@@ -106,10 +102,10 @@ def summed_up(
     times = [passes if strip.part in ("forward", "backward") else 1.0 for strip in last]
     return MemoryAccount(
         source="traced",
-        device="cpu",
+        device=rules.device,
         rank=rank,
-        world_size=plan.world_size,
-        peak=moment(course, position),
+        world_size=work.plan.world_size,
+        peak=_moments(course, [position])[0],
         timeline=tuple(_timeline(course)),
         activations_by_module=_activations(course, position),
         flops=round(sum(n * strip.flops for n, strip in zip(times, last, strict=True))),
@@ -117,18 +113,23 @@ def summed_up(
     )
 
 
-def moment(course: Course, position: int) -> Moment:
-    """What lives after a change, and where that is."""
-    entry = course.entries[course.origin[position]]
-    strip = course.strips[course.strip_of[position]]
-    block = course.block[position]
-    return Moment(
-        step=strip.step,
-        part=strip.part,
-        module=entry.module.replace("*", str(block)) if block >= 0 else entry.module,
-        operator=entry.operator,
-        by_kind=kinds_at(course, position),
-    )
+def _moments(course: Course, positions: Sequence[int]) -> list[Moment]:
+    """What lives after some changes, and where that is."""
+    found = []
+    for position, by_kind in zip(positions, course.by_kind(positions), strict=True):
+        entry = course.entries[course.origin[position]]
+        strip, block = course.strips[course.strip_of[position]], course.block[position]
+        module = entry.module.replace("*", str(block)) if block >= 0 else entry.module
+        found.append(
+            Moment(
+                step=strip.step,
+                part=strip.part,
+                module=module,
+                operator=entry.operator,
+                by_kind=by_kind,
+            )
+        )
+    return found
 
 
 def _timeline(course: Course) -> list[Moment]:
@@ -136,14 +137,16 @@ def _timeline(course: Course) -> list[Moment]:
     steps = np.array([strip.step for strip in course.strips])
     of_step = np.flatnonzero(steps[course.strip_of] == STEPS)
     stretches = np.array_split(of_step, min(_POINTS, len(of_step)) or 1)
-    tops = [part[course.live_bytes[part].argmax()] for part in stretches if len(part)]
-    return [moment(course, int(position)) for position in tops]
+    tops = [int(part[course.live_bytes[part].argmax()]) for part in stretches if len(part)]
+    return _moments(course, tops)
 
 
 def _activations(course: Course, position: int) -> dict[str, int]:
     """Bytes of activations that live at the peak, by the modules that made them, largest first."""
     sums: dict[str, int] = {}
-    for origin, count in zip(*np.unique(course.origin[: position + 1], return_counts=True)):
+    for origin, count in zip(
+        *np.unique(course.origin[: position + 1], return_counts=True), strict=True
+    ):
         entry = course.entries[origin]
         if entry.kind == "activations":
             name = entry.made_in or "outside of modules"

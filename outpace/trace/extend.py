@@ -2,7 +2,7 @@
 
 What is recorded at two depths differs by what one period of layers does, once or several times in
 each part of a step. It is found by comparing, and repeated as often as the deep model has more
-periods. Where the two do not differ like that, there is no extending (`Irregular`).
+periods. Where the two do not differ like that, there is no extending (`IrregularError`).
 """
 
 import re
@@ -19,7 +19,7 @@ _BLOCK = re.compile(r"(?<=blocks\.)\d+")
 _ALIKE = 500  # that many changes which are the same leave no doubt
 
 
-class Irregular(Exception):
+class IrregularError(Exception):
     """Two depths differ by more than repeated layers."""
 
 
@@ -72,18 +72,16 @@ def strip_of(segment: Segment) -> Strip:
                 block=int(found.group()) if found else -1,
             )
         )
-    return Strip(
-        segment.step, segment.part, tuple(entries), (), segment.flops, segment.bytes_moved
-    )
+    return Strip(segment.step, segment.part, tuple(entries), (), segment.flops, segment.bytes_moved)
 
 
 def extend(shallow: Sequence[Strip], deeper: Sequence[Strip], times: int) -> list[Strip]:
     """What a model would do that is `times` as much deeper than `deeper` as that is than `shallow`.
 
-    Raises Irregular.
+    Raises IrregularError.
     """
     if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
-        raise Irregular("the parts of a step differ")
+        raise IrregularError("the parts of a step differ")
     return [_extend_one(one, other, times) for one, other in zip(shallow, deeper, strict=True)]
 
 
@@ -128,19 +126,26 @@ def _inserted(a: Sequence[Entry], i: int, b: Sequence[Entry], j: int) -> int:
         if score > max(best, 0):
             best, length = score, piece
     if length < 0:
-        raise Irregular(f"no period of layers found at change {j} of {len(b)}")
+        raise IrregularError(
+            f"changes {i} of {len(a)} and {j} of {len(b)} differ by no period of layers"
+        )
     return length
 
 
 def _agreeing(a: Sequence[Entry], i: int, b: Sequence[Entry], j: int) -> int:
-    """How many changes from here are the same, up to `_ALIKE`; so many if both end before."""
+    """How many changes from here are the same, up to the first that is of another sort.
+
+    At most `_ALIKE` are looked at; so many if both end before.
+    """
+    same = 0
     for ahead in range(_ALIKE):
         over = (i + ahead >= len(a)) + (j + ahead >= len(b))
         if over == 2:
             return _ALIKE
-        if over or a[i + ahead].key != b[j + ahead].key:
-            return ahead
-    return _ALIKE
+        if over or a[i + ahead].loose != b[j + ahead].loose:
+            break
+        same += a[i + ahead].nbytes == b[j + ahead].nbytes
+    return same
 
 
 def _grown(one: Entry, other: Entry, times: int) -> Entry:
@@ -159,17 +164,31 @@ def _grown(one: Entry, other: Entry, times: int) -> Entry:
 
 @dataclass(frozen=True)
 class Course:
-    """All changes one after the other, and what lives after each.
+    """All changes one after the other, repeated ones written out.
 
-    `entries[origin[n]]` is change n; `kind_of` numbers its kind in KINDS; `block` its layer.
+    Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`; `nbytes` and
+    `kind`, a number in KINDS, are its own, `live_bytes` is what lives after it.
     """
 
     strips: Sequence[Strip]
     entries: Sequence[Entry]
-    strip_of: NDArray[np.int64]
     origin: NDArray[np.int64]
+    strip_of: NDArray[np.int64]
     block: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    kind: NDArray[np.int64]
     live_bytes: NDArray[np.int64]
+
+    def by_kind(self, positions: Sequence[int]) -> list[dict[Kind, int]]:
+        """What lives after some changes, in their order."""
+        sums = np.zeros(len(KINDS), dtype=np.int64)
+        found, done = [], 0
+        for position in positions:
+            these = slice(done, position + 1)
+            np.add.at(sums, self.kind[these], self.nbytes[these])
+            found.append({k: int(n) for k, n in zip(KINDS, sums, strict=True) if n})
+            done = position + 1
+        return found
 
 
 def course_of(strips: Sequence[Strip]) -> Course:
@@ -181,18 +200,21 @@ def course_of(strips: Sequence[Strip]) -> Course:
         indices, shifts = _written_out(strip)
         origins.append(indices + begin)
         numbers.append(np.full(len(indices), number))
-        held = np.array([entry.block for entry in strip.entries], dtype=np.int64)
-        blocks.append(np.where(held[indices] < 0, -1, held[indices] + shifts))
+        held = np.array([entry.block for entry in strip.entries], dtype=np.int64)[indices]
+        blocks.append(np.where(held < 0, -1, held + shifts))
         begin += len(strip.entries)
-    origin = np.concatenate(origins) if origins else np.empty(0, np.int64)
-    nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)
+    origin = np.concatenate(origins)
+    nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)[origin]
+    kinds = np.array([KINDS.index(entry.kind) for entry in entries], dtype=np.int64)
     return Course(
-        strips,
-        entries,
-        np.concatenate(numbers),
-        origin,
-        np.concatenate(blocks),
-        np.cumsum(nbytes[origin]),
+        strips=strips,
+        entries=entries,
+        origin=origin,
+        strip_of=np.concatenate(numbers),
+        block=np.concatenate(blocks),
+        nbytes=nbytes,
+        kind=kinds[origin],
+        live_bytes=np.cumsum(nbytes),
     )
 
 
@@ -217,14 +239,3 @@ def _written_out(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         at = end
     once(at, len(strip.entries), 0)
     return np.concatenate(indices), np.concatenate(shifts)
-
-
-def kinds_at(course: Course, position: int) -> dict[Kind, int]:
-    """What lives after a change, by kind."""
-    number_of = {kind: number for number, kind in enumerate(KINDS)}
-    kinds = np.array([number_of[entry.kind] for entry in course.entries])
-    nbytes = np.array([entry.nbytes for entry in course.entries], dtype=np.int64)
-    done = course.origin[: position + 1]
-    sums = np.zeros(len(KINDS), dtype=np.int64)
-    np.add.at(sums, kinds[done], nbytes[done])
-    return {kind: int(total) for kind, total in zip(KINDS, sums, strict=True) if total}

@@ -12,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-# Meshes, ranks, counts of steps and flags have fewer elements, weights and activations more.
-_FEW = 512
+# Up to how many elements: ranks of a mesh, sizes of parameters, and counts of steps or flags.
+# Token numbers and positions are int64 too, but more of them.
+_FEW = {torch.int32: 2**20, torch.int64: 32}
+_FEW_OTHERS = 2
 
 
 class SmallAreReal(TorchDispatchMode):
@@ -34,7 +36,7 @@ class SmallAreReal(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             made = func(*args, **kwargs)
-            if not isinstance(made, Tensor) or made.numel() > _FEW:
+            if not isinstance(made, Tensor) or made.numel() > _FEW.get(made.dtype, _FEW_OTHERS):
                 return made
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -43,5 +45,5 @@ class SmallAreReal(TorchDispatchMode):
 @contextmanager
 def hollow() -> Iterator[None]:
     """Within, tensors have shapes, and no memory if they are large."""
-    with FakeTensorMode(allow_non_fake_inputs=True), SmallAreReal():
+    with FakeTensorMode(allow_non_fake_inputs=True), SmallAreReal():  # type: ignore[no-untyped-call]
         yield

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
@@ -16,6 +16,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.trace.device import Rules
 from outpace.trace.watch import Watch
 
 STEPS = 2  # the first has no optimizer state to begin with
@@ -42,11 +43,13 @@ class Workload:
         return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
 
 
-def run_steps(work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut) -> None:
+def run_steps(work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan = work.plan
     mixed = make_mixed(plan.precision, CPU, work.settings.autocast_cache)
     objective = LanguageModelObjective(Transformer(work.spec), plan.loss, mixed.dtype)
+    rules.prepare(objective)
+    watch.keep(rules.workspaces(), "workspaces")
     apply_levers(objective.model, plan)
     layout = lay_out(Request(objective, plan, ranks, CPU), work.batch())
     optimizer = make_optimizer(

@@ -6,17 +6,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from outpace.records.memory import Kind, Part
+from outpace.trace.device import Rules
 
+_SHAPES = "_propagate_tensor_meta_non_cached"
 # Operators that use memory for exchanges between ranks, by their namespaces.
 _EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
 
@@ -56,20 +60,21 @@ class Watch(TorchDispatchMode):
     """Records each storage that operators take while it is entered, until it is freed.
 
     It sees the thread that enters it, and backwards where they run in the same thread, as on a
-    CPU. What a kernel takes and gives back within itself it does not see. `round_to` is the unit
-    of the allocator in bytes.
+    CPU. What a kernel takes and gives back within itself it does not see; of some kernels of other
+    devices `rules` know.
     """
 
-    def __init__(self, round_to: int = 1) -> None:
-        super().__init__()
+    def __init__(self, rules: Rules | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.segments: list[Segment] = []
-        self._round_to = round_to
+        self._rules = rules or Rules()
         self._now = Segment(0, "prepare")
         self._step = 0
         self._pieces: dict[int, tuple[Piece, Any]] = {}
         self._names: dict[int, str] = {}
         self._inside: list[str] = []
         self._operator = self._module = ""
+        self._aside = False
         self._parameters: list[nn.Parameter] = []
 
     def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -100,6 +105,12 @@ class Watch(TorchDispatchMode):
             for storage in _storages(tensor):
                 self._piece(storage).kind = kind
 
+    def keep(self, sizes: Iterable[int], kind: Kind) -> None:
+        """Memory that is taken for good, and by no operator."""
+        for nbytes in sizes:
+            piece = Piece(self._rounded(nbytes), "", kind)
+            self._now.changes.append(Change(1, piece, "", ""))
+
     @property
     def live_bytes(self) -> int:
         """Of all that was taken and not freed yet."""
@@ -111,9 +122,27 @@ class Watch(TorchDispatchMode):
             register.register_module_forward_pre_hook(self._enter_module),
             register.register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        # No operator resizes a storage; sharded modules do, where they gather weights.
-        self._resize = torch.UntypedStorage.resize_
-        resize = self._resize
+        self._patched = [
+            # No operator resizes a storage; sharded modules do, where they gather weights.
+            patch.object(torch.UntypedStorage, "resize_", self._resizing()),
+            # DTensor runs operators on nothing, once, to see what shapes come out.
+            patch.object(ShardingPropagator, _SHAPES, self._shaping()),
+        ]
+        for patched in self._patched:
+            patched.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for patched in self._patched:
+            patched.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._pieces.clear()
+
+    def _resizing(self) -> Any:
+        resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             self._give_back(storage._cdata, "unsharded")
@@ -122,17 +151,19 @@ class Watch(TorchDispatchMode):
                 self._piece(storage).kind = "unsharded"
             return storage
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-        self._fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        super().__enter__()
-        return self
+        return resized
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        for hook in self._hooks:
-            hook.remove()
-        self._pieces.clear()
+    def _shaping(self) -> Any:
+        propagate = getattr(ShardingPropagator, _SHAPES)
+
+        def aside(propagator: Any, schema: Any) -> Any:
+            self._aside = True
+            try:
+                return propagate(propagator, schema)
+            finally:
+                self._aside = False
+
+        return aside
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         known = self._inside[-1] if self._inside else ""
@@ -142,16 +173,15 @@ class Watch(TorchDispatchMode):
         with suppress(IndexError):  # entered before the watch was
             self._inside.pop()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for twice with each operator
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # to come back with the parts that lie here
         kwargs = kwargs or {}
-        if func is torch.ops._c10d_functional.wait_tensor.default and self._fake is not None:
+        if func is torch.ops._c10d_functional.wait_tensor.default and _is_fake(args[0]):
             return args[0]  # as it does in earnest
-        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        if fake is not self._fake:  # DTensor asks itself what shapes will be
+        if self._aside:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._operator = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
@@ -160,15 +190,18 @@ class Watch(TorchDispatchMode):
         self._account(func, args, kwargs, given, made)
         return made
 
-    def _account(
-        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: Any
-    ) -> None:
+    def _account(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: Any) -> None:
         """Take note of an operator that is done."""
         outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         known = {storage._cdata for tensor in given for storage in _storages(tensor)}
         fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
         for storage in fresh:
             self._piece(storage)
+        within = self._rules.within(func, args)
+        if within:
+            piece = Piece(self._rounded(within), self._module)
+            for sign in (1, -1):
+                self._now.changes.append(Change(sign, piece, self._operator, self._module))
         if func is torch.ops.aten._to_copy.default and fresh:
             self._copied(given[0], fresh[0])
         if func.namespace in _EXCHANGES:
@@ -206,12 +239,15 @@ class Watch(TorchDispatchMode):
         key = storage._cdata
         held = self._pieces.get(key)
         if held is None:
-            nbytes = -(-storage.nbytes() // self._round_to) * self._round_to
-            piece = Piece(nbytes, self._module)
+            piece = Piece(self._rounded(storage.nbytes()), self._module)
             self._pieces[key] = piece, weakref.ref(storage, partial(self._freed, key))
             self._now.changes.append(Change(1, piece, self._operator, self._module))
             return piece
         return held[0]
+
+    def _rounded(self, nbytes: int) -> int:
+        unit = self._rules.round_to
+        return -(-nbytes // unit) * unit
 
     def _freed(self, key: int, _: Any) -> None:
         self._give_back(key)
@@ -229,9 +265,13 @@ def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor, or behind the parts of one that is made of others."""
     if not isinstance(tensor, Tensor):
         return
-    if is_traceable_wrapper_subclass(tensor):
-        inner, _ = tensor.__tensor_flatten__()
-        for name in inner:
+    parts: Any = getattr(tensor, "__tensor_flatten__", None)  # DTensor, quantized tensors
+    if parts is not None:
+        for name in parts()[0]:
             yield from _storages(getattr(tensor, name))
-    elif tensor.layout is torch.strided and (isinstance(tensor, FakeTensor) or not tensor.is_meta):
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
         yield tensor.untyped_storage()
+
+
+def _is_fake(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor)

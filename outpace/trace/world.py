@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -110,7 +111,7 @@ def lay_out(request: Request, batch: dict[str, Tensor]) -> Layout:
     return layout
 
 
-def _unchanged(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _unchanged(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A bucket as it is: the fake group has no result for DDP's own exchange."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

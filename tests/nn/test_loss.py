@@ -114,13 +114,12 @@ def test_no_targets_no_loss(kind, dtype):
 
 
 def test_auto_takes_chunks_where_logits_weigh():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert prefers_chunks(4096, 4096, cpu)
-    assert prefers_chunks(1024, 50257, cpu)
-    assert not prefers_chunks(4096, 512, cpu)
-    assert not prefers_chunks(512, 50257, cpu)  # one chunk holds them all
-    assert not prefers_chunks(4096, 4096, cuda)
-    assert prefers_chunks(8192, 50257, cuda)
+    assert prefers_chunks(4096, 4096, "cpu")
+    assert prefers_chunks(1024, 50257, "cpu")
+    assert not prefers_chunks(4096, 512, "cpu")
+    assert not prefers_chunks(512, 50257, "cpu")  # one chunk holds them all
+    assert not prefers_chunks(4096, 4096, "cuda")
+    assert prefers_chunks(8192, 50257, "cuda")
 
 
 @pytest.fixture

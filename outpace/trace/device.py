@@ -1,0 +1,98 @@
+"""What a CUDA device does with memory that the CPU's kernels do not, as stated rules.
+
+The trace runs the CPU's operators. On CUDA the same tensors are saved by fused attention (inputs,
+output, a log-sum-exp of fp32 for each query), and autocast's lists cast the operators of outpace's
+models alike; the following differs:
+
+1. The caching allocator gives memory in units of 512 bytes (CUDACachingAllocator, kMinBlockSize).
+2. cuBLAS has a workspace of its own for each thread that multiplies, the forward's and the
+   backward's: 32 MiB on Hopper, 8.125 MiB before (torch, CUDABlas handle pool: 4096 KiB × 8; and
+   4096 KiB × 2 + 16 KiB × 8).
+3. FlashAttention's backward adds up queries' gradients in fp32, sequences rounded up to 128 and
+   heads to 32 (64 above 128), with one fp32 sum for each query; where keys have fewer heads, it
+   makes their gradients for all heads first (Dao, arXiv 2307.08691, §3; flash_api of the library).
+4. Dropout inside fused attention is drawn anew in the backward, so that no mask is kept; the CPU
+   has no fused attention with dropout and keeps the probabilities.
+5. The loss is cut into chunks as `nn.loss` does on an accelerator.
+
+What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.nn.block import Attention
+from outpace.nn.loss import LanguageModelObjective
+from outpace.records.machine import Accelerator
+
+_MIB = 2**20
+_THREADS_THAT_MULTIPLY = 2
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a device differs from the CPU whose operators are traced. None of it for a CPU."""
+
+    accelerator: Accelerator | None = None
+
+    @property
+    def device(self) -> str:
+        """What kind of device it is."""
+        return "cpu" if self.accelerator is None else "cuda"
+
+    @property
+    def round_to(self) -> int:
+        """The allocator's unit, in bytes."""
+        return 1 if self.accelerator is None else 512
+
+    def workspaces(self) -> list[int]:
+        """What libraries keep from their first use on, in bytes."""
+        if self.accelerator is None:
+            return []
+        hopper = self.accelerator.architecture in ("hopper", "blackwell")
+        each = 32 * _MIB if hopper else 8 * _MIB + 128 * 2**10
+        return [each] * _THREADS_THAT_MULTIPLY
+
+    def prepare(self, objective: LanguageModelObjective) -> None:
+        """Let a model choose as it would on the device."""
+        if self.accelerator is None:
+            return
+        objective.runs_on = "cuda"
+        for module in objective.modules():
+            if isinstance(module, Attention):
+                module.mix = partial(_without_dropout, module.mix)
+
+    def within(self, func: Any, args: Any) -> int:
+        """What an operator takes and gives back within itself, in bytes."""
+        if self.accelerator is None or func not in _ATTENTION_BACKWARDS:
+            return 0
+        _, query, key = args[:3]
+        return attention_backward_bytes(query, key)
+
+
+_ATTENTION_BACKWARDS = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
+    """Rule 3, for queries (B, H, S, C) and keys (B, K, T, C)."""
+    batch, heads, queries, width = query_BHSC.shape
+    keys_heads, keys = key_BKTC.shape[1:3]
+    rounded_queries = -(-queries // 128) * 128
+    unit = 32 if width <= 128 else 64
+    rounded_width = -(-width // unit) * unit
+    sums = 4 * batch * heads * rounded_queries * (rounded_width + 1)
+    repeated = 0
+    if keys_heads != heads:
+        repeated = 2 * batch * heads * keys * width * key_BKTC.element_size()
+    return sums + repeated
+
+
+def _without_dropout(mix: Any, *args: Any) -> Any:
+    *operands, _ = args
+    return mix(*operands, 0.0)
