@@ -59,13 +59,14 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
     """On this rank, in bytes; twice, since the first batch also makes the schedule."""
     import torch
 
-    from outpace.experiment.memory import Allocations, Saved
+    from outpace.experiment.memory import Saved
     from outpace.nn.levers import apply_checkpointing
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.transformer import Transformer
     from outpace.parallel import Pass, Request, apply
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
+    from outpace.trace.allocations import Allocations
 
     ranks = groups.ranks.world_size
     plan = Plan(strategy=strategy, pp=ranks, pp_microbatches=count, micro_batch=BATCH // count,

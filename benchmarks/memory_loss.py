@@ -48,7 +48,7 @@ def make_step(kind: str, dtype: str, tokens: int = TOKENS) -> Callable[[], float
 
 def tensor_peak(step: Callable[[], float]) -> tuple[int, float]:
     """Bytes of the step's live tensors at their peak, and the loss."""
-    from outpace.experiment.memory import Allocations
+    from outpace.trace.allocations import Allocations
 
     with Allocations() as allocated:
         loss = step()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outpace.experiment.memory import Allocations
 from outpace.experiment.parity import Batch, shares
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
@@ -25,6 +24,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.trace.allocations import Allocations
 from outpace.train.step import Stepper
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")

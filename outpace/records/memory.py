@@ -50,8 +50,10 @@ class MemoryAccount(Record):
     """One rank's memory, over the first two steps (the first has no optimizer state to begin with).
 
     `peak` is the moment with the most live bytes of tensors, `timeline` the second step in moments.
-    `activations_by_module` is of the peak. `reserved_bytes` is what the allocator holds for them,
-    `unseen_bytes` what no tensor shows (contexts, libraries); None where it is not known. `flops`
+    `activations_by_module` is of the peak. Measured: `allocated_bytes` is the most that the
+    allocator had given out, kernels' own included; `resident_bytes` by how much the process grew.
+    `reserved_bytes` is what the allocator holds for tensors, `unseen_bytes` what no tensor shows
+    (contexts, libraries); None where it is not known. `flops`
     are of matrix products in one step on this rank, recomputation included; `bytes_moved` is what
     its operators read and write.
     """
@@ -63,6 +65,8 @@ class MemoryAccount(Record):
     peak: Moment
     timeline: tuple[Moment, ...]
     activations_by_module: dict[str, NonNegativeInt]
+    allocated_bytes: NonNegativeInt | None = None
+    resident_bytes: NonNegativeInt | None = None
     reserved_bytes: NonNegativeInt | None = None
     unseen_bytes: NonNegativeInt | None = None
     flops: NonNegativeInt = 0

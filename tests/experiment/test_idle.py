@@ -7,9 +7,10 @@ import torch
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
 from outpace.experiment.idle import expected, orders
-from outpace.experiment.memory import Allocations, Saved
+from outpace.experiment.memory import Saved
 from outpace.planner.play import StageTime, idle_share_formula, play
 from outpace.records.pipelines import SCHEDULES
+from outpace.trace.allocations import Allocations
 
 RANKS = Path(__file__).with_name("idle_ranks.py")
 

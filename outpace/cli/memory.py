@@ -1,0 +1,159 @@
+"""`outpace memory`."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.cli import options
+from outpace.cli.parser import Parser, number_type
+from outpace.launch.environment import ranks_from, restart_count
+from outpace.records.errors import BadInputError
+from outpace.records.memory import MemoryAccount
+from outpace.records.ranks import Ranks
+
+if TYPE_CHECKING:
+    from outpace.launch.memory import Question
+
+_ABOUT = "Where memory goes in a training step, and whether it fits: traced, without a GPU."
+_EPILOG = (
+    "All options of outpace train that decide on memory are taken. --measure runs two real steps "
+    "on this host's CPU and shows them beside the trace."
+)
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Trace a plan's memory and print its anatomy; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
+    ranks = ranks_from(environ)
+    if arguments.measure and arguments.machine is not None:
+        raise BadInputError(
+            f"--measure runs on this host, but --machine is {arguments.machine}. Give one of them."
+        )
+    if arguments.measure and ranks is None and (settings.nproc or 1) > 1:
+        from outpace.launch import local
+
+        local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "memory", *argv])
+        return 0
+    from outpace.launch.memory import question, worst
+
+    node = None
+    if arguments.machine is not None:
+        from outpace.catalog.accelerators import ACCELERATORS
+        from outpace.catalog.nodes import find_node
+
+        node = find_node(arguments.machine, ACCELERATORS)
+    asked = question(settings, origins, node, arguments.nodes)
+    measured = None
+    if arguments.measure:
+        measured = _measured(asked, ranks or Ranks(), environ)
+        if measured is None:  # another rank speaks
+            return 0
+    rank = arguments.rank if measured is None else measured.rank
+    if rank is not None and rank >= asked.plan.world_size:
+        raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
+    traced = worst(asked) if rank is None else asked.traced(rank)
+    _show(asked, traced, measured, arguments.plot, arguments.out_file, arguments.json)
+    return 0
+
+
+def _measured(asked: "Question", ranks: Ranks, environ: Mapping[str, str]) -> MemoryAccount | None:
+    """Two real steps; the fullest rank's account, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from outpace.launch.group import process_groups
+    from outpace.trace.measure import measure
+
+    with process_groups(ranks, torch.device("cpu"), 300.0, restart_count(environ)) as groups:
+        mine = measure(asked.workload, ranks)
+        said: list[MemoryAccount] = [mine] * ranks.world_size
+        dist.all_gather_object(said, mine, group=groups.control)
+    return max(said, key=lambda one: one.allocated_bytes or 0) if ranks.rank == 0 else None
+
+
+def _show(
+    asked: "Question",
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    plot: Path | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from outpace.report.memory import document, memory_table
+
+    said = document(
+        traced,
+        measured,
+        plan=asked.plan,
+        model=asked.settings.model,
+        seq_len=asked.seq_len,
+        global_batch=asked.global_batch,
+        accelerator=asked.accelerator,
+    )
+    text = json.dumps(said, indent=2)
+    if out is not None:
+        from outpace.records.base import write_atomic
+
+        write_atomic(out, text + "\n")
+    if plot is not None:
+        from outpace.report.memory_plot import plot_memory
+
+        plot_memory(measured or traced, plot, limit_bytes=said["device_memory_bytes"])
+    if as_json:
+        print(text, flush=True)
+        return
+    from rich.console import Console
+
+    Console().print(memory_table(asked.plan, traced, measured, asked.accelerator))
+
+
+def _parser() -> Parser:
+    parser = Parser("memory", _ABOUT, _EPILOG, usage="[options]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add(
+        "--machine",
+        default=None,
+        metavar="NAME",
+        help="of the catalog: hgx-h100, 'RTX 4090', … (default: processes on CPUs, see --nproc)",
+    )
+    add(
+        "--nodes",
+        type=number_type(int, 1),
+        default=1,
+        metavar="N",
+        help="how many of these machines (default: 1)",
+    )
+    add(
+        "--rank",
+        type=number_type(int, 0),
+        default=None,
+        metavar="N",
+        help="whose memory (default: the rank that needs the most)",
+    )
+    add(
+        "--measure",
+        action="store_true",
+        default=False,
+        help="also run two real steps on this host's CPU, with --nproc processes",
+    )
+    add(
+        "--plot",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="draw memory over a step (.png, .svg)",
+    )
+    add(
+        "--save",
+        dest="out_file",
+        type=Path,
+        default=None,
+        metavar="FILE.json",
+        help="keep what --json prints, with every moment of the step",
+    )
+    options.add_settings(parser)
+    return parser

@@ -1,0 +1,131 @@
+"""What `outpace memory` is asked, made into what the trace needs; the worst rank of a world."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.interop.models import open_model
+from outpace.launch.resolve import resolve_plan, resolve_seq_len
+from outpace.probe.machine import identify
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Accelerator, Node
+from outpace.records.memory import MemoryAccount
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.account import account
+from outpace.trace.steps import Workload
+
+_RANKS_LOOKED_AT = 8  # of those that may differ
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is trained and where. Without an accelerator it is on CPUs."""
+
+    spec: ModelSpec
+    plan: Plan
+    seq_len: int
+    accumulation: int
+    global_batch: int
+    settings: TrainSettings
+    accelerator: Accelerator | None
+    ranks_per_host: int
+
+    @property
+    def workload(self) -> Workload:
+        """For the trace."""
+        settings = self.settings.model_copy(update={"lr": self.settings.lr or 1e-3})
+        return Workload(self.spec, self.plan, self.seq_len, self.accumulation, settings)
+
+    def traced(self, rank: int) -> MemoryAccount:
+        """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
+        return account(
+            self.spec,
+            self.plan,
+            seq_len=self.seq_len,
+            accumulation=self.accumulation,
+            rank=rank,
+            settings=self.settings,
+            accelerator=self.accelerator,
+            ranks_per_host=self.ranks_per_host,
+        )
+
+
+def question(
+    settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
+) -> Question:
+    """Settle what was left open, as training would on that machine. Raises BadInputError.
+
+    Where no global batch was given, it is one micro-batch on each data-parallel rank.
+    """
+    accelerator = None if node is None else ACCELERATORS[node.accelerator]
+    world_size = settings.nproc or 1 if node is None else node.devices * nodes
+    per_host = world_size if node is None else node.devices
+    settings = settings.model_copy(update={"precision": _precision(settings, accelerator)})
+    given = settings.global_batch if origins.get("global_batch") != "default" else None
+    plan = _plan(settings, world_size, per_host, given)
+    opened = open_model(settings.model)
+    if opened.spec is None:
+        raise BadInputError(
+            f"outpace memory traces outpace's own and Hugging Face models; {opened.name} is a "
+            "model of one's own, whose data it does not know. Train it with --memory instead."
+        )
+    spec = opened.spec
+    if settings.dropout is not None:
+        spec = spec.model_copy(update={"dropout": settings.dropout})
+    global_batch = given or plan.samples_per_pass * plan.data_parallel
+    return Question(
+        spec=spec,
+        plan=plan,
+        seq_len=resolve_seq_len(settings, spec.max_positions),
+        accumulation=plan.accumulation(global_batch),
+        global_batch=global_batch,
+        settings=settings,
+        accelerator=accelerator,
+        ranks_per_host=per_host,
+    )
+
+
+def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | None) -> Plan:
+    ranks = Ranks(world_size=world_size, local_world_size=min(per_host, world_size))
+    machine, cpu = identify(find_accelerator), torch.device("cpu")
+    if given is None:
+        each = settings.micro_batch or 1
+        pipeline = settings.pp_microbatches or 4 * world_size
+        settings = settings.model_copy(
+            update={"global_batch": world_size * each * pipeline, "micro_batch": each}
+        )
+    return resolve_plan(settings, ranks, cpu, machine)
+
+
+def _precision(settings: TrainSettings, accelerator: Accelerator | None) -> str | None:
+    """As asked; else what training would choose on the accelerator."""
+    if settings.precision is not None or accelerator is None:
+        return settings.precision
+    return "bf16" if "bf16" in accelerator.peak.flops_per_s else "fp32"
+
+
+def representatives(plan: Plan) -> list[int]:
+    """Ranks of which one has the most memory: equal ones stand in for each other.
+
+    The first of each pipeline stage, the first of all where shares are uneven, and a server.
+    """
+    across = plan.world_size - plan.servers
+    chosen = set(range(0, across, max(1, across // plan.pp)))
+    if plan.strategy == "zero1":
+        chosen |= set(range(min(across, _RANKS_LOOKED_AT)))
+    if plan.servers:
+        chosen.add(across)
+    return sorted(chosen)
+
+
+def worst(asked: Question) -> MemoryAccount:
+    """The rank with the highest peak."""
+    return max(
+        (asked.traced(rank) for rank in representatives(asked.plan)),
+        key=lambda found: found.peak_memory_bytes,
+    )

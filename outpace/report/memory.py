@@ -1,0 +1,128 @@
+"""A rank's memory as a table for the terminal, and as one JSON document."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.machine import Accelerator
+from outpace.records.memory import KINDS, Kind, MemoryAccount
+from outpace.records.plan import Plan
+from outpace.records.units import show_bytes, show_count
+
+_EXPLAINED: dict[Kind, str] = {
+    "weights": "as the optimizer steps them",
+    "weight copies": "in the precision of the products",
+    "unsharded": "gathered from other ranks",
+    "optimizer state": "",
+    "gradients": "",
+    "activations": "kept by forwards for backwards",
+    "communication": "buffers of exchanges",
+    "inputs": "",
+    "workspaces": "of matrix libraries",
+    "temporary": "made and freed within a pass",
+}
+_MODULES_SHOWN = 5
+
+
+def document(
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    *,
+    plan: Plan,
+    model: str,
+    seq_len: int,
+    global_batch: int,
+    accelerator: Accelerator | None,
+) -> dict[str, Any]:
+    """What `outpace memory --json` prints: the worst rank's peak and its anatomy first."""
+    capacity = None if accelerator is None else accelerator.memory_bytes
+    return {
+        "peak_memory_bytes": traced.peak_memory_bytes,
+        "anatomy_bytes": dict(traced.peak.by_kind),
+        "peak_at": {"step": traced.peak.step, "where": traced.peak.where,
+                    "operator": traced.peak.operator},
+        "rank": traced.rank,
+        "world_size": traced.world_size,
+        "device_memory_bytes": capacity,
+        "fits": None if capacity is None else traced.peak_memory_bytes <= capacity,
+        "model": model,
+        "seq_len": seq_len,
+        "global_batch": global_batch,
+        "identity": plan.identity(global_batch),
+        "plan": plan.model_dump(mode="json"),
+        "activations_by_module_bytes": dict(traced.activations_by_module),
+        "flops": traced.flops,
+        "bytes_moved": traced.bytes_moved,
+        "traced": traced.model_dump(mode="json"),
+        "measured": None if measured is None else measured.model_dump(mode="json"),
+        "relative_error": relative_error(traced, measured),
+    }  # fmt: skip
+
+
+def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
+    """By how much the trace is above what the allocator gave out, as a share of it."""
+    if measured is None or not measured.allocated_bytes:
+        return None
+    return traced.peak_memory_bytes / measured.allocated_bytes - 1
+
+
+def memory_table(
+    plan: Plan,
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    accelerator: Accelerator | None,
+) -> Group:
+    """The anatomy at the peak, traced and measured beside each other, and what it means."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("memory at the peak")
+    table.add_column("traced", justify="right")
+    table.add_column("", justify="right", style="dim")
+    if measured is not None:
+        table.add_column("measured", justify="right")
+    table.add_column("", style="dim")
+    total = traced.peak_memory_bytes
+    for kind in KINDS:
+        amount = traced.peak.by_kind.get(kind, 0)
+        seen = 0 if measured is None else measured.peak.by_kind.get(kind, 0)
+        if amount or seen:
+            beside = [] if measured is None else [show_bytes(seen)]
+            share = f"{100 * amount / total:.0f} %"
+            table.add_row(kind, show_bytes(amount), share, *beside, _EXPLAINED[kind])
+    beside = [] if measured is None else [show_bytes(measured.allocated_bytes)]
+    table.add_section()
+    table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,
+                  "" if measured is None else "measured: kernels' own included")  # fmt: skip
+    if measured is not None:
+        grown = show_bytes(measured.resident_bytes)
+        table.add_row("process", "", "", grown, "anonymous resident memory, grown by")
+    return Group(table, *(Text(line) for line in _notes(plan, traced, measured, accelerator)))
+
+
+def _notes(
+    plan: Plan,
+    traced: MemoryAccount,
+    measured: MemoryAccount | None,
+    accelerator: Accelerator | None,
+) -> list[str]:
+    rank = f"rank {traced.rank} of {traced.world_size}" if traced.world_size > 1 else "one process"
+    lines = [f"{rank} ({plan.mesh}): the peak is in the {traced.peak.where} of step "
+             f"{traced.peak.step}."]  # fmt: skip
+    held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
+    if held:
+        parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
+        lines.append(f"Activations are of {parts}.")
+    if accelerator is not None:
+        room = accelerator.memory_bytes - traced.peak_memory_bytes
+        verdict = f"leaves {show_bytes(room)}" if room >= 0 else f"is {show_bytes(-room)} too much"
+        lines.append(
+            f"Of the {show_bytes(accelerator.memory_bytes)} of a {accelerator.name} that "
+            f"{verdict}; what CUDA and NCCL take beside it is not known before it is measured."
+        )
+    lines.append(f"A step is {show_count(traced.flops, 'FLOP')} of products on this rank.")
+    error = relative_error(traced, measured)
+    if error is not None:
+        lines.append(f"The trace is off by {100 * error:+.2f} %.")
+    return lines
