@@ -176,7 +176,7 @@ def _prepare(
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
-    require_run_once(objective.model, plan.checkpointing)
+    require_run_once(objective.model, plan.recomputes)
     apply_levers(objective.model, plan)
     layout = apply(Request(objective, plan, job.ranks, device))
     optimizer = make_optimizer(
@@ -303,7 +303,8 @@ def _ledger(job: Job, progress: Progress | None) -> Ledger:
     model_flops = hardware_flops = None
     if spec is not None and seq_len is not None:
         model_flops = step_flops(spec, seq_len, samples)
-        hardware_flops = step_flops(spec, seq_len, samples, checkpointing=job.plan.checkpointing)
+        modes = job.plan.modes(spec.layers)
+        hardware_flops = step_flops(spec, seq_len, samples, checkpointing=modes)
     costs = Costs(
         samples=samples,
         tokens=None if seq_len is None else samples * seq_len,

@@ -145,7 +145,18 @@ class TrainSettings(Record):
     autocast_cache: bool = _field(
         "computation", "cast each weight once per forward, not at each use", True
     )
-    checkpointing: Checkpointing = _field("computation", "activations to recompute", "none")
+    checkpointing: Checkpointing = _field(
+        "computation",
+        "activations to recompute: full keeps a block's input only, attention also its attention's "
+        "output, selective those of matrix products too",
+        "none",
+    )
+    checkpoint_every: PositiveInt = _field(
+        "computation", "checkpoint each K-th block, from the first", 1
+    )
+    checkpoint_layers: tuple[Checkpointing, ...] = _field(
+        "computation", "in the place of checkpointing, each block's own, comma-separated", ()
+    )
     compile: bool = _field("computation", "torch.compile each block", False)
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
