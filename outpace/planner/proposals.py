@@ -1,0 +1,163 @@
+"""The cheapest changes of a plan that make it fit into a memory limit."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from outpace.planner.cost import Cost, Predict, Rates
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+
+# Values of TrainSettings, by name: what a person would set.
+Change = Mapping[str, Any]
+# Changes that leave less memory for more time, or for other rounding, each kind with its own.
+_CHECKPOINTING: tuple[Change, ...] = (
+    {"checkpointing": "selective"},
+    {"checkpointing": "attention"},
+    {"checkpointing": "full", "checkpoint_every": 2},
+    {"checkpointing": "full"},
+)
+_OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
+_REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
+_SHARDS = ("zero1", "zero2", "zero3")
+# Pairs that are looked at, the most promising first.
+_PAIRS = 8
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Settings to change, and what is predicted with them; `slowdown` 0.1 is 10 % more time.
+
+    `exact`: the numbers of training stay the same, but for rounding.
+    """
+
+    settings: Change
+    peak_memory_bytes: int
+    slowdown: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class _Tried:
+    settings: Change
+    cost: Cost
+    seconds: float
+
+
+def kinds_of_change(plan: Plan, *, low_precision: bool) -> list[list[Change]]:
+    """What could be changed, by kind, in each from the least change to the most.
+
+    `low_precision`: the device has units for bf16.
+    """
+    halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
+    # What a pipeline has under way stays; more is accumulated.
+    parts = plan.pp_microbatches
+    under_way = {"pp_microbatches": parts} if parts > 1 else {}
+    kinds: list[Iterable[Change]] = [
+        ({"micro_batch": n, **under_way} for n in halves),
+        _CHECKPOINTING,
+        [{"loss": "chunked"}] if plan.loss != "chunked" else [],
+        ({"optimizer": name} for name in _OPTIMIZERS if name != plan.optimizer),
+        [{"offload_optimizer": "disk"}],
+        [{"precision": "bf16"}] if low_precision and plan.precision == "fp32" else [],
+    ]
+    if plan.strategy in _REPLICAS and plan.world_size > 1:
+        later = _SHARDS[_SHARDS.index(plan.strategy) + 1 :] if plan.strategy in _SHARDS else _SHARDS
+        kinds.append({"strategy": name} for name in later)
+    return [list(kind) for kind in kinds]
+
+
+def changed(plan: Plan, change: Change) -> Plan:
+    """The plan with settings changed. Raises BadInputError where that cannot be."""
+    values = {**plan.model_dump(), **change}
+    if "checkpointing" in change:
+        values["checkpoint_layers"] = ()
+        values["checkpoint_every"] = change.get("checkpoint_every", 1)
+    if change.get("strategy") in _SHARDS:
+        values.update(dp_replicate=1, dp_shard=plan.data_parallel)
+    return Plan.parse(values, "proposal")
+
+
+def propose(
+    plan: Plan,
+    limit_bytes: int,
+    predict: Predict,
+    rates: Rates,
+    kinds: Iterable[Iterable[Change]],
+    count: int = 3,
+) -> list[Proposal]:
+    """The `count` cheapest changes that fit, one of each kind, and of two kinds if these are few.
+
+    `predict` is asked once for the plan, once for each change up to the first of its kind that
+    fits, and for a few pairs.
+    """
+    now = predict(plan)
+    base = _Tried({}, now, rates.seconds(now))
+
+    def attempt(change: Change) -> _Tried | None:
+        try:
+            other = changed(plan, change)
+            if other == plan:
+                return None
+            cost = predict(other)
+        except BadInputError:
+            return None
+        return _Tried(change, cost, rates.seconds(cost))
+
+    fitting: list[_Tried] = []
+    helping: list[_Tried] = []
+    for kind in kinds:
+        most = None
+        for change in kind:
+            tried = attempt(change)
+            if tried is None or tried.cost.peak_memory_bytes >= now.peak_memory_bytes:
+                continue
+            if tried.cost.peak_memory_bytes <= limit_bytes:
+                fitting.append(tried)
+                break
+            most = tried
+        else:
+            helping += [most] if most is not None else []
+    if len(fitting) < count:
+        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
+    fitting.sort(key=lambda tried: tried.seconds)
+    return [_proposal(tried, base) for tried in fitting[:count]]
+
+
+def _pairs(
+    base: _Tried,
+    helping: list[_Tried],
+    limit_bytes: int,
+    attempt: Callable[[Change], _Tried | None],
+    wanted: int,
+) -> list[_Tried]:
+    """Changes of two kinds, none of which fits alone."""
+
+    def together(pair: tuple[_Tried, _Tried]) -> float:
+        one, other = pair
+        return one.seconds + other.seconds - base.seconds
+
+    def saves_enough(pair: tuple[_Tried, _Tried]) -> bool:
+        peaks = [tried.cost.peak_memory_bytes for tried in pair]
+        return sum(peaks) - base.cost.peak_memory_bytes <= limit_bytes
+
+    pairs = sorted(combinations(helping, 2), key=together)
+    pairs.sort(key=saves_enough, reverse=True)  # what saves the sum of both is a guess
+    found: list[_Tried] = []
+    for one, other in pairs[:_PAIRS]:
+        tried = attempt({**one.settings, **other.settings})
+        if tried is not None and tried.cost.peak_memory_bytes <= limit_bytes:
+            found.append(tried)
+        if len(found) == wanted:
+            break
+    return found
+
+
+def _proposal(tried: _Tried, base: _Tried) -> Proposal:
+    return Proposal(
+        tried.settings,
+        tried.cost.peak_memory_bytes,
+        tried.seconds / base.seconds - 1 if base.seconds else 0.0,
+        exact=not {"optimizer", "precision"} & set(tried.settings),
+    )
