@@ -3,10 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from outpace.cli import options, resume
+from outpace.cli.main import end_at_once
 from outpace.cli.parser import Parser
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError
@@ -34,7 +37,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     ranks = ranks or Ranks()
     _check_nproc(settings, origins, ranks)
-    measurement = _train_here(settings, origins, command, ranks, environ, progress)
+    end = partial(end_at_once, arguments=argv, environ=environ)
+    measurement = _train_here(settings, origins, command, ranks, environ, progress, end)
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
@@ -58,6 +62,7 @@ def _train_here(
     ranks: Ranks,
     environ: Mapping[str, str],
     progress: bool,
+    end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
     from outpace.launch import job
@@ -70,6 +75,7 @@ def _train_here(
         command=command,
         callbacks=[Progress()] if progress and ranks.rank == 0 else [],
         restart=restart_count(environ),
+        end=end,
     )
 
 

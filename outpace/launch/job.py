@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.data.loader import Loader
+from outpace.launch.answer import Answer
 from outpace.launch.context import Job
 from outpace.launch.describe import claim, run_info, run_record, with_earlier_precision
 from outpace.launch.finish import finish
-from outpace.launch.group import process_groups, resolve_backend
-from outpace.launch.materials import build_objective, gather
+from outpace.launch.fit import Fitting, limit_device
+from outpace.launch.group import Groups, process_groups, resolve_backend
+from outpace.launch.materials import Materials, build_objective, gather
+from outpace.launch.oom import End, Guard, readings
+from outpace.launch.predict import accounts
 from outpace.launch.resolve import (
     peak_flops_per_s,
     resolve_device,
@@ -35,12 +40,20 @@ from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import Callback, tell
-from outpace.train.checkpoint import Checkpointer, Progress, newest_intact, remove_later, step_of
+from outpace.train.checkpoint import (
+    Checkpointer,
+    Progress,
+    clear_partial,
+    newest_intact,
+    remove_later,
+    step_of,
+)
 from outpace.train.evaluate import evaluate
 from outpace.train.guards import StopSignal
 from outpace.train.loggers import make_loggers, require_loggers
@@ -83,11 +96,13 @@ def train(
     callbacks: Sequence[Callback] = (),
     restart: int = 0,
     model: nn.Module | Callable[[], Any] | None = None,
+    end: End | None = None,
 ) -> Measurement:
     """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
 
     `model` is a live module or a function that builds one, in place of `settings.model`.
-    `callbacks` are heard on rank 0. Raises BadInputError, DivergedError, InterruptedRunError.
+    `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise.
+    Raises BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError.
     """
     with prepared(
         settings,
@@ -97,6 +112,7 @@ def train(
         callbacks=callbacks,
         restart=restart,
         model=model,
+        end=end,
     ) as ready:
         return ready.run()
 
@@ -111,6 +127,7 @@ def prepared(
     callbacks: Sequence[Callback] = (),
     restart: int = 0,
     model: nn.Module | Callable[[], Any] | None = None,
+    end: End | None = None,
 ) -> Iterator[Prepared]:
     """Everything up to the first step, as `train` does it, for who drives the loop by hand."""
     heard = list(callbacks) if ranks.rank == 0 else []
@@ -123,6 +140,8 @@ def prepared(
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
+        guard = Guard(ranks, device, end)
+        stack.callback(guard.close)
         lacking = why_not(plan.strategy, ranks)
         if lacking is not None:
             raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
@@ -140,22 +159,39 @@ def prepared(
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
-        groups.require_same(
-            {
-                "device": device.type,
-                "plan": plan.model_dump_json(),
-                "number of steps": total_steps,
-                "model": None if materials.spec is None else materials.spec.model_dump_json(),
-                "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
-                "training data": materials.train_fingerprint,
-                "validation data": materials.eval_fingerprint,
-            }
-        )
-        run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
-        job = Job(
-            settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir, heard
-        )
-        yield _prepare(job, origins, command, threads, stop, stack)
+        with guard:
+            guard.watch(readings(settings.memory_limit, device), groups.store)
+            limit_device(settings.memory_limit, device)
+            spec, seq_len = materials.spec, materials.seq_len
+            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, accounts())
+            plan = groups.once(lambda: fitting.settled(plan))
+            _require_same(groups, device, plan, total_steps, materials)
+            run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
+            job = Job(
+                settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir,
+                heard,
+            )  # fmt: skip
+            answer = Answer(job, fitting, origins, command)
+            guard.answer = answer.of
+            groups.once(answer.beforehand)
+            yield _prepare(job, origins, command, threads, stop, stack, guard, answer)
+
+
+def _require_same(
+    groups: Groups, device: torch.device, plan: Plan, total_steps: int, materials: Materials
+) -> None:
+    """Refuse ranks that would not train the same."""
+    groups.require_same(
+        {
+            "device": device.type,
+            "plan": plan.model_dump_json(),
+            "number of steps": total_steps,
+            "model": None if materials.spec is None else materials.spec.model_dump_json(),
+            "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
+            "training data": materials.train_fingerprint,
+            "validation data": materials.eval_fingerprint,
+        }
+    )
 
 
 def _prepare(
@@ -165,6 +201,8 @@ def _prepare(
     threads: int,
     stop: StopSignal,
     stack: ExitStack,
+    guard: Guard,
+    answer: Answer,
 ) -> Prepared:
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
@@ -174,6 +212,7 @@ def _prepare(
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
+    guard.tidy = lambda: _tidy(job)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.recomputes)
@@ -186,6 +225,7 @@ def _prepare(
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
+    guard.look_inside = partial(answer.anatomy, layout, optimizer)
     layout.go_on(start_step)
     job.groups.once(lambda: _take_up(job, record, start_step))
     stepper = _stepper(job, layout, optimizer, mixed)
@@ -239,6 +279,14 @@ def _discard_unbegun(job: Job) -> None:
     """Leave nothing of a run that failed before its first step was done."""
     if job.ranks.rank == 0 and not job.settings.resume:
         job.run_dir.discard_unbegun()
+
+
+def _tidy(job: Job) -> None:
+    """What is left to do where a process is ended in the midst of training."""
+    tell(job.callbacks, "close")
+    _discard_unbegun(job)
+    if job.ranks.rank == 0:
+        clear_partial(job.run_dir.checkpoints)
 
 
 def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: Mixed) -> Stepper:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outpace.planner.flops import parameter_count
+from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
 
@@ -38,3 +40,18 @@ class Rates:
             + cost.bytes_moved / self.bytes_per_s
             + cost.slow_bytes / self.slow_bytes_per_s
         )
+
+
+# fp32 weights, gradients and two moments, and as much again for copies and buckets.
+_STATE_BYTES = 32
+
+
+def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
+    """More than any rank can need, by a rough count that takes no time.
+
+    Everything is taken as whole, in fp32, kept, and with the scores of attention that is not fused.
+    """
+    tokens = plan.samples_per_pass * seq_len
+    of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)
+    numbers = tokens * (spec.layers * of_token + 4 * spec.vocab)
+    return _STATE_BYTES * parameter_count(spec) + 4 * numbers

@@ -54,9 +54,11 @@ def kinds_of_change(plan: Plan, *, low_precision: bool) -> list[list[Change]]:
     # What a pipeline has under way stays; more is accumulated.
     parts = plan.pp_microbatches
     under_way = {"pp_microbatches": parts} if parts > 1 else {}
+    # Who has said which blocks recompute has looked into it.
+    chosen = plan.checkpoint_layers or plan.checkpoint_every > 1
     kinds: list[Iterable[Change]] = [
         ({"micro_batch": n, **under_way} for n in halves),
-        _CHECKPOINTING,
+        [] if chosen else _CHECKPOINTING,
         [{"loss": "chunked"}] if plan.loss != "chunked" else [],
         ({"optimizer": name} for name in _OPTIMIZERS if name != plan.optimizer),
         [{"offload_optimizer": "disk"}],
