@@ -1,5 +1,6 @@
 """Whether a job fits its ranks' memory, and what would: predicted before the first step."""
 
+import time
 from dataclasses import dataclass
 
 import psutil
@@ -18,6 +19,9 @@ from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_bytes
+
+# What has been found by then has to do: ranks wait for it.
+SEARCH_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,11 @@ class Fitting:
         if self._predict is None:
             self._predict = predictor(
                 self._account,
+                self._settings,
                 self._spec,
-                seq_len=self._seq_len,
-                global_batch=self._settings.global_batch,
-                device=self._device,
-                held_bytes=self.held_bytes,
+                self._seq_len,
+                self._device,
+                self.held_bytes,
             )
         return self._predict
 
@@ -131,7 +135,10 @@ class Fitting:
         rough = most_bytes(self._spec, self._seq_len, plan)
         if self.held_bytes + rough <= self.limit.bytes:
             return None
-        needed = self.predict(plan).peak_memory_bytes
+        try:
+            needed = self.predict(plan).peak_memory_bytes
+        except BadInputError:
+            return None  # training is not kept from what cannot be traced
         if needed <= self.limit.bytes:
             return None
         return Shortage(
@@ -150,13 +157,18 @@ class Fitting:
         """The cheapest changes that fit; by as much more where the prediction was too low."""
         if self.predict is None:
             return []
-        too_low = max(0, short.used_bytes - self.predict(plan).peak_memory_bytes)
+        try:
+            too_low = max(0, short.used_bytes - self.predict(plan).peak_memory_bytes)
+        except BadInputError:
+            return []
+        until_s = time.monotonic() + SEARCH_S
         return propose(
             plan,
             self.limit.bytes - too_low,
             self.predict,
             rates(plan, self._machine, self._device),
             self.changes(plan),
+            enough=lambda: time.monotonic() > until_s,
         )
 
     def changes(self, plan: Plan) -> list[list[Change]]:

@@ -21,7 +21,6 @@ from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
 from outpace.launch.materials import Materials, build_objective, gather
 from outpace.launch.oom import End, Guard, readings
-from outpace.launch.predict import accounts
 from outpace.launch.resolve import (
     peak_flops_per_s,
     resolve_device,
@@ -31,6 +30,7 @@ from outpace.launch.resolve import (
     resolve_steps,
     with_powersgd_start,
 )
+from outpace.launch.tracing import find_tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import Mixed, make_mixed
 from outpace.optim.build import make_optimizer
@@ -163,7 +163,9 @@ def prepared(
             guard.watch(readings(settings.memory_limit, device), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
-            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, accounts())
+            tracer = find_tracer()
+            stack.callback(tracer.close if tracer else lambda: None)
+            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
             plan = groups.once(lambda: fitting.settled(plan))
             _require_same(groups, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))

@@ -30,7 +30,7 @@ from outpace.records.units import show_bytes
 # The thread that trains has so long to come back to Python; then the process is ended for it.
 GRACE_S = 5.0
 # From the shortage to the end of every rank at the latest, exchanges and predictions included.
-END_S = 60.0
+END_S = 120.0
 _HEAR_EVERY = 10  # looks at memory for each look at the store
 _SHORT, _ANSWER, _HEARD = "memory/short", "memory/answer", "memory/heard"
 _SHORT_ON_HOST = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
@@ -264,7 +264,7 @@ class Guard:
     def _others_message(self, shortage: Shortage) -> str:
         with suppress(Exception):
             store = self._other_end()
-            until_s = time.monotonic() + END_S / 2
+            until_s = time.monotonic() + END_S - GRACE_S
             while time.monotonic() < until_s:
                 if store.check([_ANSWER]):
                     message: str = store.get(_ANSWER).decode()

@@ -2,22 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.launch.tracing import Ask, Traced
 from outpace.planner.cost import Cost, Predict, Rates
 from outpace.planner.flops import parameter_count
 from outpace.planner.wire import step_traffic
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
 
-# gives a record with peak_memory_bytes, by_kind, flops and bytes_moved of one rank's step.
-Account = Callable[..., Any]
+Account = Callable[[Ask], Traced]
 
 # What live tensors do not show: what allocators keep, and the account's own error.
 _MARGIN = {"cpu": 1.10, "cuda": 1.05}
@@ -29,15 +27,6 @@ _SLOW_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}
 _STATE_BYTES = 8
 
 
-def accounts() -> Account | None:
-    """The room that traces the real model under a plan; None where it is not there."""
-    name = "outpace.trace.account"
-    if find_spec(name) is None:
-        return None
-    account: Account = import_module(name).account
-    return account
-
-
 def margin(device: torch.device) -> float:
     """By what the predicted peak of tensors is multiplied."""
     return _MARGIN.get(device.type, 1.0)
@@ -45,10 +34,9 @@ def margin(device: torch.device) -> float:
 
 def predictor(
     account: Account,
+    settings: TrainSettings,
     spec: ModelSpec,
-    *,
     seq_len: int,
-    global_batch: int,
     device: torch.device,
     held_bytes: int,
 ) -> Predict:
@@ -60,7 +48,7 @@ def predictor(
 
     def predict(plan: Plan) -> Cost:
         if plan not in known:
-            cost = _cost(account, spec, plan, seq_len, global_batch, device)
+            cost = _cost(account, settings, spec, plan, seq_len, device)
             peak = held_bytes + round(margin(device) * cost.peak_memory_bytes)
             known[plan] = replace(cost, peak_memory_bytes=peak)
         return known[plan]
@@ -70,28 +58,34 @@ def predictor(
 
 def _cost(
     account: Account,
+    settings: TrainSettings,
     spec: ModelSpec,
     plan: Plan,
     seq_len: int,
-    global_batch: int,
     device: torch.device,
 ) -> Cost:
+    batch = settings.global_batch
+    accumulation = plan.accumulation(batch)
     found = [
         account(
-            spec,
-            plan,
-            seq_len=seq_len,
-            accumulation=plan.accumulation(global_batch),
-            rank=rank,
-            device=device.type,
+            Ask(
+                spec=spec,
+                plan=plan,
+                seq_len=seq_len,
+                accumulation=accumulation,
+                rank=rank,
+                settings=settings,
+            )
         )
         for rank in _ranks(plan)
     ]
+    fullest = max(found, key=lambda one: _peak(one, device))
     return Cost(
-        peak_memory_bytes=max(_peak(one, device) for one in found),
+        peak_memory_bytes=_peak(fullest, device),
         flops=max(one.flops for one in found),
         bytes_moved=max(one.bytes_moved for one in found),
-        slow_bytes=_sent(plan, spec, seq_len, global_batch) + _elsewhere(plan, spec),
+        slow_bytes=_sent(plan, spec, seq_len, batch) + _elsewhere(plan, spec),
+        by_kind=fullest.by_kind,
     )
 
 
@@ -102,7 +96,7 @@ def _ranks(plan: Plan) -> list[int]:
     return [0]
 
 
-def _peak(found: Any, device: torch.device) -> int:
+def _peak(found: Traced, device: torch.device) -> int:
     """A step's, or on the host that of saving, which begins with a copy of all state."""
     state = found.by_kind.get("weights", 0) + found.by_kind.get("optimizer state", 0)
     copied = 2 * state if device.type == "cpu" else 0

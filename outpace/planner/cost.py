@@ -1,7 +1,8 @@
 """What a step of a plan takes, in memory and in time, as far as choosing between plans needs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from outpace.planner.flops import parameter_count
 from outpace.records.model import ModelSpec
@@ -12,13 +13,15 @@ from outpace.records.plan import Plan
 class Cost:
     """Of the fullest rank: its peak, and the FLOPs and bytes read and written of one step.
 
-    `slow_bytes` go to a slower place than memory and back: to a disk, or over a wire.
+    `slow_bytes` go to a slower place than memory and back: to a disk, or over a wire. `by_kind` is
+    what the peak is made of, where that is known, by the kinds of a memory account.
     """
 
     peak_memory_bytes: int
     flops: int
     bytes_moved: int
     slow_bytes: int = 0
+    by_kind: Mapping[str, int] = MappingProxyType({})
 
 
 # What a plan would cost. Raises BadInputError for one that cannot be.

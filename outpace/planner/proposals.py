@@ -1,6 +1,6 @@
 """The cheapest changes of a plan that make it fit into a memory limit."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -21,6 +21,16 @@ _CHECKPOINTING: tuple[Change, ...] = (
 _OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
 _REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
 _SHARDS = ("zero1", "zero2", "zero3")
+# The kinds of memory that a setting has to do with; any other has to do with all.
+_OF_STEP = ("activations", "temporary", "inputs", "weight copies")
+_MAKES_SMALLER: Mapping[str, tuple[str, ...]] = {
+    "micro_batch": _OF_STEP,
+    "checkpointing": _OF_STEP,
+    "loss": _OF_STEP,
+    "optimizer": ("optimizer state", "temporary"),
+    "offload_optimizer": ("optimizer state", "temporary"),
+}
+_ERROR = 1.15
 # Pairs that are looked at, the most promising first.
 _PAIRS = 8
 
@@ -86,21 +96,23 @@ def propose(
     limit_bytes: int,
     predict: Predict,
     rates: Rates,
-    kinds: Iterable[Iterable[Change]],
+    kinds: Iterable[Sequence[Change]],
     count: int = 3,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Proposal]:
     """The `count` cheapest changes that fit, one of each kind, and of two kinds if these are few.
 
-    `predict` is asked once for the plan, once for each change up to the first of its kind that
-    fits, and for a few pairs.
+    `predict` is asked about log2 of each kind's changes, and about a few pairs, until there has
+    been `enough` of it.
     """
     now = predict(plan)
     base = _Tried({}, now, rates.seconds(now))
+    need = now.peak_memory_bytes - limit_bytes
 
     def attempt(change: Change) -> _Tried | None:
         try:
             other = changed(plan, change)
-            if other == plan:
+            if enough() or other == plan:
                 return None
             cost = predict(other)
         except BadInputError:
@@ -110,21 +122,45 @@ def propose(
     fitting: list[_Tried] = []
     helping: list[_Tried] = []
     for kind in kinds:
-        most = None
-        for change in kind:
-            tried = attempt(change)
-            if tried is None or tried.cost.peak_memory_bytes >= now.peak_memory_bytes:
-                continue
-            if tried.cost.peak_memory_bytes <= limit_bytes:
-                fitting.append(tried)
-                break
-            most = tried
+        if kind and most_saved(kind[-1], now) >= need:
+            fits, most = _least_that_fits(kind, attempt, limit_bytes)
         else:
-            helping += [most] if most is not None else []
+            fits, most = None, next(filter(None, map(attempt, reversed(kind))), None)
+        if fits is not None:
+            fitting.append(fits)
+        elif most is not None and most.cost.peak_memory_bytes < now.peak_memory_bytes:
+            helping.append(most)
     if len(fitting) < count:
         fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
     fitting.sort(key=lambda tried: tried.seconds)
     return [_proposal(tried, base) for tried in fitting[:count]]
+
+
+def _least_that_fits(
+    kind: Sequence[Change], attempt: Callable[[Change], _Tried | None], limit_bytes: int
+) -> tuple[_Tried | None, _Tried | None]:
+    """By halving: the first change of a kind that fits; and the one that was found to save most."""
+    low, high = 0, len(kind)
+    fits = most = None
+    while low < high:
+        middle = (low + high) // 2
+        tried = attempt(kind[middle])
+        if tried is not None and tried.cost.peak_memory_bytes <= limit_bytes:
+            fits, high = tried, middle
+        else:
+            most, low = tried or most, middle + 1
+    return fits, most
+
+
+def most_saved(change: Change, now: Cost) -> float:
+    """No change of this kind saves more than all of what it makes smaller at the peak."""
+    if not now.by_kind:
+        return now.peak_memory_bytes
+    names = {name for name in change if name in _MAKES_SMALLER}
+    kinds = {kind for name in names for kind in _MAKES_SMALLER[name]}
+    if not names:
+        return now.peak_memory_bytes
+    return _ERROR * sum(now.by_kind.get(kind, 0) for kind in kinds)
 
 
 def _pairs(
