@@ -1,8 +1,7 @@
 """What a step of a plan takes, in memory and in time, as far as choosing between plans needs it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from outpace.planner.flops import parameter_count
 from outpace.records.model import ModelSpec
@@ -21,7 +20,7 @@ class Cost:
     flops: int
     bytes_moved: int
     slow_bytes: int = 0
-    by_kind: Mapping[str, int] = MappingProxyType({})
+    by_kind: Mapping[str, int] = field(default_factory=dict)
 
 
 # What a plan would cost. Raises BadInputError for one that cannot be.

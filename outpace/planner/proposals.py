@@ -100,7 +100,9 @@ def propose(
     count: int = 3,
     enough: Callable[[], bool] = lambda: False,
 ) -> list[Proposal]:
-    """The `count` cheapest changes that fit, one of each kind, and of two kinds if these are few.
+    """The `count` cheapest changes that fit, one of each kind.
+
+    If these are few, also changes of two kinds, and more of the kinds that fit.
 
     `predict` is asked about log2 of each kind's changes, and about a few pairs, until there has
     been `enough` of it.
@@ -121,6 +123,7 @@ def propose(
 
     fitting: list[_Tried] = []
     helping: list[_Tried] = []
+    further: list[Change] = []
     for kind in kinds:
         if kind and most_saved(kind[-1], now) >= need:
             fits, most = _least_that_fits(kind, attempt, limit_bytes)
@@ -128,10 +131,14 @@ def propose(
             fits, most = None, next(filter(None, map(attempt, reversed(kind))), None)
         if fits is not None:
             fitting.append(fits)
+            further += kind[kind.index(fits.settings) + 1 :][:1]
         elif most is not None and most.cost.peak_memory_bytes < now.peak_memory_bytes:
             helping.append(most)
     if len(fitting) < count:
         fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
+    for change in further[: max(0, count - len(fitting))]:
+        tried = attempt(change)
+        fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
     fitting.sort(key=lambda tried: tried.seconds)
     return [_proposal(tried, base) for tried in fitting[:count]]
 
