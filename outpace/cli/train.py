@@ -24,7 +24,7 @@ _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, sav
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Train as the arguments say; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    settings, origins, progress = _settings(arguments)
+    settings, origins, progress, trial = _settings(arguments)
     if arguments.print_config:
         print_config(settings, origins, arguments.json)
         return 0
@@ -38,6 +38,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     ranks = ranks or Ranks()
     _check_nproc(settings, origins, ranks)
     end = partial(end_at_once, arguments=argv, environ=environ)
+    if trial:
+        from outpace.launch import job
+
+        job.try_steps(settings, ranks=ranks, end=end)
+        return 0
     measurement = _train_here(settings, origins, command, ranks, environ, progress, end)
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
@@ -66,6 +71,7 @@ def _train_here(
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
     from outpace.launch import job
+    from outpace.launch.micro_batch import trier
     from outpace.report.progress import Progress
 
     return job.train(
@@ -76,6 +82,7 @@ def _train_here(
         callbacks=[Progress()] if progress and ranks.rank == 0 else [],
         restart=restart_count(environ),
         end=end,
+        attempt=trier(environ),
     )
 
 
@@ -128,16 +135,19 @@ def _parser() -> Parser:
     return parser
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str], bool]:
-    """Merge command line, file, the resumed run and defaults; and whether to show progress."""
+def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str], bool, bool]:
+    """Merge command line, file, the resumed run and defaults.
+
+    And whether to show progress, and whether it is a trial of two steps.
+    """
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
-        return settings, handed["origins"], handed["progress"]
+        return settings, handed["origins"], handed["progress"], handed.get("trial", False)
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
-    return *merge(layers), True
+    return *merge(layers), True, False
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.data.loader import Loader
+from outpace.launch import micro_batch
 from outpace.launch.answer import Answer
 from outpace.launch.context import Job
 from outpace.launch.describe import claim, run_info, run_record, with_earlier_precision
@@ -20,6 +21,7 @@ from outpace.launch.finish import finish
 from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
 from outpace.launch.materials import Materials, build_objective, gather
+from outpace.launch.micro_batch import TRIAL_STEPS, Try
 from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
     peak_flops_per_s,
@@ -97,12 +99,14 @@ def train(
     restart: int = 0,
     model: nn.Module | Callable[[], Any] | None = None,
     end: End | None = None,
+    attempt: Try | None = None,
 ) -> Measurement:
     """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
 
     `model` is a live module or a function that builds one, in place of `settings.model`.
-    `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise.
-    Raises BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError.
+    `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise;
+    `attempt` tries settings in another. Raises BadInputError, DivergedError, InterruptedRunError,
+    OutOfMemoryError.
     """
     with prepared(
         settings,
@@ -113,8 +117,16 @@ def train(
         restart=restart,
         model=model,
         end=end,
+        attempt=attempt,
     ) as ready:
         return ready.run()
+
+
+def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
+    """Do a few steps and save, as `train` would, in a place of its own. Raises what it raises."""
+    with prepared(settings, ranks=ranks, origins={}, command=[], end=end, foresee=False) as ready:
+        assert settings.steps == TRIAL_STEPS  # after the last of them it saves
+        ready.loop.run()
 
 
 @contextmanager
@@ -128,8 +140,13 @@ def prepared(
     restart: int = 0,
     model: nn.Module | Callable[[], Any] | None = None,
     end: End | None = None,
+    attempt: Try | None = None,
+    foresee: bool = True,
 ) -> Iterator[Prepared]:
-    """Everything up to the first step, as `train` does it, for who drives the loop by hand."""
+    """Everything up to the first step, as `train` does it, for who drives the loop by hand.
+
+    `foresee`: predict whether it fits.
+    """
     heard = list(callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
         stack.callback(lambda: tell(heard, "close"))
@@ -142,6 +159,12 @@ def prepared(
         plan = resolve_plan(settings, ranks, device, machine)
         guard = Guard(ranks, device, end)
         stack.callback(guard.close)
+        if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):
+            raise BadInputError(
+                "--micro-batch auto tries sizes in processes of their own, where a live model "
+                "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
+                "file, or use gloo or nccl."
+            )
         lacking = why_not(plan.strategy, ranks)
         if lacking is not None:
             raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
@@ -163,10 +186,13 @@ def prepared(
             guard.watch(readings(settings.memory_limit, device), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
-            tracer = find_tracer()
+            tracer = find_tracer() if foresee else None
             stack.callback(tracer.close if tracer else lambda: None)
             fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
             plan = groups.once(lambda: fitting.settled(plan))
+            if settings.micro_batch == "auto":
+                plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
+                settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             _require_same(groups, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
             job = Job(

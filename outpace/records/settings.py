@@ -262,6 +262,11 @@ class TrainSettings(Record):
         for axis in AXES:
             if getattr(self, axis) == 0:
                 raise ValueError(f"{axis} is 0; it is at least 1, or -1 for the ranks left over")
+        if self.memory_budget is not None and self.micro_batch == "auto":
+            raise ValueError(
+                "memory_budget and micro_batch auto each take what memory the other leaves. Give "
+                "the micro-batch as a number"
+            )
         recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
         for name, default in recomputing.items():
             if self.memory_budget is not None and getattr(self, name) != default:
