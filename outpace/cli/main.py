@@ -109,6 +109,16 @@ def _fail(message: str, exit_code: int, arguments: list[str], environ: Mapping[s
     return exit_code
 
 
+def end_at_once(
+    message: str, exit_code: int, arguments: list[str], environ: Mapping[str, str]
+) -> NoReturn:
+    """Tell what went wrong and end this process, whatever its other threads are at."""
+    code = _fail(message, exit_code, arguments, environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def launched_by_us(environ: Mapping[str, str]) -> bool:
     """Whether this process is a worker that `outpace train --nproc` started."""
     return environ.get("TORCHELASTIC_RUN_ID", "").startswith("outpace-")

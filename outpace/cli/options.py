@@ -8,7 +8,7 @@ import argparse
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from outpace.cli.parser import Parser, whole_number
 from outpace.records.errors import BadInputError, nearest
-from outpace.records.settings import TrainSettings
+from outpace.records.settings import Size, TrainSettings
+from outpace.records.units import read_bytes
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
@@ -36,19 +37,28 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a field's annotation holds: the plain type, its choices, and whether it is a tuple."""
+    """What a field's annotation holds: the plain type, its choices, and whether it is a tuple.
+
+    `words` may stand in the place of a number; `size` is a number of bytes.
+    """
 
     kind: type
     choices: tuple[str, ...] = ()
     many: bool = False
+    words: tuple[str, ...] = ()
+    size: bool = False
 
 
 def shape(annotation: Any) -> Shape:
     """Look through Optional, Annotated, tuple and Literal for what a field holds."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
+    if annotation == Size:
+        return Shape(int, size=True)
     if origin in (typing.Union, types.UnionType):
-        return shape(next(a for a in arguments if a is not type(None)))
+        held = [shape(a) for a in arguments if a is not type(None)]
+        words = [word for other in held[1:] for word in other.choices]
+        return replace(held[0], words=tuple(words))
     if origin is typing.Annotated:
         return shape(arguments[0])
     if origin is tuple:
@@ -91,7 +101,9 @@ def _metavar(name: str, holds: Shape) -> str:
         return "NAME"
     if holds.choices:
         return "{" + ",".join(holds.choices) + "}"
-    words = {int: "N", float: "X", Path: "DIR"}
+    if holds.words:
+        return "{N," + ",".join(holds.words) + "}"
+    words = {int: "SIZE" if holds.size else "N", float: "X", Path: "DIR"}
     return words.get(holds.kind, name.rsplit("_", 1)[-1].upper())
 
 
@@ -158,14 +170,20 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
             f"{where}: {value!r} is not one of {', '.join(holds.choices)}."
             f"{nearest(str(value), holds.choices)}"
         )
-    if not isinstance(value, str) or holds.kind not in (int, float):
+    if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
         return value
+    if holds.size:
+        try:
+            return read_bytes(value)
+        except ValueError as error:
+            raise BadInputError(f"{where}: {error}") from None
     reader = whole_number if holds.kind is int else float
     try:
         return reader(value)
     except ValueError:
         example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
-        raise BadInputError(f"{where}: {value!r} is not {example}") from None
+        words = "".join(f", and not {word!r}" for word in holds.words)
+        raise BadInputError(f"{where}: {value!r} is not {example}{words}") from None
 
 
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
@@ -184,7 +202,10 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
     try:
         settings = TrainSettings.model_validate(values)
     except ValidationError as error:
-        raise BadInputError("\n".join(map(partial(_sentence, origins), error.errors()))) from None
+        # Of a field that may be a number or a word, the first says what is wrong.
+        first = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
+        sentences = map(partial(_sentence, origins), reversed(first.values()))
+        raise BadInputError("\n".join(sentences)) from None
     return settings, {name: origins.get(name, DEFAULT) for name in _fields()}
 
 

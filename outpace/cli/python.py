@@ -12,6 +12,7 @@ from outpace.cli import options
 from outpace.cli.train import merge
 from outpace.launch import job, local, use
 from outpace.launch.environment import ranks_from, restart_count
+from outpace.launch.micro_batch import trier
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.ranks import Ranks
@@ -58,6 +59,7 @@ def train(
         callbacks=heard if ranks is None or ranks.rank == 0 else [],
         restart=restart_count(os.environ),
         model=live,
+        attempt=trier(os.environ),
     )
 
 

@@ -3,10 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from outpace.cli import options, resume
+from outpace.cli.main import end_at_once
 from outpace.cli.parser import Parser
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError
@@ -21,7 +24,7 @@ _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, sav
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Train as the arguments say; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    settings, origins, progress = _settings(arguments)
+    settings, origins, progress, trial = _settings(arguments)
     if arguments.print_config:
         print_config(settings, origins, arguments.json)
         return 0
@@ -34,7 +37,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     ranks = ranks or Ranks()
     _check_nproc(settings, origins, ranks)
-    measurement = _train_here(settings, origins, command, ranks, environ, progress)
+    end = partial(end_at_once, arguments=argv, environ=environ)
+    if trial:
+        from outpace.launch import job
+
+        job.try_steps(settings, ranks=ranks, end=end)
+        return 0
+    measurement = _train_here(settings, origins, command, ranks, environ, progress, end)
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
@@ -58,9 +67,11 @@ def _train_here(
     ranks: Ranks,
     environ: Mapping[str, str],
     progress: bool,
+    end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
     from outpace.launch import job
+    from outpace.launch.micro_batch import trier
     from outpace.report.progress import Progress
 
     return job.train(
@@ -70,6 +81,8 @@ def _train_here(
         command=command,
         callbacks=[Progress()] if progress and ranks.rank == 0 else [],
         restart=restart_count(environ),
+        end=end,
+        attempt=trier(environ),
     )
 
 
@@ -122,16 +135,19 @@ def _parser() -> Parser:
     return parser
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str], bool]:
-    """Merge command line, file, the resumed run and defaults; and whether to show progress."""
+def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str], bool, bool]:
+    """Merge command line, file, the resumed run and defaults.
+
+    And whether to show progress, and whether it is a trial of two steps.
+    """
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
-        return settings, handed["origins"], handed["progress"]
+        return settings, handed["origins"], handed["progress"], handed.get("trial", False)
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
-    return *merge(layers), True
+    return *merge(layers), True, False
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:

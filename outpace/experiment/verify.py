@@ -43,6 +43,8 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
     plans = list(plans)
     kv_heads = max([2, *(plan.tp for plan in plans)])
     layers = max([5, *(plan.stages + 1 for plan in plans)])
+    given = [len(plan.checkpoint_layers) for plan in plans if plan.checkpoint_layers]
+    layers = max(given, default=layers)
     return ModelSpec.parse(
         {"family": "llama", "layers": layers, "hidden": 16 * kv_heads,
          "heads": 2 * kv_heads, "kv_heads": kv_heads, "ffn": 24 * kv_heads, "vocab": 96,

@@ -24,10 +24,11 @@ class Groups:
     """`control` carries small host messages of each step; `saving` is for checkpoints alone.
 
     `patient` waits for what rank 0 does alone, however long its disk takes; so does `saving`. The
-    death of a rank ends the others' waiting at once all the same.
+    death of a rank ends the others' waiting at once all the same. `store` is where they met.
     """
 
     ranks: Ranks
+    store: Store
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     patient: dist.ProcessGroup
@@ -133,6 +134,7 @@ def process_groups(
     try:
         yield Groups(
             ranks,
+            store=store,
             control=dist.new_group(backend="gloo", timeout=timeout),
             saving=dist.new_group(backend="gloo", timeout=max(timeout, _PATIENCE)),
             patient=dist.new_group(backend="gloo", timeout=max(timeout, _PATIENCE)),

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.data.loader import Loader
+from outpace.launch import micro_batch
+from outpace.launch.answer import Answer
 from outpace.launch.context import Job
 from outpace.launch.describe import claim, run_info, run_record, with_earlier_precision
 from outpace.launch.finish import finish
-from outpace.launch.group import process_groups, resolve_backend
-from outpace.launch.materials import build_objective, gather
+from outpace.launch.fit import Fitting, limit_device
+from outpace.launch.group import Groups, process_groups, resolve_backend
+from outpace.launch.materials import Materials, build_objective, gather
+from outpace.launch.micro_batch import TRIAL_STEPS, Try
+from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
     peak_flops_per_s,
     resolve_device,
@@ -26,6 +32,7 @@ from outpace.launch.resolve import (
     resolve_steps,
     with_powersgd_start,
 )
+from outpace.launch.tracing import find_tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import Mixed, make_mixed
 from outpace.optim.build import make_optimizer
@@ -35,12 +42,20 @@ from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import Callback, tell
-from outpace.train.checkpoint import Checkpointer, Progress, newest_intact, remove_later, step_of
+from outpace.train.checkpoint import (
+    Checkpointer,
+    Progress,
+    clear_partial,
+    newest_intact,
+    remove_later,
+    step_of,
+)
 from outpace.train.evaluate import evaluate
 from outpace.train.guards import StopSignal
 from outpace.train.loggers import make_loggers, require_loggers
@@ -83,11 +98,15 @@ def train(
     callbacks: Sequence[Callback] = (),
     restart: int = 0,
     model: nn.Module | Callable[[], Any] | None = None,
+    end: End | None = None,
+    attempt: Try | None = None,
 ) -> Measurement:
     """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
 
     `model` is a live module or a function that builds one, in place of `settings.model`.
-    `callbacks` are heard on rank 0. Raises BadInputError, DivergedError, InterruptedRunError.
+    `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise;
+    `attempt` tries settings in another. Raises BadInputError, DivergedError, InterruptedRunError,
+    OutOfMemoryError.
     """
     with prepared(
         settings,
@@ -97,8 +116,17 @@ def train(
         callbacks=callbacks,
         restart=restart,
         model=model,
+        end=end,
+        attempt=attempt,
     ) as ready:
         return ready.run()
+
+
+def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
+    """Do a few steps and save, as `train` would, in a place of its own. Raises what it raises."""
+    with prepared(settings, ranks=ranks, origins={}, command=[], end=end, foresee=False) as ready:
+        assert settings.steps == TRIAL_STEPS  # after the last of them it saves
+        ready.loop.run()
 
 
 @contextmanager
@@ -111,8 +139,14 @@ def prepared(
     callbacks: Sequence[Callback] = (),
     restart: int = 0,
     model: nn.Module | Callable[[], Any] | None = None,
+    end: End | None = None,
+    attempt: Try | None = None,
+    foresee: bool = True,
 ) -> Iterator[Prepared]:
-    """Everything up to the first step, as `train` does it, for who drives the loop by hand."""
+    """Everything up to the first step, as `train` does it, for who drives the loop by hand.
+
+    `foresee`: predict whether it fits.
+    """
     heard = list(callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
         stack.callback(lambda: tell(heard, "close"))
@@ -123,6 +157,14 @@ def prepared(
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
+        guard = Guard(ranks, device, end)
+        stack.callback(guard.close)
+        if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):
+            raise BadInputError(
+                "--micro-batch auto tries sizes in processes of their own, where a live model "
+                "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
+                "file, or use gloo or nccl."
+            )
         lacking = why_not(plan.strategy, ranks)
         if lacking is not None:
             raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
@@ -140,22 +182,44 @@ def prepared(
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
-        groups.require_same(
-            {
-                "device": device.type,
-                "plan": plan.model_dump_json(),
-                "number of steps": total_steps,
-                "model": None if materials.spec is None else materials.spec.model_dump_json(),
-                "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
-                "training data": materials.train_fingerprint,
-                "validation data": materials.eval_fingerprint,
-            }
-        )
-        run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
-        job = Job(
-            settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir, heard
-        )
-        yield _prepare(job, origins, command, threads, stop, stack)
+        with guard:
+            guard.watch(readings(settings.memory_limit, device), groups.store)
+            limit_device(settings.memory_limit, device)
+            spec, seq_len = materials.spec, materials.seq_len
+            tracer = find_tracer() if foresee else None
+            stack.callback(tracer.close if tracer else lambda: None)
+            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
+            plan = groups.once(lambda: fitting.settled(plan))
+            if settings.micro_batch == "auto":
+                plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
+                settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
+            _require_same(groups, device, plan, total_steps, materials)
+            run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
+            job = Job(
+                settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir,
+                heard,
+            )  # fmt: skip
+            answer = Answer(job, fitting, origins, command)
+            guard.answer = answer.of
+            groups.once(answer.beforehand)
+            yield _prepare(job, origins, command, threads, stop, stack, guard, answer)
+
+
+def _require_same(
+    groups: Groups, device: torch.device, plan: Plan, total_steps: int, materials: Materials
+) -> None:
+    """Refuse ranks that would not train the same."""
+    groups.require_same(
+        {
+            "device": device.type,
+            "plan": plan.model_dump_json(),
+            "number of steps": total_steps,
+            "model": None if materials.spec is None else materials.spec.model_dump_json(),
+            "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
+            "training data": materials.train_fingerprint,
+            "validation data": materials.eval_fingerprint,
+        }
+    )
 
 
 def _prepare(
@@ -165,6 +229,8 @@ def _prepare(
     threads: int,
     stop: StopSignal,
     stack: ExitStack,
+    guard: Guard,
+    answer: Answer,
 ) -> Prepared:
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
@@ -174,9 +240,10 @@ def _prepare(
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
+    guard.tidy = lambda: _tidy(job)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
-    require_run_once(objective.model, plan.checkpointing)
+    require_run_once(objective.model, plan.recomputes)
     apply_levers(objective.model, plan)
     layout = apply(Request(objective, plan, job.ranks, device))
     optimizer = make_optimizer(
@@ -186,6 +253,7 @@ def _prepare(
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
+    guard.look_inside = partial(answer.anatomy, layout, optimizer)
     layout.go_on(start_step)
     job.groups.once(lambda: _take_up(job, record, start_step))
     stepper = _stepper(job, layout, optimizer, mixed)
@@ -239,6 +307,14 @@ def _discard_unbegun(job: Job) -> None:
     """Leave nothing of a run that failed before its first step was done."""
     if job.ranks.rank == 0 and not job.settings.resume:
         job.run_dir.discard_unbegun()
+
+
+def _tidy(job: Job) -> None:
+    """What is left to do where a process is ended in the midst of training."""
+    tell(job.callbacks, "close")
+    _discard_unbegun(job)
+    if job.ranks.rank == 0:
+        clear_partial(job.run_dir.checkpoints)
 
 
 def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: Mixed) -> Stepper:
@@ -303,7 +379,8 @@ def _ledger(job: Job, progress: Progress | None) -> Ledger:
     model_flops = hardware_flops = None
     if spec is not None and seq_len is not None:
         model_flops = step_flops(spec, seq_len, samples)
-        hardware_flops = step_flops(spec, seq_len, samples, checkpointing=job.plan.checkpointing)
+        modes = job.plan.modes(spec.layers)
+        hardware_flops = step_flops(spec, seq_len, samples, checkpointing=modes)
     costs = Costs(
         samples=samples,
         tokens=None if seq_len is None else samples * seq_len,

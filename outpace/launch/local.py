@@ -27,6 +27,7 @@ from outpace.records.errors import (
     BadInputError,
     DivergedError,
     InterruptedRunError,
+    OutOfMemoryError,
     OutpaceError,
 )
 from outpace.records.measurement import Measurement
@@ -117,7 +118,7 @@ def start_settings(
 
 def _error_of(message: str, exit_code: int) -> OutpaceError:
     """The error that training in this process would have raised."""
-    for kind in (BadInputError, DivergedError, InterruptedRunError):
+    for kind in (BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError):
         if kind.exit_code == exit_code:
             return kind(message)
     return WorkerError(message, exit_code)

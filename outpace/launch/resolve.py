@@ -153,14 +153,16 @@ def _micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
     """As asked; what was not is a rank's whole share, in as many parts as suit a pipeline."""
-    if settings.micro_batch is None:
+    # Where the most that fit are asked for, that is found later, from the whole share on.
+    asked = None if settings.micro_batch == "auto" else settings.micro_batch
+    if asked is None:
         possible = _whole_share(settings, sizes)
     else:
         shares = sizes["dp_replicate"] * sizes["dp_shard"]
-        possible = settings.global_batch // (shares * settings.micro_batch)
+        possible = settings.global_batch // (shares * asked)
     schedule = schedule_of(strategy, sizes["pp"], _axis_schedule(settings))
     parts = settings.pp_microbatches or default_microbatches(schedule, sizes["pp"], possible)
-    micro_batch = settings.micro_batch or max(1, possible // parts)
+    micro_batch = asked or max(1, possible // parts)
     return {"micro_batch": micro_batch, "pp_microbatches": parts}
 
 

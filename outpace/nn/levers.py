@@ -58,22 +58,35 @@ def _size(modules: list[nn.Module]) -> int:
 
 
 def apply_checkpointing(
-    module: nn.Module, mode: Checkpointing, blocks: Sequence[nn.Module] | None = None
+    module: nn.Module,
+    mode: Checkpointing | Sequence[Checkpointing],
+    blocks: Sequence[nn.Module] | None = None,
 ) -> None:
-    """Let each block recompute its activations in the backward instead of keeping them.
+    """Let blocks recompute their activations in the backward instead of keeping them.
 
-    `blocks` are found, where they are not given.
+    `mode` is that of all blocks, or of each. `blocks` are found, where they are not given.
 
-    Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "selective" also keeps the
-    outputs of matrix products and fused attention, and recomputes what is cheap between them
-    (Korthikanti et al., arXiv 2205.05198, §5, with the choice turned round: fused attention
-    keeps no scores, so its output is cheap to keep). Random numbers are drawn alike again.
+    Chen et al., arXiv 1604.06174. "full" keeps a block's input only. "attention" also keeps the
+    output of fused attention. "selective" keeps the outputs of matrix products too, and recomputes
+    what is cheap between them (Korthikanti et al., arXiv 2205.05198, §5, with the choice turned
+    round: fused attention keeps no scores, so its output is cheap to keep). Random numbers are
+    drawn alike again.
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
-    for block in blocks or find_blocks(module):
-        block.forward = partial(_checkpointed, block.forward, options)
+    blocks = blocks or find_blocks(module)
+    modes = [mode] * len(blocks) if isinstance(mode, str) else mode
+    for block, own in zip(blocks, modes, strict=True):
+        if own != "none":
+            block.forward = partial(_checkpointed, block.forward, _options(own))
+
+
+def _options(mode: Checkpointing) -> dict[str, Any]:
+    """What torch's checkpoint is told beside."""
+    if mode == "full":
+        return {}
+    kept = _ATTENTION if mode == "attention" else _ATTENTION | _PRODUCTS
+    return {"context_fn": partial(_keeping, kept)}
 
 
 def _checkpointed(
@@ -84,17 +97,23 @@ def _checkpointed(
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
-def _selective() -> Contexts:
-    contexts: Contexts = create_selective_checkpoint_contexts(_keep_products)
+def _keeping(kept: frozenset[Any]) -> Contexts:
+    """Keep the outputs of these operators, which are dear to compute again."""
+
+    def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: Contexts = create_selective_checkpoint_contexts(choose)
     return contexts
 
 
 # Batched products are left out on purpose: where attention is not fused they make the scores,
 # (B, H, S, S), which is what checkpointing is to be rid of.
-_KEPT = frozenset(
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+_ATTENTION = frozenset(
     {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -103,17 +122,11 @@ _KEPT = frozenset(
 )
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what is dear to compute again."""
-    if operator in _KEPT:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def apply_levers(module: nn.Module, plan: Plan, blocks: Sequence[nn.Module] | None = None) -> None:
     """What a plan says of the blocks of a model, in the one order in which it works."""
-    if plan.checkpointing != "none":
-        apply_checkpointing(module, plan.checkpointing, blocks)
+    if plan.recomputes:
+        blocks = blocks or find_blocks(module)
+        apply_checkpointing(module, plan.modes(len(blocks)), blocks)
     if plan.compile:
         compile_blocks(module, blocks)
 

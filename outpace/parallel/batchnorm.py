@@ -25,9 +25,9 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
 
 
-def require_run_once(module: nn.Module, checkpointing: str) -> None:
+def require_run_once(module: nn.Module, recomputes: bool) -> None:
     """Raises BadInputError where recomputation would run a batch normalisation twice."""
-    if checkpointing != "none" and batch_norms(module):
+    if recomputes and batch_norms(module):
         raise BadInputError(
             "checkpointing runs a BatchNorm twice, so its moving averages would move twice a step. "
             "Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."

@@ -222,7 +222,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if not any(p.requires_grad for p in module.parameters()):
         raise BadInputError("the module has no parameter that requires gradients")
-    require_run_once(module, plan.checkpointing)
+    require_run_once(module, plan.recomputes)
 
 
 def launched() -> int:

@@ -6,6 +6,8 @@ Causal attention is counted in full, not halved; nor do sliding windows or docum
 reduce the count.
 """
 
+from collections.abc import Sequence
+
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Checkpointing
 
@@ -79,21 +81,33 @@ def step_flops(
     spec: ModelSpec,
     seq_len: int,
     samples: int,
-    checkpointing: Checkpointing | None = None,
+    checkpointing: Checkpointing | Sequence[Checkpointing] | None = None,
 ) -> int:
     """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
     Without `checkpointing`: what the model needs, three times the forward, for MFU (Chowdhery et
-    al., PaLM, arXiv 2204.02311, appendix B). With it: what the hardware computes, for HFU. That
-    adds the scores that fused attention computes again and, under "full", the blocks' forward
-    (Korthikanti et al., arXiv 2205.05198, appendix A); "selective" keeps all products here.
+    al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each: what the hardware
+    computes, for HFU. That adds the scores that fused attention computes again and what blocks
+    compute again.
     """
     forward = forward_flops(spec, seq_len, samples)
     if checkpointing is None:
         return 3 * forward
-    product = samples * _attention_product(spec, seq_len)
-    extra = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * product
-    if checkpointing == "full":
-        again = 2 * samples * seq_len * spec.layers * _recomputed_weights(spec)
-        extra += again + _FORWARD_PRODUCTS * product
-    return 3 * forward + extra
+    modes = [checkpointing] * spec.layers if isinstance(checkpointing, str) else checkpointing
+    scores = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * _attention_product(spec, seq_len)
+    again = sum(recomputed_flops(spec, seq_len, mode) for mode in modes)
+    return 3 * forward + samples * (scores + again)
+
+
+def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
+    """FLOPs that one block computes again in the backward, one sample.
+
+    "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention"
+    that without attention itself; "selective" keeps all products here.
+    """
+    if mode in ("none", "selective"):
+        return 0
+    products = 2 * seq_len * _recomputed_weights(spec)
+    if mode == "attention":
+        return products
+    return products + _FORWARD_PRODUCTS * _attention_product(spec, seq_len) // spec.layers

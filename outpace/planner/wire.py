@@ -117,7 +117,7 @@ def step_traffic(
     With what every job exchanges: the loss's sum and count, and each rank's wish to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
-    if formula is None or plan.checkpointing != "none":
+    if formula is None or plan.recomputes:
         return None
     tally = Tally()
     if plan.world_size > 1:

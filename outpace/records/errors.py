@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
+EXIT_OUT_OF_MEMORY = 4
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
 
 
@@ -28,6 +29,12 @@ class DivergedError(OutpaceError):
     """The loss became NaN or infinite."""
 
     exit_code = EXIT_DIVERGED
+
+
+class OutOfMemoryError(OutpaceError):
+    """A rank needs more memory than it may use; the message has what would fit."""
+
+    exit_code = EXIT_OUT_OF_MEMORY
 
 
 class InterruptedRunError(OutpaceError):

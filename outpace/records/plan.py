@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
@@ -18,7 +18,16 @@ Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 # Of a pipeline that is one axis of several.
 ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-Checkpointing = Literal["none", "selective", "full"]
+# In the order of what they keep, the most first.
+Checkpointing = Literal["none", "selective", "attention", "full"]
+
+
+def _at_plus(value: object) -> object:
+    """The modes of layers as one word: "full+none+none"."""
+    return tuple(value.split("+")) if isinstance(value, str) else value
+
+
+LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_at_plus)]
 Compression = Literal["none", "bf16", "powersgd"]
 OptimizerName = Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"]
 
@@ -63,6 +72,8 @@ class Plan(Record):
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
     `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`.
+    `checkpointing` holds for every block, or for each `checkpoint_every`-th from the first;
+    `checkpoint_layers`, where given, says it block by block instead.
     `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
     axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
     stand behind each worker.
@@ -83,6 +94,8 @@ class Plan(Record):
     pp_schedule: ProductSchedule = "1f1b"
     precision: Precision = "fp32"
     checkpointing: Checkpointing = "none"
+    checkpoint_every: PositiveInt = 1
+    checkpoint_layers: LayerModes = ()
     compile: bool = False
     optimizer: OptimizerName = "adamw-fused"
     loss: Literal["auto", "plain", "chunked"] = "auto"
@@ -98,13 +111,14 @@ class Plan(Record):
             pp=self.pp,
             microbatches=self.pp_microbatches,
             replicas=self.dp_replicate,
-            checkpointing=self.checkpointing != "none",
+            checkpointing=self.recomputes,
             compiled=self.compile,
             chunked=self.loss == "chunked",
         )
         if why_not is not None:
             raise ValueError(why_not)
         self._check_compression()
+        self._check_checkpointing()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
         asked = self.servers or self.server_updates or self.worker_devices > 1
@@ -144,6 +158,36 @@ class Plan(Record):
                 "compress_gradients powersgd keeps what it left out for the next step, and in fp16 "
                 "an overflow would stay there for good. Use precision bf16 or fp32"
             )
+
+    def _check_checkpointing(self) -> None:
+        every, layers = self.checkpoint_every, self.checkpoint_layers
+        if every > 1 and self.checkpointing == "none":
+            raise ValueError(
+                f"checkpoint_every is {every}, but checkpointing is none: no block would be "
+                "recomputed. Use checkpointing full or selective with it, or leave it out"
+            )
+        if layers and (every > 1 or self.checkpointing != "none"):
+            raise ValueError(
+                "checkpoint_layers says for each block what is recomputed; checkpointing "
+                f"{self.checkpointing} and checkpoint_every {every} say it too. Use one of the two"
+            )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether any block computes activations again."""
+        return self.checkpointing != "none" or any(m != "none" for m in self.checkpoint_layers)
+
+    def modes(self, layers: int) -> tuple[Checkpointing, ...]:
+        """The mode of each of `layers` blocks. Raises BadInputError where the plan has others."""
+        if not self.checkpoint_layers:
+            every = self.checkpoint_every
+            return tuple("none" if i % every else self.checkpointing for i in range(layers))
+        if len(self.checkpoint_layers) != layers:
+            raise BadInputError(
+                f"checkpoint_layers has {len(self.checkpoint_layers)} modes, but the model has "
+                f"{layers} blocks. Give one for each block."
+            )
+        return self.checkpoint_layers
 
     @property
     def schedule(self) -> str:

@@ -5,9 +5,10 @@ keyword of `outpace.train`. Its description is the flag's help.
 """
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,6 +27,15 @@ from outpace.records.plan import (
     ProductSchedule,
     Strategy,
 )
+from outpace.records.units import read_bytes
+
+
+def _size(value: object) -> object:
+    return read_bytes(value) if isinstance(value, str) else value
+
+
+# A number of bytes, which may be written "8GiB".
+Size = Annotated[PositiveInt, BeforeValidator(_size)]
 
 
 def _field(group: str, help_text: str, default: Any = None) -> Any:
@@ -94,8 +104,10 @@ class TrainSettings(Record):
         "batch", "tokens per sample (default: 256, or the model's positions if fewer)"
     )
     global_batch: PositiveInt = _field("batch", "samples per optimizer step, all ranks", 16)
-    micro_batch: PositiveInt | None = _field(
-        "batch", "samples per rank and forward (default: the rank's share, no accumulation)"
+    micro_batch: PositiveInt | Literal["auto"] | None = _field(
+        "batch",
+        "samples per rank and forward, or auto: the most that fit (default: the rank's share, no "
+        "accumulation)",
     )
     steps: PositiveInt | None = _field("length", "optimizer steps (default: 70)")
     tokens: PositiveInt | None = _field("length", "train on this many tokens instead")
@@ -145,7 +157,27 @@ class TrainSettings(Record):
     autocast_cache: bool = _field(
         "computation", "cast each weight once per forward, not at each use", True
     )
-    checkpointing: Checkpointing = _field("computation", "activations to recompute", "none")
+    checkpointing: Checkpointing = _field(
+        "computation",
+        "activations to recompute: full keeps a block's input only, attention also its attention's "
+        "output, selective those of matrix products too",
+        "none",
+    )
+    checkpoint_every: PositiveInt = _field(
+        "computation", "checkpoint each K-th block, from the first", 1
+    )
+    checkpoint_layers: tuple[Checkpointing, ...] = _field(
+        "computation", "in the place of checkpointing, each block's own, comma-separated", ()
+    )
+    memory_budget: Size | None = _field(
+        "computation",
+        "recompute as little as lets each rank's memory stay within this, such as 8GiB",
+    )
+    memory_limit: Size | None = _field(
+        "computation",
+        "end the run, and say what would fit, when a rank needs more than this, such as 8GiB "
+        "(default on a CPU: the control group's limit)",
+    )
     compile: bool = _field("computation", "torch.compile each block", False)
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
@@ -230,6 +262,17 @@ class TrainSettings(Record):
         for axis in AXES:
             if getattr(self, axis) == 0:
                 raise ValueError(f"{axis} is 0; it is at least 1, or -1 for the ranks left over")
+        if self.memory_budget is not None and self.micro_batch == "auto":
+            raise ValueError(
+                "memory_budget and micro_batch auto each take what memory the other leaves. Give "
+                "the micro-batch as a number"
+            )
+        recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
+        for name, default in recomputing.items():
+            if self.memory_budget is not None and getattr(self, name) != default:
+                raise ValueError(
+                    f"memory_budget chooses what is recomputed, and so does {name}. Leave one out"
+                )
         if self.data_weights is not None and len(self.data_weights) != len(self.data):
             raise ValueError(
                 f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources"

@@ -1,5 +1,7 @@
 """Numbers as a person reads them: memory binary (GiB), rates and counts decimal (GB/s, TFLOP/s)."""
 
+import re
+
 _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -40,3 +42,32 @@ def show_seconds(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+_SIZE = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}ib": 2 ** (10 * n) for n, p in enumerate("kmgt", 1)}
+_UNITS |= {f"{p}b": 10 ** (3 * n) for n, p in enumerate("kmgt", 1)}
+
+
+def read_bytes(text: str) -> int:
+    """Bytes from words: '8GiB', '900 MiB', '8 GB', '2e9'. Raises ValueError with a sentence."""
+    found = _SIZE.fullmatch(text.strip())
+    factor = _UNITS.get(found[2].lower()) if found else None
+    try:
+        count = float(found[1]) * factor if found and factor else 0.0
+    except ValueError:
+        count = 0.0
+    if not 1 <= count < 2**63:
+        raise ValueError(
+            f"{text!r} is no number of bytes: write 8GiB or 900MiB (powers of 1024), 8GB or 2e9"
+        )
+    return round(count)
+
+
+def write_bytes(count: int) -> str:
+    """A size that `read_bytes` reads as exactly this: 8589934592 -> '8GiB'."""
+    for factor, name in _BINARY:
+        if count % factor == 0:
+            return f"{count // factor}{name}"
+    return str(count)

@@ -4,6 +4,7 @@ All of it goes to standard error; standard output is for results.
 """
 
 import time
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
+from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.report.summary import show_whole
 from outpace.train.callbacks import Callback
@@ -165,8 +167,8 @@ def _headlines(info: RunInfo) -> tuple[Text, ...]:
     how: list[str] = [plan.precision, *([plan.strategy] if plan.strategy != "single" else [])]
     if plan.world_size > 1:
         how.append(f"{plan.world_size} processes")
-    if plan.checkpointing != "none":
-        how.append(f"{plan.checkpointing} activation checkpointing")
+    if plan.recomputes:
+        how.append(_recomputation(plan))
     if plan.compile:
         how.append("compiled")
     title = Text("  ").append(info.model, style="bold")
@@ -178,6 +180,16 @@ def _headlines(info: RunInfo) -> tuple[Text, ...]:
         Text(f"  {info.identity}", style="dim"),
         Text(f"  {info.total_steps:,} steps{went_on}, into {info.run}", style="dim"),
     )
+
+
+def _recomputation(plan: Plan) -> str:
+    """Which blocks compute activations again: all, each k-th, or so many of each mode."""
+    if not plan.checkpoint_layers:
+        every = f" of 1 block in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
+        return f"{plan.checkpointing} activation checkpointing{every}"
+    counts = Counter(mode for mode in plan.checkpoint_layers if mode != "none")
+    modes = " and ".join(f"{mode} of {number}" for mode, number in counts.items())
+    return f"activation checkpointing: {modes} of {len(plan.checkpoint_layers)} blocks"
 
 
 def _steps(done: int, total: int) -> str:

@@ -67,10 +67,15 @@ class RunDir:
         except OSError as error:
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step of the run was done."""
+        metrics = self.path / METRICS_FILE
+        return metrics.is_file() and metrics.stat().st_size > 0
+
     def discard_unbegun(self) -> None:
         """Remove the directory of a run that has not done a step."""
-        metrics = self.path / METRICS_FILE
-        if not metrics.is_file() or metrics.stat().st_size == 0:
+        if not self.has_steps:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def cut_metrics(self, step: int) -> None:

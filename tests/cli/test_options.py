@@ -55,6 +55,13 @@ def test_without_options_every_value_is_a_default(capsys: pytest.CaptureFixture[
         (["--data", "a", "b", "--data-weights", "0.5", "2"], "data_weights", [0.5, 2.0]),
         (["--log", "tensorboard,mlflow"], "log", ["tensorboard", "mlflow"]),
         (["--out=runs/x"], "out", "runs/x"),
+        (["--memory-limit", "8GiB"], "memory_limit", 8 * 2**30),
+        (["--memory-limit", "900 MiB"], "memory_limit", 900 * 2**20),
+        (["--memory-budget", "2e9"], "memory_budget", 2 * 10**9),
+        (["--memory-budget", "8GB"], "memory_budget", 8 * 10**9),
+        (["--micro-batch", "auto"], "micro_batch", "auto"),
+        (["--micro-batch", "1e1"], "micro_batch", 10),
+        (["--checkpoint-layers", "full,none"], "checkpoint_layers", ["full", "none"]),
     ],
 )
 def test_flags_are_read_as_what_they_hold(
@@ -72,6 +79,11 @@ def test_flags_are_read_as_what_they_hold(
         (["--steps", "0"], "--steps 0: input should be greater than 0"),
         (["--lr", "-1"], "--lr -1"),
         (["--lr", "nan"], "--lr nan"),
+        (["--memory-limit", "lots"], "--memory-limit: 'lots' is no number of bytes: write 8GiB"),
+        (["--memory-limit", "0"], "--memory-limit: '0' is no number of bytes"),
+        (["--micro-batch", "all"], "not a whole number, such as 200, 1e6 or 10M, and not 'auto'"),
+        (["--micro-batch", "0"], "--micro-batch 0: input should be greater than 0"),
+        (["--memory-budget", "1GiB", "--checkpointing", "full"], "Leave one out"),
         (
             ["--schedule", "cosin"],
             "not one of cosine, linear, wsd, constant. Did you mean 'cosine'",

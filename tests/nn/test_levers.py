@@ -1,4 +1,5 @@
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from outpace.nn.levers import apply_checkpointing, compile_blocks, find_blocks
+from outpace.experiment.memory import Allocations
+from outpace.nn.levers import apply_checkpointing, apply_levers, compile_blocks, find_blocks
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
 
 COMPILER = pytest.mark.filterwarnings("default")
 
@@ -63,20 +66,7 @@ def _objective(make_spec, family, **values):
     return LanguageModelObjective(Transformer(make_spec(family, **values)), "auto", None)
 
 
-def _kept_bytes(objective, tokens):
-    """Bytes that the blocks keep for the backward."""
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _step(objective, tokens)
-    return sum(kept.values())
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "attention", "full", ["full", "none"]])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "values"),
@@ -109,13 +99,51 @@ def test_checkpointing_computes_again_what_it_says(make_spec, tokens):
     assert counts["full"] - counts["none"] == counter.get_total_flops() - last_products
 
 
-def test_checkpointing_keeps_less(make_spec, tokens):
-    kept = {}
-    for mode in ("none", "selective", "full"):
+def test_a_plans_checkpointing_is_of_all_blocks_each_second_or_block_by_block(make_spec):
+    plans = {
+        "ffff": Plan(checkpointing="full"),
+        "fnfn": Plan(checkpointing="full", checkpoint_every=2),
+        "snaf": Plan(checkpoint_layers="selective+none+attention+full"),
+        "nnnn": Plan(checkpoint_layers=("none",) * 4),
+    }
+    for wanted, plan in plans.items():
+        assert "".join(mode[0] for mode in plan.modes(4)) == wanted
+        model = Transformer(make_spec("llama", layers=4))
+        plain = type(model.blocks[0]).forward
+        apply_levers(model, plan)
+        changed = [getattr(block.forward, "__func__", None) is not plain for block in model.blocks]
+        assert changed == [letter != "n" for letter in wanted]
+        assert plan.recomputes == any(changed)
+
+
+def test_checkpointing_that_contradicts_itself_is_refused(make_spec):
+    for values, sentence in (
+        ({"checkpoint_every": 2}, "no block would be recomputed. Use checkpointing full"),
+        ({"checkpointing": "full", "checkpoint_layers": ("full",)}, "Use one of the two"),
+    ):
+        with pytest.raises(BadInputError, match=sentence):
+            Plan.parse(values, "test")
+    with pytest.raises(BadInputError, match="has 3 modes, but the model has 2 blocks"):
+        apply_levers(Transformer(make_spec("llama")), Plan(checkpoint_layers=("full",) * 3))
+
+
+def test_each_mode_keeps_less_than_the_one_before(make_spec, tokens):
+    kept = []
+    for plan in (
+        Plan(),
+        Plan(checkpointing="selective"),
+        Plan(checkpointing="attention"),
+        Plan(checkpoint_layers="attention+full+attention+full"),
+        Plan(checkpointing="full"),
+    ):
         objective = _objective(make_spec, "llama", layers=4)
-        apply_checkpointing(objective.model, mode)
-        kept[mode] = _kept_bytes(objective, tokens)
-    assert kept["full"] < 0.5 * kept["none"]
+        apply_levers(objective.model, plan)
+        with Allocations() as seen:
+            loss_sum, _ = objective({"tokens": tokens, "targets": tokens})
+        kept.append(seen.left_bytes)
+        del loss_sum
+    assert all(more > less for more, less in pairwise(kept)), kept
+    assert kept[-1] < 0.5 * kept[0]
 
 
 def test_checkpointing_takes_a_persons_own_blocks():

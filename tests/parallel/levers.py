@@ -191,6 +191,9 @@ def export(name: str) -> float:
 LEVERS: Mapping[str, Callable[[str], float]] = {
     "checkpointing selective": partial(equals_one_process, checkpointing="selective"),
     "checkpointing full": partial(equals_one_process, checkpointing="full"),
+    "checkpointing some": partial(
+        equals_one_process, checkpointing="attention", checkpoint_every=2
+    ),
     "loss chunked": partial(equals_one_process, loss="chunked"),
     "bf16": partial(low, precision="bf16"),
     "fp16": partial(low, precision="fp16"),

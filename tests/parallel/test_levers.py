@@ -16,8 +16,8 @@ from outpace.records.plan import Strategy
 LEVERS = Path(__file__).with_name("levers.py")
 DOCS = Path(__file__).parents[2] / "docs" / "compile.md"
 SPLIT = {name for name, schedule in SCHEDULES.items() if schedule.splits_backward}
-ONE_BACKWARD = ("checkpointing selective", "checkpointing full", "recomputed dropout",
-                "loss chunked", "compile")  # fmt: skip
+ONE_BACKWARD = ("checkpointing selective", "checkpointing full", "checkpointing some",
+                "recomputed dropout", "loss chunked", "compile")  # fmt: skip
 REFUSED = {(strategy, lever) for strategy in SPLIT for lever in ONE_BACKWARD}
 REFUSED |= {("tp", "loss chunked")}
 # Of losses in 16 bits; all else is float64.

@@ -86,7 +86,9 @@ def test_a_models_step_is_what_torch_counts_without_fusion(spec):
     assert step_flops(spec, SEQ_LEN, SAMPLES) == _counted(spec, backend=SDPBackend.MATH)
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode", ["none", "selective", "attention", "full", ["full", "attention", "none"]]
+)
 def test_the_hardwares_step_is_what_torch_counts(spec, mode):
     assert step_flops(spec, SEQ_LEN, SAMPLES, mode) == _counted(spec, mode)
 

@@ -1,0 +1,182 @@
+"""Whether a job fits its ranks' memory, and what would: predicted before the first step."""
+
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from outpace.launch.oom import Shortage, readings
+from outpace.launch.predict import Account, margin, predictor, rates
+from outpace.planner.budget import plan_within
+from outpace.planner.cost import Predict, most_bytes
+from outpace.planner.proposals import Change, Proposal, kinds_of_change, propose
+from outpace.probe.limits import anonymous_bytes, find_cgroup
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.plan import AXES, Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.units import show_bytes
+
+# What has been found by then has to do: ranks wait for it.
+SEARCH_S = 60.0
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bytes that a rank may use, and whose limit that is, as a person knows it."""
+
+    bytes: int
+    name: str
+
+
+def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
+    """The least of what is asked for, the control group's share of a rank, and what is there."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        there = Limit(free + torch.cuda.memory_reserved(device), "the device's memory")
+        if settings.memory_limit is None or settings.memory_limit > total:
+            return there
+        return Limit(settings.memory_limit, "--memory-limit")
+    own, share = anonymous_bytes(), ranks.local_world_size
+    limits = [Limit(psutil.virtual_memory().available // share + own, "the host's free memory")]
+    group = find_cgroup()
+    if group is not None:
+        (reading,) = readings(None, device)
+        left = max(0, reading.soft_bytes - group.used_bytes())
+        limits.append(Limit(left // share + own, reading.limit))
+    if settings.memory_limit is not None:
+        limits.append(Limit(settings.memory_limit, "--memory-limit"))
+    return min(limits, key=lambda limit: limit.bytes)
+
+
+def limit_device(limit_bytes: int | None, device: torch.device) -> None:
+    """Let the CUDA allocator have so many bytes at most. Raises BadInputError on other devices."""
+    if limit_bytes is None or device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise BadInputError(
+            f"--memory-limit works on a CPU and on CUDA devices, but the device is {device.type}. "
+            "Leave it out."
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+
+
+class Fitting:
+    """What plans need on this job's ranks against what these have.
+
+    `account` gives the memory of a rank; None, or no `spec`, where nothing can be predicted.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        ranks: Ranks,
+        device: torch.device,
+        machine: Machine,
+        spec: ModelSpec | None,
+        seq_len: int | None,
+        account: Account | None,
+    ) -> None:
+        self.limit = limit_of(settings, ranks, device)
+        self._settings = settings
+        self._device = device
+        self._machine = machine
+        self._spec = spec
+        self._seq_len = seq_len
+        # On the host the process itself counts, with the libraries that it has loaded.
+        self.held_bytes = anonymous_bytes() if device.type == "cpu" else 0
+        self._account = account
+
+        self._predict: Predict | None = None
+
+    @property
+    def predict(self) -> Predict | None:
+        """What a plan needs, with what the process held before; None where it is not known."""
+        if self._account is None or self._spec is None or self._seq_len is None:
+            return None
+        if self._predict is None:
+            self._predict = predictor(
+                self._account,
+                self._settings,
+                self._spec,
+                self._seq_len,
+                self._device,
+                self.held_bytes,
+            )
+        return self._predict
+
+    def settled(self, plan: Plan) -> Plan:
+        """The plan with what was left to outpace to find, by the memory that there is."""
+        if self._settings.memory_budget is None:
+            return plan
+        return self.within(plan, self._settings.memory_budget)
+
+    def within(self, plan: Plan, budget_bytes: int) -> Plan:
+        """What to recompute for a memory budget. Raises BadInputError where nothing fits."""
+        if self.predict is None or self._spec is None:
+            raise BadInputError(
+                "--memory-budget needs a prediction, which there is for outpace's own transformers "
+                "on token data. Use --checkpointing selective or full."
+            )
+        rate = rates(plan, self._machine, self._device)
+        return plan_within(plan, self._spec, budget_bytes, self.predict, rate)
+
+    def shortage(self, plan: Plan) -> Shortage | None:
+        """What a plan lacks by the prediction; None where it fits, or nothing is known.
+
+        The trace is left out where a rough count says that there is plenty.
+        """
+        if self.predict is None or self._spec is None or self._seq_len is None:
+            return None
+        rough = most_bytes(self._spec, self._seq_len, plan)
+        if self.held_bytes + rough <= self.limit.bytes:
+            return None
+        try:
+            needed = self.predict(plan).peak_memory_bytes
+        except BadInputError:
+            return None  # training is not kept from what cannot be traced
+        if needed <= self.limit.bytes:
+            return None
+        return Shortage(
+            0,
+            f"a step is predicted to need {show_bytes(needed)} on the fullest rank, more than "
+            f"{self.limit.name} lets it have, {show_bytes(self.limit.bytes)}",
+            needed,
+        )
+
+    def is_certain(self, short: Shortage) -> bool:
+        """Whether it would not fit even if the prediction's margin were not needed."""
+        tensors = (short.used_bytes - self.held_bytes) / margin(self._device)
+        return self._device.type == "cpu" and self.held_bytes + tensors > self.limit.bytes
+
+    def proposals(self, plan: Plan, short: Shortage) -> list[Proposal]:
+        """The cheapest changes that fit; by as much more where the prediction was too low."""
+        if self.predict is None:
+            return []
+        try:
+            too_low = max(0, short.used_bytes - self.predict(plan).peak_memory_bytes)
+        except BadInputError:
+            return []
+        until_s = time.monotonic() + SEARCH_S
+        return propose(
+            plan,
+            self.limit.bytes - too_low,
+            self.predict,
+            rates(plan, self._machine, self._device),
+            self.changes(plan),
+            enough=lambda: time.monotonic() > until_s,
+        )
+
+    def changes(self, plan: Plan) -> list[list[Change]]:
+        """What could be changed, as far as it was left open."""
+        features = self._machine.cpu_features
+        low = self._device.type == "cuda" or any("bf16" in feature for feature in features)
+        kinds = kinds_of_change(plan, low_precision=low)
+        fixed = {"optimizer"} if self._settings.resume else set()
+        if any(getattr(self._settings, axis) is not None for axis in AXES):
+            fixed.add("strategy")
+        return [kind for kind in kinds if kind and not fixed & set(kind[0])]

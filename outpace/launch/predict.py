@@ -1,0 +1,133 @@
+"""What plans would cost on this job's ranks, from the account of memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.launch.tracing import Ask, Traced
+from outpace.planner.cost import Cost, Predict, Rates
+from outpace.planner.flops import parameter_count
+from outpace.planner.wire import step_traffic
+from outpace.records.machine import Machine
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+Account = Callable[[Ask], Traced]
+
+# What live tensors do not show: what allocators keep, and the account's own error.
+_MARGIN = {"cpu": 1.10, "cuda": 1.05}
+# Shares of a datasheet's peaks that training reaches, and what is assumed where there is none.
+_OF_PEAK, _OF_BANDWIDTH = 0.5, 0.7
+_CORE_FLOPS_PER_S, _HOST_BYTES_PER_S = 40e9, 10e9
+_SLOW_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}
+# Moments of AdamW in fp32, which are read and written once a step where they lie elsewhere.
+_STATE_BYTES = 8
+
+
+def margin(device: torch.device) -> float:
+    """By what the predicted peak of tensors is multiplied."""
+    return _MARGIN.get(device.type, 1.0)
+
+
+def predictor(
+    account: Account,
+    settings: TrainSettings,
+    spec: ModelSpec,
+    seq_len: int,
+    device: torch.device,
+    held_bytes: int,
+) -> Predict:
+    """Costs of plans for this model. The peak is the fullest rank's, with a margin.
+
+    `held_bytes` are what the process has beside it.
+    """
+    known: dict[Plan, Cost] = {}
+
+    def predict(plan: Plan) -> Cost:
+        if plan not in known:
+            cost = _cost(account, settings, spec, plan, seq_len, device)
+            peak = held_bytes + round(margin(device) * cost.peak_memory_bytes)
+            known[plan] = replace(cost, peak_memory_bytes=peak)
+        return known[plan]
+
+    return predict
+
+
+def _cost(
+    account: Account,
+    settings: TrainSettings,
+    spec: ModelSpec,
+    plan: Plan,
+    seq_len: int,
+    device: torch.device,
+) -> Cost:
+    batch = settings.global_batch
+    accumulation = plan.accumulation(batch)
+    found = [
+        account(
+            Ask(
+                spec=spec,
+                plan=plan,
+                seq_len=seq_len,
+                accumulation=accumulation,
+                rank=rank,
+                settings=settings,
+            )
+        )
+        for rank in _ranks(plan)
+    ]
+    fullest = max(found, key=lambda one: _peak(one, device))
+    return Cost(
+        peak_memory_bytes=_peak(fullest, device),
+        flops=max(one.flops for one in found),
+        bytes_moved=max(one.bytes_moved for one in found),
+        slow_bytes=_sent(plan, spec, seq_len, batch) + _elsewhere(plan, spec),
+        by_kind=fullest.by_kind,
+    )
+
+
+def _ranks(plan: Plan) -> list[int]:
+    """Ranks that differ: a pipeline's first keeps most micro-batches, its last has the head."""
+    if plan.servers or plan.strategy == "dp" or plan.pp > 1:
+        return sorted({0, plan.world_size // max(plan.pp, 1) * (plan.pp - 1), plan.world_size - 1})
+    return [0]
+
+
+def _peak(found: Traced, device: torch.device) -> int:
+    """A step's, or on the host that of saving, which begins with a copy of all state."""
+    state = found.by_kind.get("weights", 0) + found.by_kind.get("optimizer state", 0)
+    copied = 2 * state if device.type == "cpu" else 0
+    return int(max(found.peak_memory_bytes, copied))
+
+
+def _sent(plan: Plan, spec: ModelSpec, seq_len: int, global_batch: int) -> int:
+    """By formula; recomputation sends a little more."""
+    plain = plan.model_copy(
+        update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
+    )
+    tally = step_traffic(plain, spec, global_batch=global_batch, seq_len=seq_len, rank=0)
+    return 0 if tally is None else tally.bytes
+
+
+def _elsewhere(plan: Plan, spec: ModelSpec) -> int:
+    """Optimizer state that is kept out of the device's memory, there and back."""
+    if getattr(plan, "offload_optimizer", "none") == "none":
+        return 0
+    return 2 * _STATE_BYTES * parameter_count(spec) // (plan.dp_shard * plan.tp * plan.pp)
+
+
+def rates(plan: Plan, machine: Machine, device: torch.device) -> Rates:
+    """Of one rank: from the catalog's entry for its device, else assumed."""
+    slow = _SLOW_BYTES_PER_S.get(device.type, 1e9)
+    if device.type == "cuda":
+        present = machine.devices[device.index or 0]
+        known = find_accelerator(present.name, present.memory_bytes)
+        if known is not None:
+            peaks = {str(dtype): rate for dtype, rate in known.peak.flops_per_s.items()}
+            peak = peaks.get(plan.precision, min(peaks.values()))
+            return Rates(_OF_PEAK * peak, _OF_BANDWIDTH * known.memory_bytes_per_s, slow)
+        return Rates(10e12, 500e9, slow)
+    return Rates(_CORE_FLOPS_PER_S * machine.host_cores, _HOST_BYTES_PER_S, slow)

@@ -1,0 +1,118 @@
+"""Accounts of memory from a process of its own, for a job that is under way.
+
+A trace makes a world of its own, which a process that is in one already cannot; and what it takes
+is not this process's memory. As a program it reads a request a line and writes an answer a line.
+"""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import IO, Any
+
+from outpace.records.base import Record
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+_ROOM = "outpace.trace.account"
+
+
+class Ask(Record):
+    """Whose memory is asked for. `settings` are the optimizer's."""
+
+    spec: ModelSpec
+    plan: Plan
+    seq_len: int
+    accumulation: int
+    rank: int
+    settings: TrainSettings
+
+
+class Traced(Record):
+    """What of an account choosing between plans needs."""
+
+    peak_memory_bytes: int
+    by_kind: dict[str, int]
+    flops: int
+    bytes_moved: int
+
+
+class Tracer:
+    """Traces plans in a process that is started with the first and ended by `close`."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def __call__(self, ask: Ask) -> Traced:
+        """The account of one rank. Raises BadInputError for a plan that cannot be."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for who trains
+            )
+        asked, told = self._process.stdin, self._process.stdout
+        assert asked is not None and told is not None
+        try:
+            asked.write(ask.model_dump_json() + "\n")
+            asked.flush()
+            line = told.readline()
+        except OSError:
+            line = ""
+        if not line:
+            self.close()
+            raise BadInputError("the plan's memory could not be traced: the process for it ended")
+        answer = json.loads(line)
+        if "refused" in answer:
+            raise BadInputError(answer["refused"])
+        return Traced.model_validate(answer)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+def find_tracer() -> Tracer | None:
+    """None where the room that traces is not there."""
+    return None if find_spec(_ROOM) is None else Tracer()
+
+
+def serve(asked: IO[str], told: IO[str]) -> None:
+    """Answer requests until there are no more."""
+    account: Any = import_module(_ROOM).account
+    for line in asked:
+        told.write(json.dumps(_answer(account, Ask.model_validate_json(line))) + "\n")
+        told.flush()
+
+
+def _answer(account: Any, ask: Ask) -> dict[str, Any]:
+    try:
+        found = account(
+            ask.spec,
+            ask.plan,
+            seq_len=ask.seq_len,
+            accumulation=ask.accumulation,
+            rank=ask.rank,
+            settings=ask.settings,
+        )
+    except Exception as error:  # what cannot be traced is not proposed
+        return {"refused": str(error) or type(error).__name__}
+    return {
+        "peak_memory_bytes": found.peak_memory_bytes,
+        "by_kind": found.peak.by_kind,
+        "flops": found.flops,
+        "bytes_moved": found.bytes_moved,
+    }
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)
