@@ -13,6 +13,7 @@ from outpace.experiment.parity import Batch, shares
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
+from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
 from outpace.nn.transformer import Transformer
@@ -138,7 +139,10 @@ class Contender:
         plan, course, device = self.plan, self._course, torch.device("cpu")
         ranks = Ranks() if plan.world_size == 1 else self._groups.ranks
         settings = TrainSettings(lr=1e-3)
-        objective = LanguageModelObjective(Transformer(course.spec, course.seed), plan.loss)
+        mixed = make_mixed(plan.precision, device, settings.autocast_cache)
+        model = Transformer(course.spec, course.seed)
+        apply_levers(model, plan)
+        objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
         layout = apply(Request(objective, plan, ranks, device))
         self._batches = shares(course.batch(), plan, ranks.rank)
         self._stepper = Stepper(
@@ -146,7 +150,7 @@ class Contender:
             optimizer=make_optimizer(
                 layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
             ),
-            mixed=make_mixed(plan.precision, device, settings.autocast_cache),
+            mixed=mixed,
             plan=plan,
             clip=settings.clip,
             device=device,

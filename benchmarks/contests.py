@@ -1,0 +1,95 @@
+"""Plans beside each other in one job: their steps alternate, their memory is weighed.
+
+For benchmarks that compare levers. Steps go A B C, C B A, so that what drifts on the machine falls
+on all alike.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from overhead import interval
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is compared: a plan's fields by name, on the same model and global batch."""
+
+    model: Mapping[str, Any]
+    global_batch: int
+    seq_len: int
+    entries: Mapping[str, Mapping[str, Any]]
+
+
+def run(contest: Contest, processes: int, rounds: int) -> dict[str, Any]:
+    """A job of `processes`; of each entry every step's seconds and its peak in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "contest.json"
+        path.write_text(json.dumps(asdict(contest)))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   f"--nproc-per-node={processes}", __file__, str(path), str(rounds)]  # fmt: skip
+        subprocess.run(command, check=True)
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    return found
+
+
+def compared(found: dict[str, Any], base: str) -> None:
+    """Add to each entry its time as a multiple of `base`'s, paired, with a 95 % interval."""
+    for one in found.values():
+        pairs = zip(one["seconds"], found[base]["seconds"], strict=True)
+        one["times_base"], one["low"], one["high"] = interval([mine / its for mine, its in pairs])
+
+
+def main(path: Path, rounds: int) -> None:
+    """One rank of the job."""
+    import torch
+
+    from outpace.catalog.accelerators import find_accelerator
+    from outpace.experiment.contender import Contender, Course, everyone, plans
+    from outpace.launch.environment import ranks_from
+    from outpace.launch.group import process_groups
+    from outpace.probe.machine import identify
+    from outpace.records.model import ModelSpec
+    from outpace.records.plan import Plan
+
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    assert ranks is not None
+    contest = Contest(**json.loads(path.read_text()))
+    course = Course(
+        ModelSpec.parse(contest.model, "contest"), contest.global_batch, contest.seq_len
+    )
+    machine = identify(find_accelerator)
+    contenders = {}
+    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+        for name, fields in contest.entries.items():
+            rest = dict(fields)
+            plan = next(plans(rest.pop("strategy"), course, ranks, machine))
+            assert isinstance(plan, Plan), plan
+            contenders[name] = Contender(Plan(**{**plan.model_dump(), **rest}), course, groups)
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for number in range(rounds):
+            for name in contenders if number % 2 == 0 else reversed(contenders):
+                times[name].append(contenders[name].step().seconds)
+        said = everyone(groups, (times, {k: c.weight.peak_bytes for k, c in contenders.items()}))
+    if ranks.rank == 0:
+        found = {
+            name: {
+                # A step is over when its slowest rank is.
+                "seconds": [max(at) for at in zip(*(took[name] for took, _ in said), strict=True)],
+                "peak_bytes": max(weights[name] for _, weights in said),
+                "plan": contenders[name].plan.model_dump(mode="json"),
+            }
+            for name in contenders
+        }
+        path.with_name("found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,291 @@
+"""Memory of training on a CUDA device, derived without one: fake tensors, stated rules.
+
+A model's real code runs under `FakeTensorMode`, so tensors have sizes and no memory. `Tracker`
+notes each storage's birth and death in order; `CachingAllocator` plays them through the rules of
+torch's CUDA allocator, which gives what the driver sees: reserved, not only allocated.
+
+Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does otherwise:
+- autocast's lists (torch 1.8, aten/src/ATen/autocast_mode.cpp): products in half precision;
+  softmax, layer norm, losses and, until 2021, GELU in fp32 (pytorch/pytorch#59639 names it);
+- autocast's cache: a half copy of each weight until autocast is left. The graph holds it longer;
+- dropout keeps a mask of one byte an element;
+- until torch 1.10 softmax kept its input besides its output (pytorch/pytorch#49600, #64000).
+
+Left out: what kernels allocate for themselves, NCCL's buffers, CUDA's context.
+"""
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MIB = 2**20
+Events = list[tuple[int, int]]  # (number of a storage, bytes: negative when it is freed)
+Softmax = Callable[[Tensor], Tensor]
+
+_LOWERED = frozenset({F.linear, torch.matmul, torch.bmm, torch.addmm})
+_RAISED = frozenset({F.softmax, F.layer_norm, F.cross_entropy})
+
+
+class SoftmaxOfOld(torch.autograd.Function):
+    """softmax over the last dimension that keeps its input too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """As F.softmax."""
+        y = torch._softmax(x, -1, False)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """As softmax's own, which does not read the input."""
+        x, y = ctx.saved_tensors
+        return torch._softmax_backward_data(grad, y, -1, x.dtype)
+
+
+class CudaRules(TorchFunctionMode):
+    """Entered around a forward: what CUDA does otherwise. `low` is autocast's dtype, or None.
+
+    `of_2021`: the rules of torch 1.8 instead of today's.
+    """
+
+    def __init__(self, low: torch.dtype | None, of_2021: bool) -> None:
+        super().__init__()
+        self._low = low
+        self._of_2021 = of_2021
+        self._casts: dict[int, Tensor] = {}
+        self._raised = _RAISED | ({F.gelu} if of_2021 else set())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if self._low is not None:
+            if func in _LOWERED:
+                args = [self._lowered(arg) for arg in args]
+                kwargs = {key: self._lowered(value) for key, value in kwargs.items()}
+            elif func in self._raised:
+                args = [arg.float() if _is(arg, self._low) else arg for arg in args]
+        if func is F.softmax and self._of_2021:
+            return SoftmaxOfOld.apply(args[0])
+        return func(*args, **kwargs)
+
+    def _lowered(self, value: Any) -> Any:
+        if not _is(value, torch.float32):
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(self._low)  # activations are cast anew by each product
+        if id(value) not in self._casts:
+            self._casts[id(value)] = value.to(self._low)
+        return self._casts[id(value)]
+
+    def __exit__(self, *error: Any) -> None:
+        self._casts.clear()
+        super().__exit__(*error)
+
+
+def _is(value: Any, dtype: torch.dtype | None) -> bool:
+    return isinstance(value, Tensor) and value.dtype == dtype
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+class Tracker(TorchDispatchMode):
+    """Notes storages as they come and go while it is entered. Enter it inside the fake mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: Events = []
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._living: dict[int, weakref.ref[Any]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.see(tree_leaves(made))
+        return made
+
+    def see(self, values: Iterable[Any]) -> None:
+        """Count the tensors among `values` whose storages are new."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
+
+    def _see(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._living or not size:
+            return
+        self._count += 1
+        number = self._count
+
+        def gone(_: Any) -> None:
+            del self._living[key]
+            self._change(number, -size)
+
+        self._living[key] = weakref.ref(storage, gone)
+        self._change(number, size)
+
+    def _change(self, number: int, size: int) -> None:
+        self.events.append((number, size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+class CachingAllocator:
+    """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), one stream.
+
+    Sizes are rounded up to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB
+    from segments of 20 MiB, above each has one of its own, rounded up to 2 MiB. The smallest free
+    block that suffices is taken and split; neighbours that are free are joined. Nothing is ever
+    given back, so `reserved_bytes` is its own peak.
+    """
+
+    def __init__(self) -> None:
+        self.reserved_bytes = 0
+        self._segments = 0
+        # Of the large and of the small pool: free blocks as (size, segment, offset), in order.
+        self._free: tuple[list[tuple[int, int, int]], ...] = ([], [])
+        self._used: dict[int, tuple[bool, int, int, int]] = {}
+
+    def allocate(self, number: int, size: int) -> None:
+        """A block for storage `number`."""
+        size = max(512, _up(size, 512))
+        small = size <= MIB
+        pool = self._free[small]
+        place = bisect.bisect_left(pool, (size, -1, -1))
+        block, segment, offset = (
+            pool.pop(place) if place < len(pool) else self._new_segment(size, small)
+        )
+        rest = block - size
+        if rest >= 512 if small else rest > MIB:
+            bisect.insort(pool, (rest, segment, offset + size))
+            block = size
+        self._used[number] = (small, block, segment, offset)
+
+    def _new_segment(self, size: int, small: bool) -> tuple[int, int, int]:
+        whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else _up(size, 2 * MIB)
+        self.reserved_bytes += whole
+        self._segments += 1
+        return whole, self._segments, 0
+
+    def free(self, number: int) -> None:
+        """Give the block of storage `number` back to its pool."""
+        small, size, segment, offset = self._used.pop(number)
+        pool = self._free[small]
+        touching = [
+            one
+            for one in pool
+            if one[1] == segment and (one[2] + one[0] == offset or offset + size == one[2])
+        ]
+        for one in touching:
+            pool.remove(one)
+            offset, size = min(offset, one[2]), size + one[0]
+        bisect.insort(pool, (size, segment, offset))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def reserved(events: Events) -> int:
+    """Bytes that the allocator has taken from the device after these events."""
+    allocator = CachingAllocator()
+    for number, size in events:
+        if size > 0:
+            allocator.allocate(number, size)
+        else:
+            allocator.free(number)
+    return allocator.reserved_bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to be traced: the batch of each step, autocast's dtype, and who else takes memory.
+
+    `of_2021`: rules and habits of torch 1.8 and transformers 4.3: gradients are zeroed and not
+    freed. `ddp`: with its buckets, beside the gradients.
+    """
+
+    batches: Sequence[int]
+    low: torch.dtype | None
+    of_2021: bool
+    ddp: bool = False
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Peaks of a run: of its tensors, and of what the allocator took for them."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def trace_training(
+    build: Callable[[], nn.Module], batch_of: Callable[[int], dict[str, Tensor]], case: Case
+) -> Traced:
+    """Train a model whose forward gives an output with `.loss`, under fake tensors."""
+    tracker = Tracker()
+    with FakeTensorMode(), tracker:
+        model = build()
+        parameters = list(model.parameters())
+        tracker.see(parameters)
+        buckets = ddp_buckets(parameters) if case.ddp else []
+        state: dict[int, tuple[Tensor, Tensor]] = {}
+        for size in case.batches:
+            with CudaRules(case.low, case.of_2021):
+                loss = model(**batch_of(size)).loss
+            loss.backward()
+            del loss
+            adamw_step(parameters, state)
+            for parameter in parameters:
+                if case.of_2021:
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = None
+        del buckets
+    return Traced(tracker.peak_bytes, reserved(tracker.events))
+
+
+def ddp_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """DDP's buffers in the order of parameters: 1 MiB for the first, then 25 MiB.
+
+    Before them, its broadcast of all weights in buffers of 250 MiB (Li et al., VLDB 2020, §3-4).
+    """
+    broadcast = _flat(parameters, 250 * MIB, 250 * MIB)
+    del broadcast
+    return _flat(parameters, MIB, 25 * MIB)
+
+
+def _flat(parameters: Sequence[nn.Parameter], first: int, cap: int) -> list[Tensor]:
+    made, size = [], 0
+    for parameter in parameters:
+        size += parameter.nbytes
+        if size >= (cap if made else first):
+            made.append(torch.empty(size, dtype=torch.uint8))
+            size = 0
+    return [*made, torch.empty(size, dtype=torch.uint8)] if size else made
+
+
+@torch.no_grad()
+def adamw_step(parameters: Sequence[nn.Parameter], state: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """AdamW by a loop with one temporary a parameter, as transformers 4.3 had it."""
+    for number, parameter in enumerate(parameters):
+        if number not in state:
+            state[number] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        first, second = state[number]
+        first.mul_(0.9).add_(parameter.grad, alpha=0.1)
+        second.mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
+        parameter.addcdiv_(first, second.sqrt().add_(1e-8), value=-2e-5)
