@@ -66,13 +66,15 @@ class StepRecord(Record):
 
 
 class Evaluation(Record):
-    """A loss on held-out data."""
+    """A loss on held-out data, and what else a task is measured by."""
 
     step: int
-    loss: float = Field(description="nats per target token")
+    loss: float = Field(description="nats per target: a token, or a sample that is classified")
     perplexity: float
-    tokens: int
+    tokens: int = Field(description="targets")
     tokens_per_s: float
+    sums: dict[str, float] = Field(default={}, description="over all ranks; what metrics are of")
+    metrics: dict[str, float] = Field(default={}, description="by name: accuracy, f1")
 
 
 class Measurement(Record):
