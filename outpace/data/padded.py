@@ -98,6 +98,13 @@ class PaddedDataset(Dataset[Batch]):
         """Targets of a sample, about."""
         return max(1, round(self.samples.targets / len(self.samples)))
 
+    def first_prompt(self) -> list[int]:
+        """The first sample's tokens up to its first target."""
+        rows = slice(0, int(self.samples.starts[1]))
+        tokens, targets = (self.samples.values[name][rows] for name in ("tokens", "targets"))
+        found: list[int] = tokens[: int(np.argmax(targets != IGNORED)) + 1].tolist()
+        return found
+
     def locate(self, seed: int, positions: Index) -> list[int]:
         """The sample for each position since the start of training."""
         if self.once_in is None:

@@ -2,7 +2,9 @@
 
 from torch import nn
 
+from outpace.data.chat import ChatFormat
 from outpace.data.corpus import unigram_entropy
+from outpace.data.padded import PaddedDataset
 from outpace.interop.classifier import write_classifier
 from outpace.interop.huggingface import write_model
 from outpace.interop.own import write_own
@@ -66,7 +68,10 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         return None
     if not model.spec.causal:
         return None
-    prompt = tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
+    prompt, stop_id = tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id], tokenizer.eos_id
+    held_out = job.materials.eval_data
+    if isinstance(held_out, PaddedDataset):
+        prompt, stop_id = held_out.first_prompt(), ChatFormat(tokenizer).stop_id
     ids = generate(
         model,
         prompt,
@@ -74,7 +79,7 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         temperature=0.8,
         top_k=50,
         seed=job.settings.seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=stop_id,
     )
     return tokenizer.decode(ids)
 
@@ -100,6 +105,7 @@ def _measurement(
 
     return Measurement(
         run=str(job.run_dir.path),
+        task=job.settings.task,
         steps=job.total_steps,
         tokens=ledger.tokens,
         samples=ledger.samples,

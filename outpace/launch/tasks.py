@@ -125,6 +125,8 @@ def read_source(settings: TrainSettings) -> Source:
         raise BadInputError("--task chat needs conversations: name them with --data FILE.jsonl.")
     train_names, found = splits_of(settings.data)
     eval_names = settings.eval_data or found
+    if settings.eval_data is not None:
+        eval_names = splits_of(settings.eval_data)[1] or settings.eval_data
     tables = read_tables(train_names)
     rows = _rows(tables)
     others = read_tables(eval_names) if eval_names is not None else []

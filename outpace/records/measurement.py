@@ -4,6 +4,7 @@ from pydantic import Field
 
 from outpace.records.base import Record
 from outpace.records.plan import Plan
+from outpace.records.settings import Task
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 
@@ -81,6 +82,7 @@ class Measurement(Record):
     """The outcome of a run; result.json. Medians leave out the first steps (warm-up)."""
 
     run: str = Field(description="the run's directory")
+    task: Task = "pretrain"
     steps: int
     tokens: int | None
     samples: int

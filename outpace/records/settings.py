@@ -27,6 +27,8 @@ from outpace.records.plan import (
     Strategy,
 )
 
+Task = Literal["pretrain", "chat", "classify"]
+
 
 def _field(group: str, help_text: str, default: Any = None) -> Any:
     return Field(default=default, description=help_text, json_schema_extra={"group": group})
@@ -77,7 +79,7 @@ class TrainSettings(Record):
         description="share of documents held out for validation, chosen by content hash",
         json_schema_extra={"group": "data"},
     )
-    task: Literal["pretrain", "chat", "classify"] = _field(
+    task: Task = _field(
         "data",
         "what to learn: text, what the assistant says in conversations, or labels of texts",
         "pretrain",
