@@ -4,6 +4,7 @@ Legend: B batch, S sequence, D hidden width, C classes.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,20 @@ from outpace.nn.loss import IGNORED
 from outpace.nn.parts import Absent
 from outpace.nn.transformer import INIT_STD, Transformer, stream
 from outpace.records.model import ModelSpec
+
+# How tensor parallelism splits the blocks (Shoeybi et al., arXiv 1909.08053, §3).
+_TP_PLAN: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"backbone.blocks.*.attention.{name}": "colwise" for name in "qkv"},
+        "backbone.blocks.*.attention.out": "rowwise",
+        **{f"backbone.blocks.*.mlp.{name}": "colwise" for name in ("up", "gate")},
+        "backbone.blocks.*.mlp.down": "rowwise",
+        **{
+            f"backbone.blocks.*.attention.{name}_norm": "replicated_with_grad_allreduce"
+            for name in "qk"
+        },
+    }
+)
 
 
 class Classifier(nn.Module):
@@ -50,6 +65,11 @@ class Classifier(nn.Module):
                 continue
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             parameter.copy_(drawn.normal_(0.0, INIT_STD, generator=stream(seed, name)))
+
+    @property
+    def tp_plan(self) -> Mapping[str, str]:
+        """Which matrices tensor parallelism splits, and how, by names."""
+        return _TP_PLAN
 
     @property
     def classes(self) -> int:
