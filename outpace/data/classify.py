@@ -192,20 +192,26 @@ def encode(
     inner = tokenizer.inner
     if seq_len <= inner.num_special_tokens_to_add(pair == 2) + pair - 1:
         raise BadInputError(f"--seq-len {seq_len} leaves no room for the texts. Use a longer one.")
-    inner.enable_truncation(seq_len, strategy="longest_first")
-    try:
-        found, cut = [], 0
-        for first in range(0, len(examples), _ENCODED_AT_ONCE):
-            part = examples[first : first + _ENCODED_AT_ONCE]
-            texts = [one.texts[0] if pair == 1 else one.texts for one in part]
-            for encoding in inner.encode_batch(texts):
-                found.append(_sample(tokenizer, encoding, segments))
-                cut += bool(encoding.overflowing)
-    finally:
-        inner.no_truncation()
+    found, cut = [], 0
+    for first in range(0, len(examples), _ENCODED_AT_ONCE):
+        part = examples[first : first + _ENCODED_AT_ONCE]
+        texts = [one.texts[0] if pair == 1 else one.texts for one in part]
+        for text, encoding in zip(texts, inner.encode_batch(texts), strict=True):
+            if len(encoding.ids) > seq_len:
+                encoding, cut = _cut(inner, text, seq_len), cut + 1
+            found.append(_sample(tokenizer, encoding, segments))
     fill = {"tokens": tokenizer.pad_id or 0, **({"segments": 0} if segments else {})}
     targets = [numbers[example.label] for example in examples]
     return Encoded(ragged(found, fill, targets), cut)
+
+
+def _cut(inner: tokenizers.Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
+    """The encoding of a text or a pair, the longer of the two cut first."""
+    inner.enable_truncation(seq_len, strategy="longest_first")
+    try:
+        return inner.encode_batch([text])[0]
+    finally:
+        inner.no_truncation()
 
 
 def _sample(tokenizer: Tokenizer, encoding: Any, segments: bool) -> dict[str, Sequence[int]]:
