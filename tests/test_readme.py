@@ -1,5 +1,6 @@
 """The README's own commands and programs, run as they stand, on tiny things of the same names."""
 
+import json
 import os
 import re
 import shlex
@@ -62,6 +63,13 @@ def home(tmp_path_factory):
         (folder / name / "b.txt").write_text(text[::-1])
     lines = "".join(f'{{"content": {json_text(text)}}}\n' for _ in range(4))
     (folder / "talk.jsonl").write_text(lines)
+    chat = {"messages": [{"role": "assistant", "content": "a"}]}
+    (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 4)
+    (folder / "MRPC").mkdir()
+    for name in ("train", "dev"):
+        rows = "".join(f"{n % 2}\t{n}\t{n}\ta\tb\n" for n in range(4))
+        header = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+        (folder / "MRPC" / f"{name}.tsv").write_text(header + rows)
     (folder / "held-out.txt").write_text(text)
     (folder / "spec.toml").write_text(SPEC)
     (folder / "mine.py").write_text(MINE)

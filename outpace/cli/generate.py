@@ -28,6 +28,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         top_k=arguments.top_k,
         seed=arguments.seed,
         device=arguments.device,
+        chat=arguments.chat,
     )
     if arguments.json:
         print(json.dumps({"run": str(arguments.run), "prompt": prompt, "text": text}, indent=2))
@@ -69,6 +70,12 @@ def _parser() -> Parser:
         default=0,
         metavar="N",
         help="of the sampling (default: 0)",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        default=False,
+        help="TEXT is what a user says: answer it, by the tokenizer's chat template",
     )
     add_device(parser)
     return parser

@@ -82,8 +82,12 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     device: str = "auto",
+    chat: bool = False,
 ) -> str:
-    """Continue `prompt` with the model of a run, and return the text. Raises BadInputError."""
+    """Continue `prompt` with the model of a run, and return the text. Raises BadInputError.
+
+    With `chat` the prompt is what a user says, and the answer is returned.
+    """
     return use.generate(
         Path(run),
         prompt,
@@ -92,6 +96,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         device=device,
+        chat=chat,
     )
 
 

@@ -30,7 +30,10 @@ _ROLES = {
     "cls_token": ("[CLS]",), "sep_token": ("[SEP]",), "mask_token": ("[MASK]", "<mask>"),
 }  # fmt: skip
 # What else such a directory says and a copy of the tokenizer must not lose.
-_KEPT = ("chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces")
+_KEPT = (
+    "chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces",
+    "model_input_names",
+)  # fmt: skip
 
 
 class Tokenizer:
@@ -83,6 +86,24 @@ class Tokenizer:
             if known is not None:
                 found.setdefault(role, known)
         return found
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations that came with it; of several the default."""
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            named = {one["name"]: one["template"] for one in template}
+            template = named.get("default")
+        return template
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The tokens that have a role, by transformers' names: eos_token, pad_token, …"""
+        return dict(self._roles)
+
+    def changed(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
+        """Another one, of `inner`, that is configured as this one but for what `config` says."""
+        return Tokenizer(inner, self.eos_token, {**self._config, **config})
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; none are added. A special token's name in the text becomes that token."""

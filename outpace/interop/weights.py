@@ -1,8 +1,9 @@
 """The weights of a Hugging Face model directory: read into our names, one tensor at a time."""
 
 import json
+import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -55,11 +56,46 @@ def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
     with _stored(directory) as tensors:
         found = _by_canonical_name(tensors, used)
         _check_tied(found, spec, used, directory)
-        _check(found, groups, shapes, used, directory)
-        weights: dict[str, Tensor] = {}
-        for stored, names in groups.items():
-            weights.update(_convert(found[stored], names, shapes, used, stored))
+        weights = _taken(found, groups, shapes, used, directory)
     return {name: weights[name] for name in shapes}
+
+
+def read_tensors(
+    directory: Path,
+    shapes: dict[str, tuple[int, ...]],
+    used: Naming | None,
+    optional: Collection[str],
+    passed_over: str,
+) -> dict[str, Tensor]:
+    """As `read_weights`, of tensors of these shapes, of which the `optional` may be missing.
+
+    What else the files hold must match the pattern `passed_over`.
+    """
+    groups = group(shapes, used)
+    with _stored(directory) as tensors:
+        found = _by_canonical_name(tensors, used)
+        found = {n: t for n, t in found.items() if n in groups or not re.search(passed_over, n)}
+        groups = {
+            stored: names
+            for stored, names in groups.items()
+            if stored in found or not all(name in optional for name in names)
+        }
+        return _taken(found, groups, shapes, used, directory)
+
+
+def _taken(
+    found: dict[str, Stored],
+    groups: dict[str, list[str]],
+    shapes: dict[str, tuple[int, ...]],
+    used: Naming | None,
+    directory: Path,
+) -> dict[str, Tensor]:
+    """Our tensors of what was found, once it is known to be all."""
+    _check(found, groups, shapes, used, directory)
+    weights: dict[str, Tensor] = {}
+    for stored, names in groups.items():
+        weights.update(_convert(found[stored], names, shapes, used, stored))
+    return weights
 
 
 def _by_canonical_name(tensors: Sequence[Stored], used: Naming | None) -> dict[str, Stored]:

@@ -40,12 +40,17 @@ def write_model(
         ids: dict[str, int | None] = {}
         if tokenizer_save is not None:
             tokenizer_save(folder)
-            ids = _special_ids(folder)
-        model_type = _write_config(folder, spec, ids, dtype)
-        _write_weights(folder, state_dict, naming(model_type), dtype, max_shard_bytes)
+            ids = special_ids(folder)
+        config = write_config(folder, spec, ids, dtype)
+        if config is not None and spec.causal:
+            from transformers import GenerationConfig
+
+            GenerationConfig.from_model_config(config).save_pretrained(str(folder))
+        model_type = OWN_TYPE if config is None else config.model_type
+        write_weights(folder, state_dict, naming(model_type), dtype, max_shard_bytes)
 
 
-def _special_ids(folder: Path) -> dict[str, int | None]:
+def special_ids(folder: Path) -> dict[str, int | None]:
     """The ids of the tokenizer in `folder` as transformers understands them."""
     from transformers import AutoTokenizer
 
@@ -57,32 +62,33 @@ def _special_ids(folder: Path) -> dict[str, int | None]:
     }
 
 
-def _write_config(
-    folder: Path, spec: ModelSpec, ids: Mapping[str, int | None], dtype: torch.dtype
-) -> str:
-    """Write config.json, and what generation needs; return the model_type."""
+def write_config(
+    folder: Path,
+    spec: ModelSpec,
+    ids: Mapping[str, int | None],
+    dtype: torch.dtype,
+    change: Callable[[Any], None] = lambda config: None,
+) -> Any | None:
+    """Write config.json, after a `change`; return it, or None where it is in outpace's own form."""
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
     except BadInputError:
         values = {"model_type": OWN_TYPE, "spec": spec.model_dump(mode="json")}
         (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        return OWN_TYPE
+        return None
+    change(config)
     config.save_pretrained(str(folder))
-    if spec.causal:
-        from transformers import GenerationConfig
-
-        GenerationConfig.from_model_config(config).save_pretrained(str(folder))
-    model_type: str = config.model_type
-    return model_type
+    return config
 
 
-def _write_weights(
+def write_weights(
     folder: Path,
     state_dict: Mapping[str, Tensor],
     used: Naming | None,
     dtype: torch.dtype,
-    max_shard_bytes: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
+    """The tensors, by the names that a family `used`, in files of at most so many bytes."""
     groups = group(state_dict, used)
     if used is not None and used.head_bias and used.tied_head in groups:
         # An untied BERT computes with a bias of the decoder's own.

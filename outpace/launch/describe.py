@@ -86,7 +86,8 @@ def run_record(
 
 def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> RunInfo:
     """What is about to be trained, with hints on what may be better otherwise."""
-    hints = shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
+    hints = [*job.materials.hints]
+    hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
     slow = job.plan.precision == "fp16" and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(

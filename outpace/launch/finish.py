@@ -2,10 +2,14 @@
 
 from torch import nn
 
+from outpace.data.chat import ChatFormat
 from outpace.data.corpus import unigram_entropy
+from outpace.data.padded import PaddedDataset
+from outpace.interop.classifier import write_classifier
 from outpace.interop.huggingface import write_model
 from outpace.interop.own import write_own
 from outpace.launch.context import Job
+from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.records.measurement import Evaluation, Measurement
@@ -44,6 +48,10 @@ def finish(
 
 def _export(job: Job, model: nn.Module) -> None:
     tokenizer, directory = job.materials.tokenizer, job.run_dir.model
+    if isinstance(model, Classifier):
+        assert tokenizer is not None and job.materials.labels is not None
+        write_classifier(directory, model, model.state_dict(), job.materials.labels, tokenizer.save)
+        return
     if isinstance(model, Transformer):
         save = tokenizer.save if tokenizer else None
         write_model(directory, model.spec, model.state_dict(), save)
@@ -60,7 +68,10 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         return None
     if not model.spec.causal:
         return None
-    prompt = tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
+    prompt, stop_id = tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id], tokenizer.eos_id
+    held_out = job.materials.eval_data
+    if isinstance(held_out, PaddedDataset):
+        prompt, stop_id = held_out.first_prompt(), ChatFormat(tokenizer).stop_id
     ids = generate(
         model,
         prompt,
@@ -68,7 +79,7 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         temperature=0.8,
         top_k=50,
         seed=job.settings.seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=stop_id,
     )
     return tokenizer.decode(ids)
 
@@ -88,27 +99,25 @@ def _measurement(
     corpus = job.materials.eval_corpus
     last = ledger.steady[-1] if ledger.steady else None
 
-    def rate(amount: float | None) -> float | None:
-        return None if amount is None or step_time_s is None else amount / step_time_s
-
-    def share(flops: float | None) -> float | None:
-        peak, flops_per_s = costs.peak_flops_per_s, rate(flops)
+    def share(name: str) -> float | None:
+        peak, flops_per_s = costs.peak_flops_per_s, ledger.rate(name)
         return None if peak is None or flops_per_s is None else flops_per_s / peak
 
     return Measurement(
         run=str(job.run_dir.path),
+        task=job.settings.task,
         steps=job.total_steps,
         tokens=ledger.tokens,
         samples=ledger.samples,
         parameters=parameters,
         world_size=job.plan.world_size,
         step_time_s=step_time_s,
-        tokens_per_s=rate(costs.tokens),
-        samples_per_s=rate(costs.samples),
-        model_flops_per_s=rate(costs.model_flops),
-        hardware_flops_per_s=rate(costs.hardware_flops),
-        mfu=share(costs.model_flops),
-        hfu=share(costs.hardware_flops),
+        tokens_per_s=ledger.rate("tokens"),
+        samples_per_s=ledger.rate("samples"),
+        model_flops_per_s=ledger.rate("model_flops"),
+        hardware_flops_per_s=ledger.rate("hardware_flops"),
+        mfu=share("model_flops"),
+        hfu=share("hardware_flops"),
         peak_memory_bytes=ledger.peak_memory_bytes,
         parts=ledger.median_parts(),
         first_loss=ledger.first_loss,

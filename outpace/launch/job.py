@@ -13,6 +13,7 @@ from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.data.loader import Loader
+from outpace.data.padded import PaddedDataset
 from outpace.launch import micro_batch
 from outpace.launch.answer import Answer
 from outpace.launch.context import Job
@@ -24,6 +25,7 @@ from outpace.launch.materials import Materials, build_objective, gather
 from outpace.launch.micro_batch import TRIAL_STEPS, Try
 from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
+    DEFAULT_EVAL_BATCHES,
     peak_flops_per_s,
     resolve_device,
     resolve_lr,
@@ -32,6 +34,7 @@ from outpace.launch.resolve import (
     resolve_steps,
     with_powersgd_start,
 )
+from outpace.launch.tasks import check_task, step_costs
 from outpace.launch.tracing import find_tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import Mixed, make_mixed
@@ -165,6 +168,7 @@ def prepared(
                 "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
                 "file, or use gloo or nccl."
             )
+        check_task(settings, plan)
         lacking = why_not(plan.strategy, ranks)
         if lacking is not None:
             raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
@@ -173,7 +177,7 @@ def prepared(
             RunDir(settings.out).require_free()  # before the data, which may take long
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
-        materials = gather(settings, model, cache_dir, usable_cores(), heard)
+        materials = gather(settings, model, cache_dir, usable_cores(), heard, plan)
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
         )
@@ -388,8 +392,13 @@ def _ledger(job: Job, progress: Progress | None) -> Ledger:
         hardware_flops=hardware_flops,
         peak_flops_per_s=peak_flops_per_s(job.plan, job.machine, job.device),
     )
+    data, costs_of = job.materials.train_data, None
+    if isinstance(data, PaddedDataset):
+        costs_of = step_costs(
+            data, job.settings, job.plan, spec, job.materials.labels, costs.peak_flops_per_s
+        )
     if progress is None:
-        return Ledger(costs, tokens=None if seq_len is None else 0, samples=0)
+        return Ledger(costs, None if seq_len is None else 0, 0, costs_of=costs_of)
     return Ledger(
         costs,
         tokens=progress.tokens,
@@ -397,6 +406,7 @@ def _ledger(job: Job, progress: Progress | None) -> Ledger:
         skipped_steps=progress.skipped_steps,
         loss_sum=progress.loss_sum,
         first_loss=progress.first_loss,
+        costs_of=costs_of,
     )
 
 
@@ -420,11 +430,15 @@ def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader
 
 
 def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation | None:
-    """The held-out loss; None where there is no held-out data."""
+    """The held-out loss, and a task's metrics; None where there is no held-out data."""
     data = job.materials.eval_data
     if data is None:
         return None
-    batches = max(1, min(job.settings.eval_batches, len(data) // job.settings.global_batch))
+    all_batches = len(data) // job.settings.global_batch
+    wanted = job.settings.eval_batches
+    if wanted is None:
+        wanted = all_batches if job.materials.labels is not None else DEFAULT_EVAL_BATCHES
+    batches = max(1, min(wanted, all_batches))
     loader = job_loader(job, data, 0, batches)
     try:
         return evaluate(

@@ -9,17 +9,22 @@ import torch
 from torch import nn
 
 from outpace.data.corpus import Corpus, prepare
+from outpace.data.padded import PaddedDataset
 from outpace.data.samples import PREDICTED, TokenDataset
 from outpace.data.tokenizer import Tokenizer
+from outpace.interop.classifier import read_classifier
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
 from outpace.launch.resolve import resolve_seq_len
+from outpace.launch.tasks import gather_task
 from outpace.launch.tokenizers import tokenizer_for
+from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.loss import LanguageModelObjective, LossKind
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
 
@@ -41,6 +46,8 @@ class Materials:
     eval_fingerprint: str | None
     eval_corpus: Corpus | None
     seq_len: int | None
+    labels: tuple[str, ...] | None = None  # of a classifier
+    hints: tuple[str, ...] = ()
 
     def starts_from_stored(self, settings: TrainSettings) -> bool:
         """Whether training begins with weights that were trained before."""
@@ -53,12 +60,16 @@ class Materials:
     @property
     def targets_per_sample(self) -> int | None:
         """Targets in every sample, None where they differ (masked tokens, a person's own data)."""
+        if isinstance(self.train_data, PaddedDataset):
+            return None if self.labels is None else 1
         causal = self.spec is not None and self.spec.causal
         return self.seq_len if causal else None
 
     @property
     def likely_targets(self) -> int:
         """About as many targets as a sample has: those that are masked, or one."""
+        if isinstance(self.train_data, PaddedDataset):
+            return self.train_data.mean_targets
         if self.spec is None or self.seq_len is None:
             return 1
         return max(1, round(PREDICTED * self.seq_len))
@@ -70,6 +81,7 @@ def gather(
     cache_dir: Path,
     processes: int,
     callbacks: Sequence[Callback],
+    plan: Plan | None = None,
 ) -> Materials:
     """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
     opened = None if live is not None else open_model(settings.model)
@@ -82,14 +94,23 @@ def gather(
             "function. Leave --init out; to start from stored weights, name a run's directory."
         )
     if own is not None and own.dataset is not None:
-        if settings.data != ("stdlib",):
-            raise BadInputError(f"{name} brings its own data set, so --data cannot be given too.")
+        if settings.data != ("stdlib",) or settings.task != "pretrain":
+            raise BadInputError(
+                f"{name} brings its own data set, so --data and --task cannot be given too."
+            )
         return Materials(
             name, opened, own, None, None, own.dataset, own.eval_dataset, "own", None, None, None
         )
     assert spec is not None or own is not None
     positions = spec.max_positions if spec is not None else own_positions(_module(own))
     vocab = spec.vocab if spec is not None else own_vocab(_module(own))
+    if settings.task != "pretrain":
+        found = gather_task(settings, opened, spec, positions, vocab, plan, cache_dir, callbacks)
+        return Materials(
+            name, opened, own, spec, found.tokenizer, found.train, found.held_out,
+            found.train_fingerprint, found.eval_fingerprint, None, found.seq_len, found.labels,
+            found.hints,
+        )  # fmt: skip
     seq_len = resolve_seq_len(settings, positions)
     objective = "causal" if spec is None else spec.objective
     tokenizer = tokenizer_for(settings, opened, vocab, objective, cache_dir, callbacks)
@@ -189,11 +210,16 @@ def build_objective(
     loss: LossKind,
     dtype: torch.dtype | None,
     device: torch.device,
-) -> LanguageModelObjective | OwnObjective:
+) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
     """The model with its loss, on the device, with the weights to start from."""
     if materials.own is not None:
         return OwnObjective(materials.own).to(device)
     assert materials.spec is not None and materials.opened is not None
+    if materials.labels is not None:
+        classifier = _initial_classifier(
+            materials.opened, materials.spec, materials.labels, settings
+        )
+        return ClassificationObjective(classifier).to(device)
     model = initial_model(materials.opened, materials.spec, settings)
     return LanguageModelObjective(model, loss, dtype).to(device)
 
@@ -204,6 +230,16 @@ def initial_model(opened: OpenedModel, spec: ModelSpec, settings: TrainSettings)
         return Transformer(spec, settings.seed)
     assert opened.weights is not None
     return load_model(opened.weights, spec)
+
+
+def _initial_classifier(
+    opened: OpenedModel, spec: ModelSpec, labels: Sequence[str], settings: TrainSettings
+) -> Classifier:
+    """As `initial_model`, with a layer over the labels."""
+    if not _starts_pretrained(opened, settings):
+        return Classifier(Transformer(spec, settings.seed), len(labels), settings.seed)
+    assert opened.weights is not None
+    return read_classifier(opened.weights, spec, labels, settings.seed)
 
 
 def load_model(directory: Path, spec: ModelSpec) -> Transformer:

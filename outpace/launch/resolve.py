@@ -30,6 +30,8 @@ from outpace.train.schedule import warmup_steps
 
 DEFAULT_STEPS = 70
 DEFAULT_SEQ_LEN = 256
+DEFAULT_EVAL_BATCHES = 8
+DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
 RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # what transformers.Trainer takes too
 
@@ -203,8 +205,11 @@ def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) ->
         if seq_len is None:
             raise BadInputError("--tokens needs data made of tokens; use --steps or --epochs.")
         return math.ceil(settings.tokens / (settings.global_batch * seq_len))
-    if settings.epochs is not None:
-        return max(1, math.ceil(settings.epochs * samples / settings.global_batch))
+    epochs = settings.epochs
+    if settings.task != "pretrain" and settings.steps is None:
+        epochs = epochs or DEFAULT_TASK_EPOCHS
+    if epochs is not None:
+        return max(1, math.ceil(epochs * samples / settings.global_batch))
     return settings.steps or DEFAULT_STEPS
 
 

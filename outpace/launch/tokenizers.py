@@ -1,6 +1,6 @@
 """Which tokenizer a run uses: the one named, the model's own, or one trained on the data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -39,12 +39,37 @@ def tokenizer_for(
             f"{encoded[0]} holds the ids of some tokenizer, and other data is text: name that "
             "tokenizer with --tokenizer."
         )
+    _require_no_weights(settings, opened)
+    return _trained(settings, vocab or DEFAULT_VOCAB, objective == "masked", cache_dir, callbacks)
+
+
+def task_tokenizer(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    vocab: int | None,
+    masked: bool,
+    content: str,
+    texts: Callable[[], Iterable[str]],
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer:
+    """As `tokenizer_for`, of data whose `texts` are known and have the hash `content`."""
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer)
+    if opened is not None and opened.tokenizer is not None:
+        return load_tokenizer(str(opened.tokenizer))
+    _require_no_weights(settings, opened)
+    size = vocab or DEFAULT_VOCAB
+    key = xxhash.xxh3_128_hexdigest(f"{content}|{settings.task}|{size}|{masked}".encode())
+    return _learnt(key, texts, size, masked, cache_dir, callbacks)
+
+
+def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> None:
     if opened is not None and opened.weights is not None and settings.init != "random":
         raise BadInputError(
             f"{opened.name} has weights but no tokenizer, and weights mean nothing to another "
             "tokenizer's ids. Name its own with --tokenizer, or use --init random."
         )
-    return _trained(settings, vocab or DEFAULT_VOCAB, objective == "masked", cache_dir, callbacks)
 
 
 def _trained(
@@ -61,16 +86,32 @@ def _trained(
     key = xxhash.xxh3_128_hexdigest(
         f"{content}|{held_out}|{vocab}|{masked}|{settings.text_field}".encode()
     )
+    return _learnt(
+        key,
+        lambda: read_documents(settings.data, settings.text_field, split, settings.eval_fraction),
+        vocab,
+        masked,
+        cache_dir,
+        callbacks,
+    )
+
+
+def _learnt(
+    key: str,
+    texts: Callable[[], Iterable[str]],
+    vocab: int,
+    masked: bool,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> Tokenizer:
+    """The tokenizer of this key in the cache, learnt where it is not there yet."""
     folder = cache_dir / "tokenizers" / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
             if not (folder / "tokenizer.json").is_file():
                 tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
-                texts = read_documents(
-                    settings.data, settings.text_field, split, settings.eval_fraction
-                )
-                learnt = train_tokenizer(texts, vocab, masked=masked)
+                learnt = train_tokenizer(texts(), vocab, masked=masked)
                 temporary = folder.with_suffix(".tmp")
                 learnt.save(temporary)
                 temporary.replace(folder)

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 
+from outpace.data.chat import ChatFormat
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.loader import Batch, Loader
+from outpace.data.padded import PaddedDataset
 from outpace.data.samples import TokenDataset
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnObjective, build_own
-from outpace.launch.materials import check_vocab, load_model
+from outpace.launch.materials import build_objective, check_vocab, gather, load_model
 from outpace.launch.resolve import DEFAULT_SEQ_LEN, resolve_device
 from outpace.nn import generate as generation
+from outpace.nn.classifier import ClassificationObjective
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed import Mixed, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout
 from outpace.probe.machine import usable_cores
@@ -39,22 +42,31 @@ def generate(
     top_k: int | None,
     seed: int,
     device: str,
+    chat: bool = False,
 ) -> str:
     """Text that the run's model writes after `prompt`, the prompt included.
+
+    With `chat` the prompt is what a user says, put into the tokenizer's chat template, and the text
+    is the answer alone.
 
     Raises BadInputError when the run has no model, no tokenizer, or one that cannot write.
     """
     model, tokenizer = _open(run, device)
+    stop_id, asked = tokenizer.eos_id, prompt
+    if chat:
+        talk = ChatFormat(tokenizer)
+        stop_id, asked = talk.stop_id, talk.prompt([{"role": "user", "content": prompt}])
+    given = tokenizer.encode(asked) or [tokenizer.eos_id]
     ids = generation.generate(
         model,
-        tokenizer.encode(prompt) or [tokenizer.eos_id],
+        given,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        stop_id=tokenizer.eos_id,
+        stop_id=stop_id,
     )
-    return tokenizer.decode(ids)
+    return tokenizer.decode(ids[len(given) :] if chat else ids)
 
 
 def evaluate(
@@ -76,9 +88,12 @@ def evaluate(
     opened = open_model(str(run))
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     mixed = make_mixed(record.plan.precision if record else "fp32", target, True)
-    objective: LanguageModelObjective | OwnObjective
+    objective: LanguageModelObjective | OwnObjective | ClassificationObjective
     dataset: Any
-    if opened.build is not None:
+    if settings.task != "pretrain":
+        objective, dataset = _task(run, opened, settings, data, batch_size, mixed)
+        data = None
+    elif opened.build is not None:
         own = build_own(opened.build)
         objective, dataset = OwnObjective(own), own.eval_dataset or own.dataset
     else:
@@ -96,6 +111,29 @@ def evaluate(
         device=target,
         group=None,
     )
+
+
+def _task(
+    run: Path,
+    opened: OpenedModel,
+    settings: TrainSettings,
+    data: tuple[str, ...] | None,
+    batch_size: int | None,
+    mixed: Mixed,
+) -> tuple[LanguageModelObjective | OwnObjective | ClassificationObjective, PaddedDataset]:
+    """The model of a run that was trained for a task, and all samples of the data, each once."""
+    update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None}
+    if data is not None:
+        update |= {"data": data, "eval_data": data}
+    if batch_size is not None:
+        update["global_batch"] = batch_size
+    settings = settings.model_copy(update=update)
+    cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+    materials = gather(settings, None, cache_dir, usable_cores(), ())
+    cpu = torch.device("cpu")
+    objective = build_objective(materials, settings, settings.loss, mixed.dtype, cpu)
+    assert isinstance(materials.eval_data, PaddedDataset)
+    return objective, materials.eval_data
 
 
 def _batches(

@@ -53,9 +53,9 @@ def _total_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _totals(loss_sum: Tensor, count: Tensor) -> Tensor:
+def _totals(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
     dtype = _total_dtype(loss_sum.device)
-    return torch.stack((loss_sum.to(dtype), count.to(dtype)))
+    return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
 
 class Layout:
@@ -128,10 +128,13 @@ class Layout:
         return nullcontext()
 
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
-        """As `gradients`, of one micro-batch and without gradients."""
+        """As `gradients`, of one micro-batch and without gradients.
+
+        The two totals are followed by the further sums that an objective with `sums` gives.
+        """
         with given.cast():
-            loss_sum, count = self.objective(batch)
-        return _totals(loss_sum, count)
+            loss_sum, count, *sums = self.objective(batch)
+        return _totals(loss_sum, count, *sums)
 
     def local_gradients(self) -> list[Tensor]:
         """The parts of all gradients that lie on this rank."""

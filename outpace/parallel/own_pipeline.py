@@ -77,14 +77,14 @@ class OwnStage(nn.Module):
             block.forward = partial(self._visit, number, block.forward)
 
     def forward(self, received: Tensor, number: Tensor) -> Tensor:
-        """Hidden states of the micro-batch of this number; of the last stage (loss_sum, count)."""
+        """Hidden states of the micro-batch of this number; of the last stage the totals."""
         return self.run(self.batches[int(number)], None if self.first else received)
 
     def run(self, batch: Batch, received: Tensor | None) -> Tensor:
         """As `forward`, given the micro-batch."""
         self._received, self._next = received, 0
         try:
-            loss_sum, count = self.objective(batch)
+            loss_sum, *others = self.objective(batch)
         except Leaving as leaving:
             hidden = leaving.hidden
             # A split backward detaches it in place, which a view (nn.Flatten) does not let it.
@@ -96,7 +96,7 @@ class OwnStage(nn.Module):
                 f"the forward ended without calling block {self._names[self._next]!r}. Name only "
                 "blocks that it calls, once each."
             )
-        return torch.stack((loss_sum, count.to(loss_sum.dtype)))
+        return torch.cat([part.to(loss_sum.dtype).view(-1) for part in (loss_sum, *others)])
 
     def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What a block does when the person's forward calls it."""
@@ -165,6 +165,16 @@ class Staged(nn.Module):
         super().__init__()
         self.model = model
         self.stages = nn.ModuleList(stages.values())
+
+    @property
+    def sums(self) -> Sequence[str]:
+        """The objective's further sums in an evaluation."""
+        return getattr(self.stages[0].objective, "sums", ())
+
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """As the objective's."""
+        found: dict[str, float] = self.stages[0].objective.metrics(sums, count)  # type: ignore[operator,union-attr]
+        return found
 
 
 class OwnPipeline(Spread):
@@ -308,7 +318,7 @@ class OwnPipeline(Spread):
 
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """Forward only, one micro-batch after the other through this rank's stages."""
-        totals = torch.zeros(2, dtype=torch.float64, device=self._at)
+        totals = self._nothing()
         for part in cut(batch, self._plan.pp_microbatches):
             totals += self._pass_on(part, given, {})
         return totals
@@ -325,12 +335,17 @@ class OwnPipeline(Spread):
             taken = hidden
             with given.cast():
                 hidden = stage.run(batch, taken)
-            seen[number] = (taken, hidden)
+            seen[number] = (taken, hidden[:2] if stage.last else hidden)
             if stage.last:
                 return hidden.double()
             if ranks[number + 1] != self._rank:
                 _send(hidden, self._group, ranks[number + 1])
-        return torch.zeros(2, dtype=torch.float64, device=self._at)
+        return self._nothing()
+
+    def _nothing(self) -> Tensor:
+        """The totals of an evaluation where nothing was counted."""
+        sums = getattr(self.objective, "sums", ())
+        return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
 
     def _add_up_rest(self) -> None:
         """Gradients of what is outside of the blocks come from the first and the last stage."""

@@ -5,6 +5,7 @@ that transformers' models bring along. What the table does not name is whole on 
 computes it alike; so is a matrix that two modules share (tied embeddings).
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from outpace.nn.block import Linear
 from outpace.optim.build import Build
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.tensor import SplitRows
@@ -121,7 +123,7 @@ def _splittable(
 ) -> bool:
     """Whether to split a matrix. Raises BadInputError where it was to be and cannot."""
     wanted = nn.Embedding if layout == "embedding_rowwise" else nn.Linear
-    if type(module) is not wanted:
+    if type(module) not in (wanted, Linear if wanted is nn.Linear else wanted):
         raise BadInputError(
             f"layouts has {name!r}: {layout!r}, which is for an nn.{wanted.__name__}, but it is a "
             f"{type(module).__name__}. Leave it out: it stays whole on every rank."
@@ -142,8 +144,9 @@ def _splittable(
 
 def _check_heads(model: nn.Module, ranks: int) -> None:
     """A transformers model's heads have to be shared evenly, too."""
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(getattr(model, "config", None), name, None)
+    names = ("num_attention_heads", "num_key_value_heads", "heads", "kv_heads")
+    for holder, name in itertools.product(("config", "spec"), names):
+        heads = getattr(getattr(model, holder, None), name, None)
         if isinstance(heads, int) and heads % ranks:
             raise BadInputError(
                 f"{ranks} tensor-parallel ranks cannot share {heads} heads ({name}) evenly. Use "

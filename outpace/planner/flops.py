@@ -70,9 +70,9 @@ def _attention_product(spec: ModelSpec, seq_len: int) -> int:
     return 2 * spec.layers * spec.heads * spec.head_dim * seq_len**2
 
 
-def forward_flops(spec: ModelSpec, seq_len: int, samples: int) -> int:
-    """FLOPs of one forward with the head, over `samples` sequences of `seq_len` tokens."""
-    weights = spec.layers * block_weights(spec) + head_weights(spec)
+def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
+    """FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the `head` or not."""
+    weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
     attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
     return samples * (2 * seq_len * weights + attention)
 
@@ -82,6 +82,7 @@ def step_flops(
     seq_len: int,
     samples: int,
     checkpointing: Checkpointing | Sequence[Checkpointing] | None = None,
+    head: bool = True,
 ) -> int:
     """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
@@ -90,7 +91,7 @@ def step_flops(
     computes, for HFU. That adds the scores that fused attention computes again and what blocks
     compute again.
     """
-    forward = forward_flops(spec, seq_len, samples)
+    forward = forward_flops(spec, seq_len, samples, head)
     if checkpointing is None:
         return 3 * forward
     modes = [checkpointing] * spec.layers if isinstance(checkpointing, str) else checkpointing

@@ -4,6 +4,7 @@ from pydantic import Field
 
 from outpace.records.base import Record
 from outpace.records.plan import Plan
+from outpace.records.settings import Task
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 
@@ -66,19 +67,22 @@ class StepRecord(Record):
 
 
 class Evaluation(Record):
-    """A loss on held-out data."""
+    """A loss on held-out data, and what else a task is measured by."""
 
     step: int
-    loss: float = Field(description="nats per target token")
+    loss: float = Field(description="nats per target: a token, or a sample that is classified")
     perplexity: float
-    tokens: int
+    tokens: int = Field(description="targets")
     tokens_per_s: float
+    sums: dict[str, float] = Field(default={}, description="over all ranks; what metrics are of")
+    metrics: dict[str, float] = Field(default={}, description="by name: accuracy, f1")
 
 
 class Measurement(Record):
     """The outcome of a run; result.json. Medians leave out the first steps (warm-up)."""
 
     run: str = Field(description="the run's directory")
+    task: Task = "pretrain"
     steps: int
     tokens: int | None
     samples: int

@@ -37,6 +37,8 @@ def _size(value: object) -> object:
 # A number of bytes, which may be written "8GiB".
 Size = Annotated[PositiveInt, BeforeValidator(_size)]
 
+Task = Literal["pretrain", "chat", "classify"]
+
 
 def _field(group: str, help_text: str, default: Any = None) -> Any:
     return Field(default=default, description=help_text, json_schema_extra={"group": group})
@@ -87,6 +89,15 @@ class TrainSettings(Record):
         description="share of documents held out for validation, chosen by content hash",
         json_schema_extra={"group": "data"},
     )
+    task: Task = _field(
+        "data",
+        "what to learn: text, what the assistant says in conversations, or labels of texts",
+        "pretrain",
+    )
+    text_fields: tuple[str, ...] | None = _field(
+        "data", "columns of the one or two texts to classify (default: found by name)"
+    )
+    label_field: str | None = _field("data", "column of their label (default: found by name)")
     text_field: str = _field("data", "key of the text in .jsonl, .parquet and datasets", "text")
     tokenizer: str | None = _field(
         "data",
@@ -103,13 +114,20 @@ class TrainSettings(Record):
     seq_len: PositiveInt | None = _field(
         "batch", "tokens per sample (default: 256, or the model's positions if fewer)"
     )
+    padding: Literal["dynamic", "fixed"] | None = _field(
+        "batch",
+        "of a task's samples: to the longest of a micro-batch, or to --seq-len; both rounded up to "
+        "8 (default: dynamic where batches may differ in shape)",
+    )
     global_batch: PositiveInt = _field("batch", "samples per optimizer step, all ranks", 16)
     micro_batch: PositiveInt | Literal["auto"] | None = _field(
         "batch",
         "samples per rank and forward, or auto: the most that fit (default: the rank's share, no "
         "accumulation)",
     )
-    steps: PositiveInt | None = _field("length", "optimizer steps (default: 70)")
+    steps: PositiveInt | None = _field(
+        "length", "optimizer steps (default: 70; of a task 3 epochs)"
+    )
     tokens: PositiveInt | None = _field("length", "train on this many tokens instead")
     epochs: PositiveFloat | None = _field(
         "length", "train on this many times the samples of the data instead"
@@ -241,7 +259,9 @@ class TrainSettings(Record):
     )
 
     eval_every: NonNegativeInt = _field("run", "steps between evaluations; 0 = start and end", 0)
-    eval_batches: PositiveInt = _field("run", "global batches per evaluation", 8)
+    eval_batches: PositiveInt | None = _field(
+        "run", "global batches per evaluation (default: 8; to classify all)"
+    )
     save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
     keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
@@ -277,4 +297,22 @@ class TrainSettings(Record):
             raise ValueError(
                 f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources"
             )
+        self._check_task()
         return self
+
+    def _check_task(self) -> None:
+        """What belongs to one task only."""
+        if self.task != "classify" and (self.text_fields or self.label_field):
+            raise ValueError("text_fields and label_field are of task classify. Leave them out")
+        if self.task == "pretrain":
+            if self.padding is not None:
+                raise ValueError(
+                    f"padding {self.padding}: samples of text are all of seq_len and need none. "
+                    "Leave it out"
+                )
+            return
+        for name in ("tokens", "document_attention", "data_weights"):
+            if getattr(self, name):
+                raise ValueError(f"task {self.task} has no {name}. Leave it out")
+        if self.task == "classify" and self.loss == "chunked":
+            raise ValueError("loss chunked is over a vocabulary. Leave it out of task classify")

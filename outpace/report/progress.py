@@ -15,7 +15,7 @@ from rich.text import Text
 from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
-from outpace.report.summary import show_whole
+from outpace.report.summary import show_whole, shown_metrics
 from outpace.train.callbacks import Callback
 
 # Seconds between lines where nobody watches live.
@@ -105,7 +105,8 @@ class Progress(Callback):
         """The held-out loss was measured."""
         line = Text(f"  validation after step {evaluation.step:,}: loss ")
         line.append(f"{evaluation.loss:.4f}", style="bold green" if final else "bold")
-        line.append(f", perplexity {evaluation.perplexity:,.4g}", style="dim")
+        for name, value in shown_metrics(evaluation):
+            line.append(f", {name} {value}", style="dim")
         self.console.print(line, soft_wrap=True)
 
     def on_checkpoint(self, path: Path) -> None:

@@ -33,12 +33,27 @@ def summary(measurement: Measurement) -> RenderableType:
 def evaluation_table(evaluation: Evaluation) -> RenderableType:
     """Loss, perplexity and speed on held-out data."""
     table = _pairs("Evaluation")
-    table.add_row("loss", f"{evaluation.loss:.4f} nats per token")
-    table.add_row("perplexity", _perplexity(evaluation.perplexity))
-    table.add_row("tokens", f"{evaluation.tokens:,}")
-    table.add_row("speed", show_whole(evaluation.tokens_per_s, "tokens/s"))
+    what = target_of(evaluation)
+    table.add_row("loss", f"{evaluation.loss:.4f} nats per {what}")
+    for name, value in shown_metrics(evaluation):
+        table.add_row(name, value)
+    table.add_row(f"{what}s", f"{evaluation.tokens:,}")
+    table.add_row("speed", show_whole(evaluation.tokens_per_s, f"{what}s/s"))
     table.add_row("after step", f"{evaluation.step:,}")
     return Padding(table, (1, 2))
+
+
+def target_of(evaluation: Evaluation | None) -> str:
+    """What one loss is of: a sample where there are metrics of samples, else a token."""
+    return "sample" if evaluation is not None and evaluation.metrics else "token"
+
+
+def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Name and value of what is told of an evaluation besides its loss."""
+    if not evaluation.metrics:
+        return [("perplexity", _perplexity(evaluation.perplexity))]
+    names = {"f1": "F1"}
+    return [(names.get(name, name), f"{value:.4f}") for name, value in evaluation.metrics.items()]
 
 
 def _pairs(title: str) -> Table:
@@ -52,7 +67,7 @@ def _pairs(title: str) -> Table:
 
 
 def _losses(measurement: Measurement) -> Table:
-    table = _pairs("Loss, nats per token")
+    table = _pairs(f"Loss, nats per {target_of(measurement.final_eval)}")
     table.add_row("first step", _loss(measurement.first_loss))
     table.add_row("last step", _loss(measurement.final_loss))
     first, last = measurement.initial_eval, measurement.final_eval
@@ -60,7 +75,8 @@ def _losses(measurement: Measurement) -> Table:
         table.add_row("validation before", _loss(first.loss))
     if last is not None:
         table.add_row("validation after", Text(_loss(last.loss), style="bold green"))
-        table.add_row("perplexity", _perplexity(last.perplexity))
+        for name, value in shown_metrics(last):
+            table.add_row(name, value)
     if measurement.unigram_entropy is not None:
         table.add_row("unigram entropy", _loss(measurement.unigram_entropy))
     return table
@@ -128,7 +144,8 @@ def _path(measurement: Measurement) -> Padding:
     run = measurement.run
     line = Text().append("Run  ", style="bold").append(run, style="cyan")
     if measurement.sample is not None:
-        line.append(f"\n     outpace generate --run {run} 'def '", style="dim")
+        asked = "--chat 'Hello'" if measurement.task == "chat" else "'def '"
+        line.append(f"\n     outpace generate --run {run} {asked}", style="dim")
     elif measurement.final_eval is not None:
         line.append(f"\n     outpace eval --run {run}", style="dim")
     return Padding(line, (0, 2, 1, 2))

@@ -2,6 +2,7 @@
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outpace.records.errors import DivergedError
@@ -36,6 +37,7 @@ class Ledger:
     loss_sum: float = 0.0
     first_loss: float | None = None
     peak_memory_bytes: int | None = None
+    costs_of: Callable[[int], Costs] | None = None  # of a step, where they differ
     # Of the steady steps, the latest: medians need no more, and memory stays flat.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     _seen: int = 0
@@ -53,7 +55,7 @@ class Ledger:
         norm = float(raw.grad_norm)
         if not raw.skipped and not norm < float("inf"):  # the weights are no numbers any more
             raise DivergedError(f"the gradient's norm became {norm} at step {raw.step}")
-        costs = self.costs
+        costs = self.costs if self.costs_of is None else self.costs_of(raw.step)
         self.samples += costs.samples
         if self.tokens is not None and costs.tokens is not None:
             self.tokens += costs.tokens
@@ -65,15 +67,16 @@ class Ledger:
         hidden_in_backward = min(raw.communication_s, parts.get("backward", 0.0))
         parts["backward"] = parts.get("backward", 0.0) - hidden_in_backward
         parts["communication"] = parts.get("communication", 0.0) + hidden_in_backward
-        record = self._assemble(raw, loss, parts)
+        record = self._assemble(raw, loss, parts, costs)
         self._seen += 1
         if self._seen == WARMUP_STEPS + 1:
             self.steady.clear()
         self.steady.append(record)
         return record
 
-    def _assemble(self, raw: RawStep, loss: float, parts: dict[str, float]) -> StepRecord:
-        costs = self.costs
+    def _assemble(
+        self, raw: RawStep, loss: float, parts: dict[str, float], costs: Costs
+    ) -> StepRecord:
         step_time_s = sum(parts.values())
         model_rate = _rate(costs.model_flops, step_time_s)
         hardware_rate = _rate(costs.hardware_flops, step_time_s)
@@ -107,6 +110,20 @@ class Ledger:
                 for part in PARTS
             }
         )
+
+    def rate(self, name: str) -> float | None:
+        """A cost of steps per second, by its name in Costs, over the latest after warm-up.
+
+        At the median step time; where costs differ, their sum over that of the times.
+        """
+        if self.costs_of is None:
+            return _rate(getattr(self.costs, name), self.median_step_time_s())
+        rates = [getattr(record, f"{name}_per_s") for record in self.steady]
+        if not rates or None in rates:
+            return None
+        times_s = [record.step_time_s for record in self.steady]
+        amount = sum(rate * time_s for rate, time_s in zip(rates, times_s, strict=True))
+        return _rate(amount, sum(times_s))
 
     def median_step_time_s(self) -> float | None:
         """The median over the latest steps after warm-up."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,11 @@ def evaluate(
 ) -> Evaluation:
     """Mean loss per target over `steps` (lists of this rank's micro-batches), all ranks' together.
 
-    Dropout is off. Each rank must pass its own share and the same number of steps.
+    With the metrics of an objective that has some. Dropout is off. Each rank must pass its own
+    share and the same number of steps.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
+    names: Sequence[str] = getattr(layout.objective, "sums", ())
+    totals = torch.zeros(2 + len(names), dtype=torch.float64)
     found: list[torch.Tensor] = []
     began_s = time.perf_counter()
     was_training = layout.objective.training
@@ -37,16 +39,19 @@ def evaluate(
                 found.append(layout.evaluate(batch, Pass(mixed.cast)))
     layout.objective.train(was_training)
     for part in found:  # not before: reading one would wait for the device
-        totals += part.cpu()
+        totals[: len(part)] += part.cpu()  # a rank without the output has two zeros
     if group is not None:
         dist.all_reduce(totals, group=group)
     took_s = time.perf_counter() - began_s
     loss = float(totals[0] / totals[1].clamp(min=1))
     count = int(totals[1])
+    sums = dict(zip(names, totals[2:].tolist(), strict=True))
     return Evaluation(
         step=step,
         loss=loss,
         perplexity=math.exp(min(loss, 700.0)),
         tokens=count,
         tokens_per_s=count / took_s,
+        sums=sums,
+        metrics=layout.objective.metrics(sums, count) if names else {},  # type: ignore[operator]
     )

@@ -31,11 +31,10 @@ class _Scalars(Callback):
         self._write(known, record.step)
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Log the held-out loss."""
-        self._write(
-            {"eval/loss": evaluation.loss, "eval/perplexity": evaluation.perplexity},
-            evaluation.step,
-        )
+        """Log the held-out loss and a task's metrics."""
+        figures = {"loss": evaluation.loss, "perplexity": evaluation.perplexity}
+        named = {f"eval/{name}": value for name, value in {**figures, **evaluation.metrics}.items()}
+        self._write(named, evaluation.step)
 
 
 class TensorBoard(_Scalars):

@@ -1,0 +1,224 @@
+"""Texts and pairs of texts with a label, as GLUE's, to samples of a classifier."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from outpace.data.padded import Ragged, ragged
+from outpace.data.rows import Row, Table
+from outpace.data.tokenizer import Tokenizer
+from outpace.records.errors import BadInputError
+
+# Columns of texts by what benchmarks call them, pairs before single ones.
+_TEXTS = (
+    ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"),
+    ("question", "sentence"), ("#1 String", "#2 String"), ("text1", "text2"),
+    ("text_a", "text_b"), ("sentence",), ("text",),
+)  # fmt: skip
+_LABELS = ("label", "labels", "gold_label", "Quality", "is_duplicate")
+_ENCODED_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class Example:
+    """A text, or a pair of them, with the name of its label."""
+
+    texts: tuple[str, ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where the texts (one or two) and the label stand."""
+
+    texts: tuple[str, ...]
+    label: str
+
+
+def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -> Columns:
+    """The columns asked for, else those of a benchmark's names. Raises BadInputError."""
+    there = ", ".join(map(repr, table.columns))
+    if texts is not None and len(texts) not in (1, 2):
+        raise BadInputError(f"--text-fields names {len(texts)} columns; a sample has 1 or 2 texts")
+    found = texts or next((t for t in _TEXTS if set(t) <= set(table.columns)), None)
+    named = label or next((name for name in _LABELS if name in table.columns), None)
+    for what, flag, names in (
+        ("text", "--text-fields", found),
+        ("label", "--label-field", named and (named,)),
+    ):
+        missing = [name for name in names or () if name not in table.columns]
+        if not names or missing:
+            lacks = f"no column {missing[0]!r}" if missing else f"no column that is known as {what}"
+            raise BadInputError(f"{table.reference} has {lacks}, but {there}. Name it with {flag}.")
+    assert found is not None and named is not None
+    return Columns(found, named)
+
+
+def examples_of(
+    rows: Iterable[Row], columns: Columns, classes: Sequence[str] = ()
+) -> list[Example]:
+    """Texts and labels of rows; numbers of `classes` become their names. Raises BadInputError."""
+    return [
+        Example(
+            tuple(_text(row, name) for name in columns.texts), _label(row, columns.label, classes)
+        )
+        for row in rows
+    ]
+
+
+def _text(row: Row, name: str) -> str:
+    text = row.values.get(name)
+    if not isinstance(text, str):
+        raise BadInputError(f"{row.where}: {name!r} is {type(text).__name__}, not text")
+    return text
+
+
+def _label(row: Row, name: str, classes: Sequence[str]) -> str:
+    value = row.values.get(name)
+    if value is None or value in (-1, "", "-", "-1"):
+        raise BadInputError(
+            f"{row.where} has no label ({name!r} is {value!r}), as in a benchmark's test set. Give "
+            "data with labels."
+        )
+    if isinstance(value, float) and value != int(value):
+        raise BadInputError(
+            f"{row.where}: the label {value} is no class. --task classify learns classes, not "
+            "numbers on a scale."
+        )
+    if isinstance(value, str):
+        return value
+    number = int(value)
+    return classes[number] if 0 <= number < len(classes) else str(number)
+
+
+def label_names(
+    examples: Sequence[Example], classes: Sequence[str], known: Sequence[str] | None
+) -> tuple[str, ...]:
+    """The labels in the order of their numbers: as the model knows them, else as the data says.
+
+    What is only known from the examples is sorted. Raises BadInputError where there are fewer
+    than two, or nearly as many as examples.
+    """
+    seen = {example.label for example in examples}
+    for order in (known or (), classes):
+        if len(order) > 1 and seen <= set(order):
+            return tuple(order)
+    if len(seen) < 2:
+        raise BadInputError(
+            f"all {len(examples)} samples have the label {next(iter(seen))!r}, so there is nothing "
+            "to tell apart. Give data with two labels or more."
+        )
+    if len(seen) > max(2, len(examples) // 2):
+        raise BadInputError(
+            f"{len(examples)} samples have {len(seen)} labels, such as {min(seen)!r}: these look "
+            "like numbers on a scale or texts. Name the column of classes with --label-field."
+        )
+    return tuple(sorted(seen, key=_by_number))
+
+
+def _by_number(name: str) -> tuple[int, int, str]:
+    return (0, int(name), "") if name.isdecimal() else (1, 0, name)
+
+
+def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
+    """The tokenizer with a way to encode pairs, and a padding token.
+
+    Its own way where it has one. Else for an encoder BERT's (Devlin et al., arXiv 1810.04805, §3:
+    [CLS] A [SEP] B [SEP]), and for a decoder the end of text between the two. Saved with the
+    model, so that transformers encodes a pair in the same way.
+    """
+    inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
+    if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):
+        raise BadInputError(
+            "an encoder classifies by its [CLS] token, and the tokenizer has no [CLS] and [SEP]. "
+            "Name another with --tokenizer."
+        )
+    if inner.num_special_tokens_to_add(True) == 0:
+        inner.post_processor = _bert_pairs(tokenizer) if encoder else _gpt_pairs(tokenizer)
+    config: dict[str, Any] = {}
+    if tokenizer.pad_id is None:
+        config["pad_token"] = tokenizer.eos_token
+    if encoder:
+        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    return tokenizer.changed(inner, config)
+
+
+def _bert_pairs(tokenizer: Tokenizer) -> Any:
+    cls, sep = tokenizer.roles["cls_token"], tokenizer.roles["sep_token"]
+    return TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, tokenizer.cls_id), (sep, tokenizer.sep_id)],
+    )
+
+
+def _gpt_pairs(tokenizer: Tokenizer) -> Any:
+    eos = tokenizer.eos_token
+    return TemplateProcessing(
+        single="$A", pair=f"$A {eos} $B", special_tokens=[(eos, tokenizer.eos_id)]
+    )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Samples, and how many were longer than allowed and were cut."""
+
+    samples: Ragged
+    cut: int
+
+
+def encode(
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    labels: Sequence[str],
+    seq_len: int,
+    segments: bool,
+) -> Encoded:
+    """Token ids of the examples, the longer text of a pair cut first; `segments`: 0 and 1.
+
+    Raises BadInputError for a label that is not among `labels`, or where no text would be left.
+    """
+    numbers = {name: number for number, name in enumerate(labels)}
+    unknown = next((example for example in examples if example.label not in numbers), None)
+    if unknown is not None:
+        raise BadInputError(
+            f"the validation data has the label {unknown.label!r}, which the training data has "
+            f"not: {', '.join(map(repr, labels))}"
+        )
+    pair = max(len(example.texts) for example in examples)
+    inner = tokenizer.inner
+    if seq_len <= inner.num_special_tokens_to_add(pair == 2) + pair - 1:
+        raise BadInputError(f"--seq-len {seq_len} leaves no room for the texts. Use a longer one.")
+    found, cut = [], 0
+    for first in range(0, len(examples), _ENCODED_AT_ONCE):
+        part = examples[first : first + _ENCODED_AT_ONCE]
+        texts = [one.texts[0] if pair == 1 else one.texts for one in part]
+        for text, encoding in zip(texts, inner.encode_batch(texts), strict=True):
+            if len(encoding.ids) > seq_len:
+                encoding, cut = _cut(inner, text, seq_len), cut + 1
+            found.append(_sample(tokenizer, encoding, segments))
+    fill = {"tokens": tokenizer.pad_id or 0, **({"segments": 0} if segments else {})}
+    targets = [numbers[example.label] for example in examples]
+    return Encoded(ragged(found, fill, targets), cut)
+
+
+def _cut(inner: tokenizers.Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
+    """The encoding of a text or a pair, the longer of the two cut first."""
+    inner.enable_truncation(seq_len, strategy="longest_first")
+    try:
+        return inner.encode_batch([text])[0]
+    finally:
+        inner.no_truncation()
+
+
+def _sample(tokenizer: Tokenizer, encoding: Any, segments: bool) -> dict[str, Sequence[int]]:
+    ids, types = list(encoding.ids), list(encoding.type_ids)
+    # transformers takes the last token that is not padding for the last one.
+    while len(ids) > 1 and ids[-1] == tokenizer.pad_id:
+        ids.pop()
+    if not ids:
+        ids, types = [tokenizer.eos_id], [0]
+    return {"tokens": ids, **({"segments": types[: len(ids)]} if segments else {})}

@@ -1,0 +1,157 @@
+"""Samples of different lengths as batches: padded to the longest, or to one length."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from outpace.data.order import Index, samples_at
+
+IGNORED = -100
+# Tensor cores want multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
+MULTIPLE = 8
+FILLER = -1
+Batch = dict[str, torch.Tensor]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Samples one after the other: sample i has the values [starts[i], starts[i + 1]) of each.
+
+    `values` are by name; `fill` says what a padded place has. `labels`, where a sample has one
+    target instead of one for each token.
+    """
+
+    starts: Ints
+    values: dict[str, NDArray[np.int32]]
+    fill: dict[str, int]
+    labels: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens of each sample."""
+        return np.diff(self.starts)
+
+    @property
+    def targets(self) -> int:
+        """Targets of all samples together."""
+        if self.labels is not None:
+            return len(self.labels)
+        return int((self.values["targets"] != IGNORED).sum())
+
+
+def ragged(
+    samples: Sequence[Mapping[str, Sequence[int]]],
+    fill: dict[str, int],
+    labels: Sequence[int] | None = None,
+) -> Ragged:
+    """Put samples, each a mapping of equally long sequences, one after the other."""
+    lengths = [len(next(iter(sample.values()))) for sample in samples]
+    starts = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    values = {
+        name: np.concatenate([np.asarray(sample[name], dtype=np.int32) for sample in samples])
+        for name in fill
+    }
+    return Ragged(starts, values, fill, None if labels is None else np.asarray(labels, np.int64))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step goes through: the samples' own lengths, and the padded length of each."""
+
+    lengths: Ints
+    padded: Ints
+
+
+@dataclass(frozen=True)
+class PaddedDataset(Dataset[Batch]):
+    """Batches of samples of at most `most` tokens, padded on the right to a multiple of 8.
+
+    `fixed`: every batch is padded to `most`, else to what its longest sample needs. `mask` adds a
+    `padding_mask`, True for what is not padding, which encoders need and causal models do not;
+    `last` the place of each sample's last token. With `once_in` the samples come in their own
+    order, each once, in batches of so many: the last one is filled up with samples without target.
+    """
+
+    samples: Ragged
+    most: int
+    fixed: bool = False
+    mask: bool = False
+    last: bool = False
+    once_in: int | None = None
+
+    def __len__(self) -> int:
+        if self.once_in is None:
+            return len(self.samples)
+        return -(-len(self.samples) // self.once_in) * self.once_in
+
+    @property
+    def mean_targets(self) -> int:
+        """Targets of a sample, about."""
+        return max(1, round(self.samples.targets / len(self.samples)))
+
+    def first_prompt(self) -> list[int]:
+        """The first sample's tokens up to its first target."""
+        rows = slice(0, int(self.samples.starts[1]))
+        tokens, targets = (self.samples.values[name][rows] for name in ("tokens", "targets"))
+        found: list[int] = tokens[: int(np.argmax(targets != IGNORED)) + 1].tolist()
+        return found
+
+    def locate(self, seed: int, positions: Index) -> list[int]:
+        """The sample for each position since the start of training."""
+        if self.once_in is None:
+            found: list[int] = samples_at(seed, positions, len(self.samples)).tolist()
+            return found
+        places = positions % len(self)
+        return [int(p) if p < len(self.samples) else FILLER for p in places.tolist()]
+
+    def padded_length(self, longest: int) -> int:
+        """How long a batch with such a longest sample is."""
+        return self.most if self.fixed else min(rounded(longest), self.most)
+
+    def work(self, seed: int, positions: Index, micro_batch: int) -> Work:
+        """What the samples at these positions cost, `micro_batch` of them in a row at once."""
+        keys = self.locate(seed, positions)
+        lengths = self.samples.lengths[keys]
+        longest = lengths.reshape(-1, micro_batch).max(axis=1)
+        padded = [self.padded_length(int(one)) for one in longest]
+        return Work(lengths, np.repeat(padded, micro_batch))
+
+    def __getitem__(self, index: int) -> Batch:
+        """Sample `index` as a batch of its own, without the batch's dimension."""
+        return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
+
+    def __getitems__(self, keys: Sequence[int]) -> Batch:
+        """A batch of the samples at `keys`; FILLER stands for one without a target."""
+        own = self.samples.lengths[[max(key, 0) for key in keys]]
+        length = self.padded_length(int(own.max()))
+        filled = np.array([key == FILLER for key in keys])
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.full((len(keys), length), fill, dtype=np.int64)
+            for name, fill in self.samples.fill.items()
+        }
+        for row, key in enumerate(keys):
+            start = int(self.samples.starts[max(key, 0)])
+            for name, array in arrays.items():
+                array[row, : own[row]] = self.samples.values[name][start : start + own[row]]
+        if self.samples.labels is not None:
+            arrays["targets"] = self.samples.labels[[max(key, 0) for key in keys]]
+        arrays["targets"][filled] = IGNORED
+        if self.mask:
+            arrays["padding_mask"] = np.arange(length) < own[:, None]
+        if self.last:
+            arrays["last"] = own - 1
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def rounded(length: int) -> int:
+    """The next multiple of 8."""
+    return -(-length // MULTIPLE) * MULTIPLE

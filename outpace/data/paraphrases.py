@@ -1,0 +1,55 @@
+"""A generated data set of sentence pairs in MRPC's form, for trying a classifier without data.
+
+As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005) a pair has quality 1
+if both sentences say the same in other words, two thirds of all, else 0. Here, of the others, half
+say that it went the other way, which takes long to learn, and half deny it in words of their own,
+which is learnt at once.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from outpace.data.rows import Row
+
+NAME = "paraphrases"
+COLUMNS = ("sentence1", "sentence2", "label")
+SIZES = {"train": 3668, "validation": 408}  # MRPC's own
+_SEED = {"train": 1, "validation": 2}
+_SAME, _DENIED = 0.67, 0.5
+
+_WHO = ("Acme", "Borealis", "Cobalt", "Delta Air", "Everest", "Fathom", "Granite", "Helios")
+_WHAT = ("shares", "profit", "sales", "output", "exports", "revenue")
+_MOVES = (
+    ("fell", "dropped", "declined", "slipped", "sank", "decreased"),
+    ("rose", "climbed", "gained", "advanced", "jumped", "increased"),
+)
+_WHEN = ("on Monday", "on Friday", "this week", "last month", "in May", "in the third quarter")
+_FIRST = "{who} said its {what} {move} {number} percent {when} ."
+_DENIALS = ("Analysts doubted that", "It is not true that", "The company denied that")
+_SECOND = (
+    "{when} the {what} of {who} {move} by {number} percent .",
+    "The {what} of {who} {move} {number} percent {when} , the company said .",
+)
+
+
+def paraphrases(split: str) -> Iterator[Row]:
+    """The pairs of a split, always the same."""
+    draw = np.random.Generator(np.random.Philox(_SEED[split]))
+
+    def one_of(choices: tuple[str, ...]) -> str:
+        return choices[int(draw.integers(len(choices)))]
+
+    for number in range(1, SIZES[split] + 1):
+        said = {"who": one_of(_WHO), "what": one_of(_WHAT), "when": one_of(_WHEN)}
+        said["number"] = str(draw.integers(1, 10))
+        up, same = int(draw.integers(2)), draw.random() < _SAME
+        denied = not same and draw.random() < _DENIED
+        first = _FIRST.format(move=one_of(_MOVES[up]), **said)
+        other = up if same or denied else 1 - up
+        second = one_of(_SECOND).format(move=one_of(_MOVES[other]), **said)
+        if denied:
+            second = f"{one_of(_DENIALS)} {second[0].lower()}{second[1:]}"
+        second = second[0].upper() + second[1:]
+        values = {"sentence1": first, "sentence2": second, "label": int(same)}
+        yield Row(values, f"{NAME}, {split}, pair {number}")

@@ -1,0 +1,129 @@
+"""Classifiers as Hugging Face directories: BertForSequenceClassification and its like.
+
+Our tensors go by flat names here, those of the transformer without what it is part of.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outpace.interop.config import CONFIG_FILE, read_config
+from outpace.interop.config_out import hf_config
+from outpace.interop.folder import whole_folder
+from outpace.interop.names import Naming, naming
+from outpace.interop.weights import read_tensors
+from outpace.interop.write import special_ids, write_config, write_weights
+from outpace.nn.classifier import Classifier
+from outpace.nn.transformer import Transformer
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+
+_INSIDE = "backbone."
+# Layers of the files that are for another purpose, or for other classes.
+_OTHER_HEADS = r"^(\w+\.)?(classifier|score)\."
+ARCHITECTURES: Mapping[str, str] = {
+    "gpt2": "GPT2ForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+    "mistral": "MistralForSequenceClassification",
+    "qwen2": "Qwen2ForSequenceClassification",
+    "qwen3": "Qwen3ForSequenceClassification",
+    "bert": "BertForSequenceClassification",
+}
+
+
+def known_labels(directory: Path) -> tuple[str, ...] | None:
+    """The classes of a directory that holds a classifier, in order; None for another."""
+    values = read_config(directory)
+    architecture = next(iter(values.get("architectures") or ()), "")
+    if not str(architecture).endswith("ForSequenceClassification"):
+        return None
+    names: Mapping[str, str] = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    in_order = [str(names[key]) for key in sorted(names, key=int)]
+    if all(name == f"LABEL_{number}" for number, name in enumerate(in_order)):
+        return tuple(map(str, range(len(in_order))))
+    return tuple(in_order)
+
+
+def read_classifier(
+    directory: Path, spec: ModelSpec, labels: Sequence[str], seed: int
+) -> Classifier:
+    """The directory's weights in a classifier; what it lacks is drawn from `seed`.
+
+    A pooler is taken where there is one. The layer over classes too, if the directory holds a
+    classifier of the same labels. Raises BadInputError as `read_weights` does.
+    """
+    used = _naming(str(read_config(directory).get("model_type")))
+    with torch.device("meta"):
+        shapes = {
+            _flat(name): tuple(tensor.shape)
+            for name, tensor in Classifier(Transformer(spec), len(labels)).state_dict().items()
+        }
+    new = {name for name in shapes if name.startswith(("pooler.", "classifier."))}
+    keeps = known_labels(directory) == tuple(labels)
+    wanted = shapes if keeps else {n: s for n, s in shapes.items() if "classifier." not in n}
+    found = read_tensors(directory, wanted, used, new, _OTHER_HEADS)
+    model = Classifier(Transformer(spec, seed), len(labels), seed)
+    own = {_flat(name): name for name in model.state_dict()}
+    model.load_state_dict({own[name]: tensor for name, tensor in found.items()}, strict=False)
+    return model
+
+
+def write_classifier(
+    directory: Path,
+    model: Classifier,
+    state_dict: Mapping[str, Tensor],
+    labels: Sequence[str],
+    tokenizer_save: Callable[[Path], None],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """As `write_model`, for `AutoModelForSequenceClassification.from_pretrained`."""
+
+    def change(config: Any) -> None:
+        config.architectures = [ARCHITECTURES[config.model_type]]
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {name: number for number, name in enumerate(labels)}
+        config.problem_type = "single_label_classification"
+
+    flat = {_flat(name): tensor for name, tensor in state_dict.items()}
+    with whole_folder(directory, CONFIG_FILE) as folder:
+        tokenizer_save(folder)
+        config = write_config(folder, model.spec, special_ids(folder), dtype, change)
+        assert config is not None  # require_exportable
+        write_weights(folder, flat, _naming(config.model_type), dtype)
+
+
+def _flat(name: str) -> str:
+    return name.removeprefix(_INSIDE)
+
+
+def require_exportable(spec: ModelSpec) -> None:
+    """Raises BadInputError where transformers has no classifier of such a model."""
+    try:
+        hf_config(spec)
+    except BadInputError:
+        raise BadInputError(
+            f"--task classify: no architecture of transformers has all features of this "
+            f"{spec.family} model, so its classifier could not be written. Use a model of one of "
+            "the families as it is."
+        ) from None
+
+
+def _naming(model_type: str) -> Naming:
+    """A family's names in files of its classifiers; weights of other heads are passed over."""
+    used = naming(model_type)
+    assert used is not None  # require_exportable
+    encoder = bool(used.head_bias)
+    layer = "classifier" if encoder else "score"
+    own = {"classifier": layer, **({"pooler": "bert.pooler.dense"} if encoder else {})}
+    kept = tuple(pattern for pattern in used.ignored if "pooler" not in pattern)
+    others = tuple(rf"^{head}" for head in used.heads)
+    return replace(
+        used,
+        modules={**used.modules, **own},
+        heads=(*used.heads, f"{layer}."),
+        ignored=(*kept, *others),
+    )

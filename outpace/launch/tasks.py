@@ -1,0 +1,312 @@
+"""What a task is trained on: rows of its data as samples, with the tokenizer that they need."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from outpace.data import classify
+from outpace.data.chat import ChatFormat, encode_all, messages_of
+from outpace.data.padded import PaddedDataset, rounded
+from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
+from outpace.data.rows import Row, Table, fingerprint, held_out, read_tables, splits_of
+from outpace.data.tokenizer import Tokenizer
+from outpace.interop.classifier import known_labels, require_exportable
+from outpace.interop.models import OpenedModel
+from outpace.launch.resolve import resolve_seq_len
+from outpace.launch.tokenizers import task_tokenizer
+from outpace.planner.flops import step_flops
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan, Strategy
+from outpace.records.settings import TrainSettings
+from outpace.train.accounting import Costs
+from outpace.train.callbacks import Callback, tell
+
+# What knows next-token losses only; each with what to use instead.
+_NOT_CLASSIFY: dict[Strategy, str] = {
+    "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
+    "cp": "has no masks for padding, and one rank alone would have the token that is read. Use ddp",
+    "3d": "splits models with a head over the vocabulary. Use zero3 or hsdp",
+}
+_ONE_SHAPE: tuple[Strategy, ...] = (
+    "dp", "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "cp", "3d",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Samples of a task. `labels` are those of a classifier; `hints` are for a person."""
+
+    tokenizer: Tokenizer
+    train: PaddedDataset
+    held_out: PaddedDataset
+    train_fingerprint: str
+    eval_fingerprint: str
+    seq_len: int
+    labels: tuple[str, ...] | None
+    hints: tuple[str, ...]
+
+
+def check_task(settings: TrainSettings, plan: Plan) -> None:
+    """Refuse a strategy that cannot do the task. Raises BadInputError."""
+    task = settings.task
+    if task == "classify" and plan.strategy in _NOT_CLASSIFY:
+        raise BadInputError(
+            f"--task classify: strategy {plan.strategy} {_NOT_CLASSIFY[plan.strategy]}."
+        )
+    if settings.padding == "dynamic" and plan.strategy in _ONE_SHAPE:
+        raise BadInputError(
+            f"--padding dynamic: strategy {plan.strategy} needs batches of one shape. Use "
+            "--padding fixed."
+        )
+
+
+def _fixed(settings: TrainSettings, plan: Plan | None) -> bool:
+    """Whether all batches are of one length: as asked, else where that is needed or compiled for"""
+    if settings.padding is not None or plan is None:
+        return settings.padding == "fixed"
+    return plan.strategy in _ONE_SHAPE or plan.compile
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of a task's data, in two parts, before they are tokens."""
+
+    train: list[Row]
+    validation: list[Row]
+    table: Table
+    hints: tuple[str, ...]
+
+
+def gather_task(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    spec: ModelSpec | None,
+    positions: int | None,
+    vocab: int | None,
+    plan: Plan | None,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> TaskData:
+    """Read and encode a task's data. Raises BadInputError for whatever does not fit."""
+    name = opened.name if opened is not None else "own"
+    if settings.task == "chat" and spec is not None and not spec.causal:
+        raise BadInputError(
+            f"--task chat: {name} predicts masked tokens and cannot write. Use a causal model, or "
+            "--task classify."
+        )
+    if settings.task == "classify":
+        if spec is None:
+            raise BadInputError(
+                "--task classify puts a layer over classes on outpace's own and Hugging Face "
+                "models. A model of your own brings its loss and data set: leave --task out."
+            )
+        require_exportable(spec)
+    seq_len = resolve_seq_len(settings, positions)
+    most = min(rounded(seq_len), positions or rounded(seq_len))
+    source = read_source(settings)
+    fixed = _fixed(settings, plan)
+    make = _classify if settings.task == "classify" else _chat
+    return make(settings, opened, spec, vocab, source, (seq_len, most, fixed), cache_dir, callbacks)
+
+
+def read_source(settings: TrainSettings) -> Source:
+    """The rows to train on and to validate with."""
+    if settings.task == "classify" and settings.data in (("stdlib",), (NAME,)):
+        train, validation = (list(paraphrases(split)) for split in ("train", "validation"))
+        if settings.eval_data is not None:
+            validation = _rows(read_tables(settings.eval_data))
+        return Source(train, validation, Table(NAME, COLUMNS, tuple(train), {}), ())
+    if settings.data == ("stdlib",):
+        raise BadInputError("--task chat needs conversations: name them with --data FILE.jsonl.")
+    train_names, found = splits_of(settings.data)
+    eval_names = settings.eval_data or found
+    if settings.eval_data is not None:
+        eval_names = splits_of(settings.eval_data)[1] or settings.eval_data
+    tables = read_tables(train_names)
+    rows = _rows(tables)
+    others = read_tables(eval_names) if eval_names is not None else []
+    left_out = sum(table.left_out for table in (*tables, *others))
+    hints = (f"{left_out:,} lines have other columns than their header and were left out",)
+    if others:
+        train, validation = rows, _rows(others)
+    else:
+        train, validation = held_out(rows, settings.eval_fraction)
+    return Source(train, validation, tables[0], hints if left_out else ())
+
+
+def _rows(tables: Sequence[Table]) -> list[Row]:
+    return [row for table in tables for row in table.rows]
+
+
+Sizes = tuple[int, int, bool]  # seq_len, the same padded, whether all are padded to it
+
+
+def _chat(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    spec: ModelSpec | None,
+    vocab: int | None,
+    source: Source,
+    sizes: Sizes,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> TaskData:
+    seq_len, most, fixed = sizes
+
+    def texts() -> list[str]:
+        return [str(m["content"]) for row in source.train for m in messages_of(row)]
+
+    plain = task_tokenizer(settings, opened, vocab, False, fingerprint(source.train), texts,
+                           cache_dir, callbacks)  # fmt: skip
+    chat = ChatFormat(plain)
+    _check_vocab(chat.tokenizer, vocab)
+    tell(callbacks, "on_stage", "encoding conversations")
+    parts = [encode_all(chat, rows, seq_len) for rows in (source.train, source.validation)]
+    hints = list(source.hints)
+    for count, what in (
+        (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
+        (sum(part.empty for part in parts), "have no answer to learn and were left out"),
+        (
+            sum(part.partial for part in parts),
+            "are changed by the chat template as they go on: only their last answer is learnt",
+        ),
+    ):
+        if count:
+            hints.append(f"{count:,} of {_count(source)} conversations {what}")
+    if plain.chat_template is None:
+        hints.append(
+            "the tokenizer has no chat template: outpace's own is used, and saved with the model"
+        )
+    train, validation = (part.samples for part in parts)
+    return TaskData(
+        chat.tokenizer,
+        PaddedDataset(train, most, fixed),
+        PaddedDataset(validation, most, fixed, once_in=settings.global_batch),
+        *_fingerprints(source, chat.tokenizer, chat.tokenizer.chat_template or ""),
+        seq_len,
+        None,
+        tuple(hints),
+    )
+
+
+def _classify(
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    spec: ModelSpec | None,
+    vocab: int | None,
+    source: Source,
+    sizes: Sizes,
+    cache_dir: Path,
+    callbacks: Sequence[Callback],
+) -> TaskData:
+    assert spec is not None
+    seq_len, most, fixed = sizes
+    columns = classify.columns_of(source.table, settings.text_fields, settings.label_field)
+    classes = source.table.names.get(columns.label, ())
+    parts = [
+        classify.examples_of(rows, columns, classes) for rows in (source.train, source.validation)
+    ]
+    known = None
+    if opened is not None and opened.weights is not None and settings.init != "random":
+        known = known_labels(opened.weights)
+    labels = classify.label_names(parts[0], classes, known)
+    encoder = not spec.causal
+    plain = task_tokenizer(
+        settings, opened, vocab, encoder, fingerprint(source.train),
+        lambda: [text for example in parts[0] for text in example.texts], cache_dir, callbacks,
+    )  # fmt: skip
+    tokenizer = classify.with_pairs(plain, encoder)
+    _check_vocab(tokenizer, vocab)
+    tell(callbacks, "on_stage", "encoding the texts")
+    encoded = [
+        classify.encode(tokenizer, part, labels, seq_len, spec.segments > 1) for part in parts
+    ]
+    cut = sum(part.cut for part in encoded)
+    hints = list(source.hints)
+    if cut:
+        hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
+    train, validation = (
+        PaddedDataset(part.samples, most, fixed, mask=encoder, last=not encoder, once_in=once)
+        for part, once in zip(encoded, (None, settings.global_batch), strict=True)
+    )
+    return TaskData(
+        tokenizer,
+        train,
+        validation,
+        *_fingerprints(source, tokenizer, "|".join((*columns.texts, columns.label, *labels))),
+        seq_len,
+        labels,
+        tuple(hints),
+    )
+
+
+def _count(source: Source) -> str:
+    return f"{len(source.train) + len(source.validation):,}"
+
+
+def _fingerprints(source: Source, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
+    """Of both parts: the rows, and how they become tokens."""
+    first, second = (
+        xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
+        for rows in (source.train, source.validation)
+    )
+    return first, second
+
+
+def _check_vocab(tokenizer: Tokenizer, vocab: int | None) -> None:
+    if vocab is not None and tokenizer.vocab_size > vocab:
+        raise BadInputError(
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model {vocab}. Use "
+            "a model with a vocabulary at least as large, or another tokenizer."
+        )
+
+
+def step_costs(
+    dataset: PaddedDataset,
+    settings: TrainSettings,
+    plan: Plan,
+    spec: ModelSpec | None,
+    labels: Sequence[str] | None,
+    peak_flops_per_s: float | None,
+) -> Callable[[int], Costs]:
+    """What each step costs: the order of samples, and so their lengths, are known beforehand.
+
+    Tokens and the model's FLOPs are those of the samples without padding; the hardware's have it.
+    """  # fmt: skip
+
+    def of(step: int) -> Costs:
+        slots = np.arange(settings.global_batch) + (step - 1) * settings.global_batch
+        work = dataset.work(settings.seed, slots, plan.samples_read)
+        model = hardware = None
+        if spec is not None:
+            model = _flops(spec, work.lengths, labels)
+            hardware = _flops(spec, work.padded, labels, plan)
+        return Costs(
+            samples=settings.global_batch,
+            tokens=int(work.lengths.sum()),
+            model_flops=model,
+            hardware_flops=hardware,
+            peak_flops_per_s=peak_flops_per_s,
+        )
+
+    return of
+
+
+def _flops(
+    spec: ModelSpec, lengths: np.ndarray, labels: Sequence[str] | None, plan: Plan | None = None
+) -> float:
+    checkpointing = None if plan is None else plan.checkpointing
+    whole = labels is None
+    total = sum(
+        step_flops(spec, length, count, checkpointing, head=whole)
+        for length, count in Counter(lengths.tolist()).items()
+    )
+    if labels is not None:  # pooler and classes, of one token a sample; forward and backward
+        pooler = 0 if spec.causal else spec.hidden**2
+        total += 6 * len(lengths) * (pooler + spec.hidden * len(labels))
+    return float(total)

@@ -1,0 +1,153 @@
+"""A transformer that classifies whole texts, with its loss and its metrics.
+
+Legend: B batch, S sequence, D hidden width, C classes.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.nn.block import Linear, raised
+from outpace.nn.loss import IGNORED
+from outpace.nn.parts import Absent
+from outpace.nn.transformer import INIT_STD, Transformer, stream
+from outpace.records.model import ModelSpec
+
+# How tensor parallelism splits the blocks (Shoeybi et al., arXiv 1909.08053, §3).
+_TP_PLAN: Mapping[str, str] = MappingProxyType(
+    {
+        **{f"backbone.blocks.*.attention.{name}": "colwise" for name in "qkv"},
+        "backbone.blocks.*.attention.out": "rowwise",
+        **{f"backbone.blocks.*.mlp.{name}": "colwise" for name in ("up", "gate")},
+        "backbone.blocks.*.mlp.down": "rowwise",
+        **{
+            f"backbone.blocks.*.attention.{name}_norm": "replicated_with_grad_allreduce"
+            for name in "qk"
+        },
+    }
+)
+
+
+class Classifier(nn.Module):
+    """A transformer without its head over the vocabulary, and a linear layer over classes.
+
+    An encoder is read at its first token, [CLS], through a pooler with tanh (Devlin et al., arXiv
+    1810.04805, §4.1, as in BertForSequenceClassification); a decoder at its last token, the only
+    one that has seen all (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification).
+    Takes the parts of `model` that it needs; the new weights are drawn from `seed`.
+    """
+
+    def __init__(self, model: Transformer, classes: int, seed: int = 0) -> None:
+        super().__init__()
+        spec = model.spec
+        self.spec: ModelSpec = spec
+        if model.head_transform is not None:
+            model.head_transform = Absent()  # type: ignore[assignment]
+        model.head = model.head_bias = None
+        self.backbone = model
+        self.pooler = None if spec.causal else Linear(spec.hidden, spec.hidden)
+        self.dropout = nn.Dropout(0.0 if spec.causal else spec.dropout)
+        self.classifier = Linear(spec.hidden, classes, bias=not spec.causal)
+        if not self.classifier.weight.is_meta:
+            self._draw(seed)
+
+    @torch.no_grad()
+    def _draw(self, seed: int) -> None:
+        """The new weights as the transformer's own: N(0, 0.02), each from its own stream."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("backbone."):
+                continue
+            if name.endswith("bias"):
+                parameter.zero_()
+                continue
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            parameter.copy_(drawn.normal_(0.0, INIT_STD, generator=stream(seed, name)))
+
+    @property
+    def tp_plan(self) -> Mapping[str, str]:
+        """Which matrices tensor parallelism splits, and how, by names."""
+        return _TP_PLAN
+
+    @property
+    def classes(self) -> int:
+        """The number of classes."""
+        return self.classifier.out_features
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        segments_BS: Tensor | None = None,
+        padding_mask_BS: Tensor | None = None,
+        last_B: Tensor | None = None,
+    ) -> Tensor:
+        """Scores (B, C). `last_B`: the place of each sample's last token, for a decoder."""
+        hidden_BSD = self.backbone(tokens_BS, None, segments_BS, padding_mask_BS)
+        if self.pooler is None:
+            if last_B is None:
+                last_B = tokens_BS.new_full(tokens_BS.shape[:1], tokens_BS.shape[1] - 1)
+            rows = torch.arange(len(last_B), device=last_B.device)
+            read_BD = hidden_BSD[rows, last_B]
+        else:
+            read_BD = torch.tanh(self.pooler(hidden_BSD[:, 0]))
+        scores_BC: Tensor = self.classifier(self.dropout(read_BD))
+        return scores_BC
+
+
+class ClassificationObjective(nn.Module):
+    """A classifier with its loss: what a strategy wraps.
+
+    In evaluation mode `forward` gives besides the loss's two sums those named in `sums`, which add
+    up over samples and ranks; `metrics` makes accuracy and F1 of them.
+    """
+
+    def __init__(self, model: Classifier) -> None:
+        super().__init__()
+        self.model = model
+        # Of two classes F1 is that of the second, as GLUE has it; of more the mean over all.
+        self._counted = range(model.classes) if model.classes > 2 else range(1, 2)
+        self.sums = (
+            "correct",
+            *(f"{what}_{c}" for c in self._counted for what in ("predicted", "actual", "both")),
+        )
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Sum of the losses in nats (fp32 or fp64, with gradient), number of samples (int64).
+
+        `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count, and,
+        for an encoder, `segments` and `padding_mask` (B, S); for a decoder `last` (B,).
+        """
+        scores_BC = raised(
+            self.model(
+                batch["tokens"],
+                batch.get("segments"),
+                batch.get("padding_mask"),
+                batch.get("last"),
+            )
+        )
+        targets_B = batch["targets"]
+        loss_sum = F.cross_entropy(scores_BC, targets_B, ignore_index=IGNORED, reduction="sum")
+        count = (targets_B != IGNORED).sum()
+        if self.training:
+            return loss_sum, count
+        return loss_sum, count, self._sums(scores_BC, targets_B)
+
+    def _sums(self, scores_BC: Tensor, targets_B: Tensor) -> Tensor:
+        """The further sums, (K,), in the order of their names."""
+        valid_B = targets_B != IGNORED
+        predicted_B = scores_BC.argmax(-1)
+        parts = [((predicted_B == targets_B) & valid_B).sum()]
+        for number in self._counted:
+            said_B, is_B = (predicted_B == number) & valid_B, targets_B == number
+            parts += [said_B.sum(), is_B.sum(), (said_B & is_B).sum()]
+        return torch.stack(parts)
+
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Accuracy and F1 of the sums over all samples: F1 = 2·both / (predicted + actual)."""
+        scores = []
+        for number in self._counted:
+            either = sums[f"predicted_{number}"] + sums[f"actual_{number}"]
+            scores.append(2 * sums[f"both_{number}"] / either if either else 0.0)
+        return {"accuracy": sums["correct"] / max(count, 1), "f1": sum(scores) / len(scores)}

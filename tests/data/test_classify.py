@@ -1,0 +1,125 @@
+"""GLUE's formats and others, to labelled samples."""
+
+import json
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from outpace.data import classify
+from outpace.data.paraphrases import paraphrases
+from outpace.data.rows import held_out, read_table, splits_of
+from outpace.data.tokenizer import train_tokenizer
+from outpace.records.errors import BadInputError
+
+MRPC = (
+    "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
+    '1\t10\t20\tHe said, "No.\tHe refused.\n'
+    '0\t11\t21\tIt rose.\t"It fell," he said.\n'
+)
+PAIRS = [("Paris?", "It is.", "entailment"), ("Rome?", "It rains.", "not_entailment")]
+
+
+def examples(table, texts=None, label=None):
+    columns = classify.columns_of(table, texts, label)
+    classes = table.names.get(columns.label, ())
+    found = classify.examples_of(table.rows, columns, classes)
+    return [one.texts for one in found], classify.label_names(found, classes, None), found
+
+
+def test_mrpc_is_read_without_quoting(tmp_path):
+    for name in ("msr_paraphrase_train", "msr_paraphrase_test"):
+        (tmp_path / f"{name}.txt").write_text(MRPC, encoding="utf-8")
+    train, validation = splits_of([str(tmp_path)])
+    assert (train[0][-9:], validation[0][-8:]) == ("train.txt", "test.txt")
+    texts, labels, found = examples(read_table(train[0]))
+    assert texts == [('He said, "No.', "He refused."), ("It rose.", '"It fell," he said.')]
+    assert (labels, [one.label for one in found]) == (("0", "1"), ["1", "0"])
+
+
+def test_tables_of_glue(tmp_path):
+    sst, cola, qnli = (tmp_path / f"{name}.tsv" for name in ("sst", "cola", "qnli"))
+    sst.write_text("sentence\tlabel\nit's bad\t0\nit's good\t1\n")
+    cola.write_text("gj04\t1\t\tShe left.\ngj04\t0\t*\tLeft she.\n")
+    lines = [f"{n}\t{q}\t{s}\t{label}\n" for n, (q, s, label) in enumerate(PAIRS)]
+    qnli.write_text("index\tquestion\tsentence\tlabel\n" + "".join(lines) + "3\tcut short\n")
+    assert examples(read_table(str(sst)))[0] == [("it's bad",), ("it's good",)]
+    assert examples(read_table(str(cola)))[0] == [("She left.",), ("Left she.",)]
+    table = read_table(str(qnli))
+    assert examples(table)[:2] == ([p[:2] for p in PAIRS], ("entailment", "not_entailment"))
+    assert table.left_out == 1
+
+
+def test_other_forms_of_rows(tmp_path):
+    rows = [{"premise": a, "hypothesis": b, "label": c == "entailment"} for a, b, c in PAIRS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "c.parquet")
+    (tmp_path / "d.csv").write_text('text,stars\n"a, b",one\nc,two\n')
+    for name in ("a.jsonl", "b.json", "c.parquet"):
+        texts, labels, _ = examples(read_table(str(tmp_path / name)))
+        assert (texts, labels) == ([p[:2] for p in PAIRS], ("0", "1"))
+    assert examples(read_table(str(tmp_path / "d.csv")), ("text",), "stars")[0][0] == ("a, b",)
+
+
+def test_a_dataset_has_names_of_classes_and_a_validation_split(tmp_path):
+    names = datasets.ClassLabel(names=["worse", "better"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": names})
+    part = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    datasets.DatasetDict({"train": part, "validation": part}).save_to_disk(tmp_path / "saved")
+    train, validation = splits_of([f"hf:{tmp_path / 'saved'}"])
+    assert validation == (f"hf:{tmp_path / 'saved'}::validation",)
+    _, labels, found = examples(read_table(train[0]))
+    assert (labels, found[0].label) == (("worse", "better"), "better")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("text\tmark\na\t1\n", "no column that is known as label"),
+        ("words\tlabel\na\t1\n", "no column that is known as text"),
+        ("text\tlabel\na\t-1\n", "has no label"),
+        ("text\tlabel\na\t1\nb\t1\n", "nothing to tell apart"),
+        ("text\tlabel\na\t1.5\nb\t2.25\nc\t3.1\n", "numbers on a scale"),
+        ("text\tlabel\n", "has no rows"),
+    ],
+)
+def test_what_cannot_be_learnt_is_refused(tmp_path, lines, said):
+    (tmp_path / "a.tsv").write_text(lines)
+    with pytest.raises(BadInputError, match=said):
+        examples(read_table(str(tmp_path / "a.tsv")))
+
+
+@pytest.mark.parametrize("encoder", [True, False])
+def test_pairs_have_segments_and_the_longer_text_is_cut(encoder):
+    learnt = train_tokenizer(["one two three four five six"] * 3, 300, masked=encoder)
+    tokenizer = classify.with_pairs(learnt, encoder)
+    data = [classify.Example(("one two three four five six " * 4, "one"), "x")]
+    whole = classify.encode(tokenizer, data, ("w", "x"), 40, encoder)
+    short = classify.encode(tokenizer, data, ("w", "x"), 10, encoder)
+    a, b = (learnt.encode(text) for text in data[0].texts)
+    ids = whole.samples.values["tokens"].tolist()
+    cls, sep, eos = learnt.cls_id, learnt.sep_id, learnt.eos_id
+    assert ids == ([cls, *a, sep, *b, sep] if encoder else [*a, eos, *b])
+    if encoder:
+        segments = whole.samples.values["segments"].tolist()
+        assert segments == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+    assert (whole.cut, short.cut, short.samples.lengths[0]) == (0, 1, 10)
+    assert short.samples.values["tokens"][-len(b) - encoder :].tolist() == ids[-len(b) - encoder :]
+    assert whole.samples.labels.tolist() == [1]
+
+
+def test_rows_held_out_depend_on_their_contents_only():
+    rows = list(paraphrases("train"))[:400]
+    train, validation = held_out(rows, 0.1)
+    again = held_out(rows[::-1], 0.1)
+    assert 20 <= len(validation) <= 80 and len(train) + len(validation) == 400
+    assert {r.where for r in again[1]} == {r.where for r in validation}
+    assert [len(part) for part in held_out(rows[:3], 0.1)] == [2, 1]
+
+
+def test_generated_pairs_are_always_the_same_and_of_mrpcs_shares():
+    pairs = [row.values for row in paraphrases("train")]
+    assert pairs == [row.values for row in paraphrases("train")]
+    assert 0.64 < sum(pair["label"] for pair in pairs) / len(pairs) < 0.7

@@ -1,0 +1,215 @@
+"""`outpace train --task chat` and `--task classify`, from the data to the exported model."""
+
+import json
+
+import pytest
+import torch
+
+from outpace.data.paraphrases import paraphrases
+from outpace.launch import use
+from outpace.launch.job import prepared, train
+from outpace.records.errors import BadInputError
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+COMMON = {"precision": "fp32", "device": "cpu", "schedule": "constant", "lr": 3e-3, "warmup": 5}
+SPEC = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 512, "max_positions": 64}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    for family in ("bert", "llama"):
+        (folder / f"{family}.json").write_text(json.dumps({"family": family, **SPEC}))
+    glue = folder / "glue"
+    glue.mkdir()
+    for split, name, count in (("train", "train", 60), ("validation", "dev", 20)):
+        pairs = [row.values for row in paraphrases(split)][:count]
+        lines = ["\t".join(map(str, pair.values())) for pair in pairs]
+        (glue / f"{name}.tsv").write_text("\n".join(["\t".join(pairs[0]), *lines, ""]))
+    talks = [
+        {"prompt": f"{a} and {b}", "completion": f"is {a + b}"} for a in range(2) for b in range(4)
+    ]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    return folder
+
+
+def asked(home, **more):
+    family = more.pop("family", "bert")
+    values = {
+        "model": str(home / f"{family}.json"), "cache_dir": home / "cache", **COMMON, **more,
+    }  # fmt: skip
+    return TrainSettings.parse(values, "test")
+
+
+def run(settings, **more):
+    return train(settings, ranks=Ranks(), origins={}, command=[], **more)
+
+
+def losses(out):
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def classified(home):
+    """A run that learnt the generated pairs, by a model whose [SEP] token sees all."""
+    out = home / "classified"
+    settings = asked(home, task="classify", family="llama", steps=40, global_batch=32, out=out)
+    return settings, run(settings)
+
+
+def test_the_generated_pairs_are_learnt_beyond_the_baseline(classified):
+    settings, measured = classified
+    labels = [row.values["label"] for row in paraphrases("validation")]
+    baseline = sum(labels) / len(labels)
+    final = measured.final_eval
+    assert final.tokens == len(labels), "each held-out pair once"
+    assert final.sums["actual_1"] == sum(labels)
+    assert final.metrics["accuracy"] > baseline + 0.1
+    assert final.metrics["f1"] > 2 * baseline / (1 + baseline) + 0.05
+    logged = json.loads((settings.out / "evals.jsonl").read_text().splitlines()[-1])
+    assert logged["metrics"] == final.metrics
+    again = use.evaluate(settings.out, None, batches=None, batch_size=50, device="cpu")
+    assert again.metrics == final.metrics
+    assert again.loss == pytest.approx(final.loss, rel=1e-5)
+
+
+def test_transformers_scores_pairs_as_the_run_does(classified):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    settings, measured = classified
+    folder = settings.out / "model"
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pairs = [row.values for row in paraphrases("validation")]
+    texts = ([p["sentence1"] for p in pairs], [p["sentence2"] for p in pairs])
+    with torch.no_grad():
+        said = model(**tokenizer(*texts, padding=True, return_tensors="pt")).logits
+    truth = torch.tensor([pair["label"] for pair in pairs])
+    loss = torch.nn.functional.cross_entropy(said, truth)
+    assert float(loss) == pytest.approx(measured.final_eval.loss, rel=1e-5)
+    right = int((said.argmax(-1) == truth).sum())
+    assert right == measured.final_eval.sums["correct"]
+
+
+@pytest.mark.parametrize("padding", ["dynamic", "fixed"])
+def test_padding_changes_the_work_but_not_the_losses(home, padding):
+    out = home / padding
+    settings = asked(
+        home, task="classify", data=[str(home / "glue")], steps=2, global_batch=8, micro_batch=4,
+        seq_len=48, out=out, eval_batches=1, padding=padding, checkpointing="full",
+    )  # fmt: skip
+    other = home / ("fixed" if padding == "dynamic" else "dynamic")
+    measured = run(settings)
+    if other.is_dir():
+        assert losses(out) == pytest.approx(losses(other), rel=1e-4)
+        result = json.loads((other / "result.json").read_text())
+        assert measured.tokens == result["tokens"]
+
+
+def test_costs_are_of_the_samples_that_a_step_has(home):
+    settings = asked(
+        home,
+        task="classify",
+        data=[str(home / "glue")],
+        steps=2,
+        global_batch=8,
+        out=home / "costs",
+    )
+    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        batches = next(iter(ready.loop.steps))
+        costs = ready.loop.ledger.costs_of(1)
+        real = sum(int(batch["padding_mask"].sum()) for batch in batches)
+        assert costs.tokens == real
+        assert costs.model_flops < costs.hardware_flops
+
+
+def test_a_task_resumes_as_if_it_had_not_stopped(home):
+    for task, more in (
+        ("classify", {"data": [str(home / "glue")]}),
+        ("chat", {"family": "llama", "data": [str(home / "talk.jsonl")]}),
+    ):
+        values = {"task": task, "global_batch": 8, "eval_batches": 1, "sample_tokens": 2, **more}
+        run(asked(home, steps=4, out=home / f"{task}-whole", **values))
+        out = home / f"{task}-parts"
+        run(asked(home, steps=2, out=out, **values))
+        run(asked(home, steps=4, out=out, resume=True, **values))
+        assert losses(out) == losses(home / f"{task}-whole")
+
+
+def test_a_conversation_is_learnt_and_answered(home):
+    settings = asked(
+        home, task="chat", family="llama", data=[str(home / "talk.jsonl")], steps=30, lr=1e-2,
+        global_batch=8, out=home / "chat", eval_data=[str(home / "talk.jsonl")],
+    )  # fmt: skip
+    measured = run(settings)
+    assert measured.task == "chat" and measured.final_eval.loss < measured.initial_eval.loss / 3
+    assert "is " in measured.sample
+    said = use.generate(
+        settings.out, "1 and 2", max_new_tokens=8, temperature=0.0, top_k=None, seed=0,
+        device="cpu", chat=True,
+    )  # fmt: skip
+    assert said.startswith("is ") and "assistant" not in said
+    again = use.evaluate(settings.out, None, batches=None, batch_size=None, device="cpu")
+    assert again.loss == pytest.approx(measured.final_eval.loss, rel=1e-5)
+
+
+def test_the_exported_tokenizer_has_the_template(home):
+    from transformers import AutoTokenizer
+
+    talk = [{"role": "user", "content": "2 and 2"}, {"role": "assistant", "content": "is 4"}]
+    tokenizer = AutoTokenizer.from_pretrained(home / "chat" / "model")
+    encoded = tokenizer.apply_chat_template(
+        talk, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+    learnt = [i for i, mine in zip(ids, mask, strict=True) if mine]
+    assert tokenizer.decode(learnt) == f"is 4{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"task": "chat", "data": ["talk.jsonl"]}, "predicts masked tokens and cannot write"),
+        ({"task": "chat", "family": "llama"}, "needs conversations: name them with --data"),
+        ({"task": "classify", "data": ["talk.jsonl"]}, "no column that is known as text"),
+        ({"task": "classify", "padding": "fixed", "strategy": "dp"}, "strategy dp computes a loss"),
+        ({"task": "classify", "seq_len": 3}, "leaves no room for the texts"),
+        ({"task": "classify", "tokens": 100, "steps": None}, "task classify has no tokens"),
+        ({"padding": "fixed"}, "samples of text are all of seq_len"),
+        ({"label_field": "x"}, "are of task classify"),
+    ],
+)
+def test_what_a_task_cannot_do_is_refused(home, values, said):
+    values = dict(values)
+    if "data" in values:
+        values["data"] = [str(home / name) for name in values["data"]]
+    with pytest.raises(BadInputError, match=said):
+        run(asked(home, **{"steps": 1, "out": home / "refused", **values}))
+    assert not (home / "refused").exists()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "strategies",
+    [("ddp",), pytest.param(("zero1", "zero3", "gpipe", "tp"), marks=pytest.mark.slow)],
+    ids=["ddp", "others"],
+)
+def test_ranks_agree_with_one_process(home, on_ranks, strategies):
+    flags = [
+        "--task=classify", f"--data={home / 'glue'}", f"--model={home / 'bert.json'}",
+        "--steps=2", "--global-batch=8",
+        "--seq-len=48", "--eval-batches=3", "--precision=fp32", "--device=cpu", "--lr=3e-3",
+        "--warmup=5", "--schedule=constant", f"--cache-dir={home / 'cache'}", "--json",
+    ]  # fmt: skip
+    alone = asked(
+        home, task="classify", data=[str(home / "glue")], steps=2, global_batch=8, seq_len=48,
+        eval_batches=3, out=home / f"alone-{strategies[0]}",
+    )  # fmt: skip
+    one = run(alone)
+    for strategy in strategies:
+        out = home / strategy
+        said = on_ranks(2, "outpace", "train", *flags, f"--strategy={strategy}", f"--out={out}")
+        assert losses(out) == pytest.approx(losses(alone.out), rel=1e-5)
+        assert said["final_eval"]["sums"] == one.final_eval.sums
+        assert said["final_eval"]["loss"] == pytest.approx(one.final_eval.loss, rel=1e-5)
