@@ -300,7 +300,7 @@ def step_costs(
 def _flops(
     spec: ModelSpec, lengths: np.ndarray, labels: Sequence[str] | None, plan: Plan | None = None
 ) -> float:
-    checkpointing = None if plan is None else plan.checkpointing
+    checkpointing = None if plan is None else plan.modes(spec.layers)
     whole = labels is None
     total = sum(
         step_flops(spec, length, count, checkpointing, head=whole)
