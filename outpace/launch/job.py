@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from outpace.launch.resolve import (
 )
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import Mixed, make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
+from outpace.parallel.offload import place_optimizer
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -177,11 +180,11 @@ def _prepare(
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.checkpointing)
+    scratch = Scratch(settings.offload_dir or job.run_dir.path / "offload")
     apply_levers(objective.model, plan)
-    layout = apply(Request(objective, plan, job.ranks, device))
-    optimizer = make_optimizer(
-        layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
-    )
+    layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
+    place = partial(place_optimizer, layout, plan, scratch)
+    optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)

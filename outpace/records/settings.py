@@ -22,6 +22,7 @@ from outpace.records.plan import (
     POWERSGD_LEAST_START,
     Checkpointing,
     Compression,
+    Offload,
     OptimizerName,
     ProductSchedule,
     Strategy,
@@ -146,6 +147,25 @@ class TrainSettings(Record):
         "computation", "cast each weight once per forward, not at each use", True
     )
     checkpointing: Checkpointing = _field("computation", "activations to recompute", "none")
+    offload: Literal["none", "cpu", "disk"] | None = _field(
+        "computation", "short for --offload-parameters and --offload-optimizer"
+    )
+    offload_activations: Offload = _field(
+        "computation", "keep what blocks save for backward in host memory (CUDA) or on disk", "none"
+    )
+    offload_parameters: Offload | None = _field(
+        "computation",
+        "keep parameters in host memory, gradients too (single, zero2, zero3, hsdp, 3d), or on "
+        "disk (default: none)",
+    )
+    offload_optimizer: Offload | None = _field(
+        "computation",
+        "keep optimizer states in host memory or on disk, and step on the CPU (default: none)",
+    )
+    offload_dir: Path | None = _field(
+        "computation", "a directory on the disk to offload to (default: the run's)"
+    )
+    empty_cache: bool = _field("computation", "free cached memory between a step's phases", False)
     compile: bool = _field("computation", "torch.compile each block", False)
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
