@@ -181,7 +181,7 @@ def planned(
     device = trial.device
     objective = trial.objective(plan)
     scratch = Scratch()
-    apply_levers(objective.model, plan)
+    apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = trial.optimizer(layout.named_parameters(), place)

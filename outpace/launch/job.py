@@ -33,7 +33,7 @@ from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
-from outpace.parallel.offload import place_optimizer
+from outpace.parallel.offload import place_optimizer, require
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -126,6 +126,7 @@ def prepared(
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
+        require(plan, device)
         lacking = why_not(plan.strategy, ranks)
         if lacking is not None:
             raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
@@ -181,7 +182,7 @@ def _prepare(
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.checkpointing)
     scratch = Scratch(settings.offload_dir or job.run_dir.path / "offload")
-    apply_levers(objective.model, plan)
+    apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
@@ -267,6 +268,7 @@ def _checkpointer(job: Job) -> Checkpointer:
         job.groups.saving,
         on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
         on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
+        copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
     )
 
 

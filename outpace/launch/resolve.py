@@ -111,7 +111,8 @@ def _offload(settings: TrainSettings) -> dict[str, str]:
     """Where parameters and optimizer state lie; `offload` stands for both."""
     both = settings.offload or "none"
     return {
-        name: getattr(settings, name) or both for name in ("offload_parameters", "offload_optimizer")
+        name: getattr(settings, name) or both
+        for name in ("offload_parameters", "offload_optimizer")
     }
 
 

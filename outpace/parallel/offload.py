@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from outpace.nn.levers import find_blocks
+from outpace.nn.offload import require_place
 from outpace.nn.scratch import Region, Scratch, prefetch, release
 from outpace.optim.build import Build, Groups
 from outpace.optim.offload import offloaded
@@ -45,7 +46,8 @@ def policy(plan: Plan, device: torch.device) -> OffloadPolicy:
 
 
 def require(plan: Plan, device: torch.device) -> None:
-    """Refuse parameters on a disk where the device cannot reach them. Raises BadInputError."""
+    """Refuse what the device makes no sense of or cannot reach. Raises BadInputError."""
+    require_place(plan.offload_activations, device)
     if plan.strategy not in GATHERS and gathers(plan, device):
         raise BadInputError(
             f"offload_parameters {plan.offload_parameters}: strategy {plan.strategy} computes on "
