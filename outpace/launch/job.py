@@ -181,7 +181,7 @@ def _prepare(
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.checkpointing)
-    scratch = Scratch(settings.offload_dir or job.run_dir.path / "offload")
+    scratch = Scratch(settings.offload_dir or job.run_dir.path)
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
@@ -197,7 +197,9 @@ def _prepare(
     stack.callback(loader.close)
 
     def measure(step: int) -> Evaluation | None:
-        return _evaluate(job, layout, mixed, step)
+        found = _evaluate(job, layout, mixed, step)
+        stepper.free_cache()
+        return found
 
     tell(job.callbacks, "on_start", run_info(job, record, parameters, start_step))
     initial = _initial_evaluation(job, start_step, measure)

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -62,6 +63,7 @@ class Scratch:
 
     def __init__(self, directory: Path | None = None) -> None:
         self.taken_bytes = 0
+        self._named = directory is not None
         self._directory = Path(directory or tempfile.gettempdir())
         self._end: tuple[mmap.mmap, int, int] | None = None  # file, its descriptor, bytes used
         self._idle: defaultdict[int, list[Region]] = defaultdict(list)
@@ -93,6 +95,7 @@ class Scratch:
         if not sys.platform.startswith("linux"):
             raise BadInputError("offload to disk needs Linux. Use none or cpu.")
         try:
+            self._require_disk()
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 os.truncate(file.fileno(), nbytes)
@@ -103,6 +106,18 @@ class Scratch:
             raise self._refusal(error, nbytes) from None
         weakref.finalize(mapping, os.close, descriptor)
         return mapping, descriptor, 0
+
+    def _require_disk(self) -> None:
+        """Refuse a named directory that is in memory itself. Raises BadInputError."""
+        whole = self._directory.absolute()
+        device = next(p for p in (whole, *whole.parents) if p.exists()).stat().st_dev
+        for mount in psutil.disk_partitions(all=True) if self._named else ():
+            in_memory = mount.fstype in ("tmpfs", "ramfs")
+            if in_memory and Path(mount.mountpoint).stat().st_dev == device:
+                raise BadInputError(
+                    f"offload to disk: {self._directory} is on {mount.mountpoint}, which is kept "
+                    f"in memory ({mount.fstype}). Name a directory on a disk with --offload-dir."
+                )
 
     def _refusal(self, error: OSError, nbytes: int) -> BadInputError:
         return BadInputError(
