@@ -11,7 +11,7 @@ CROSSINGS = Path(__file__).with_name("crossings.py")
 pytestmark = pytest.mark.gloo
 
 
-@pytest.mark.parametrize("pairs", ["chosen", pytest.param("others", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pairs", ["chosen", "offloaded", pytest.param("others", marks=pytest.mark.slow)])
 def test_a_run_goes_on_under_another_plan_as_one_without_a_break(tmp_path, pairs):
     done = subprocess.run(
         [sys.executable, str(CROSSINGS), str(tmp_path), pairs],
