@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from outpace.experiment.parity import Batch, shares
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
+from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply, why_not
+from outpace.parallel.offload import place_optimizer
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
@@ -139,13 +143,14 @@ class Contender:
         ranks = Ranks() if plan.world_size == 1 else self._groups.ranks
         settings = TrainSettings(lr=1e-3)
         objective = LanguageModelObjective(Transformer(course.spec, course.seed), plan.loss)
-        layout = apply(Request(objective, plan, ranks, device))
+        scratch = Scratch()
+        apply_levers(objective.model, plan, scratch=scratch)
+        layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
+        place = partial(place_optimizer, layout, plan, scratch)
         self._batches = shares(course.batch(), plan, ranks.rank)
         self._stepper = Stepper(
             layout=layout,
-            optimizer=make_optimizer(
-                layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
-            ),
+            optimizer=make_optimizer(layout.named_parameters(), plan.optimizer, settings, place),
             mixed=make_mixed(plan.precision, device, settings.autocast_cache),
             plan=plan,
             clip=settings.clip,

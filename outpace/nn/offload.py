@@ -1,9 +1,9 @@
 """What blocks save for backward, kept in host memory or on a disk until backward comes to it.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload what checkpointing keeps.
-Here it is whatever autograd saves inside of a block, and with checkpointing that is the block's input.
-A block's tensors leave while the next blocks are computed. In backward they come back while the
-block after them is computed.
+Here it is whatever autograd saves inside of a block; with checkpointing, the block's input. A
+block's tensors leave while the next blocks are computed. In backward they come back while the block
+after them is computed.
 """
 
 import weakref

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from outpace.experiment.parity import Trial
 from outpace.launch.group import Groups
+from outpace.parallel.tensors import local
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
 
@@ -42,8 +43,9 @@ PLACES = {
     "cpu": {"offload_optimizer": "cpu"},
 }
 OFFLOADED = (
-    "single+disk→ddp@2", "ddp@2→zero3@2+disk", "zero3@2+disk→single+host", "zero1@2+cpu→single+disk",
-    "1f1b@2+disk→zero1@2+cpu", "single+host→ddp@2+cpu", "single+host→1f1b@2+disk",
+    "single+disk→ddp@2", "ddp@2→zero3@2+disk", "zero3@2+disk→single+host",
+    "zero1@2+cpu→single+disk", "1f1b@2+disk→zero1@2+cpu",
+    "single+host→ddp@2+cpu", "single+host→1f1b@2+disk",
     "zero3@2+disk→zero1@2+disk",
 )  # fmt: skip
 
@@ -91,6 +93,21 @@ def save(plan: Plan, trial: Trial, groups: Groups, folder: Path) -> None:
     saver.close()
 
 
+def strays(run: Run) -> list[str]:
+    """What the plan has on disk and is somewhere else."""
+    found = []
+    optimizer = run.layout.saved(run.optimizer)[1]
+    state = {} if optimizer is None else optimizer.state
+    for name, parameter in run.layout.named_parameters():
+        held = [parameter] if run.plan.offload_parameters == "disk" else []
+        if run.plan.offload_optimizer == "disk":
+            held += [t for t in state.get(parameter, {}).values() if t.ndim]
+        for tensor in map(local, held):
+            if tensor.numel() and run.scratch.region_of(tensor) is None:
+                found.append(name)
+    return found
+
+
 def go_on(
     plan: Plan, trial: Trial, groups: Groups, folder: Path, files: dict[str, Any], steps: list[Step]
 ) -> dict[str, Any]:
@@ -111,6 +128,7 @@ def go_on(
         "changed": changed,
         "steps": found.step,
         "numbers": max(off),
+        "strays": strays(run),
         "state": apart(run.held(), steps[-1].held),
     }
 

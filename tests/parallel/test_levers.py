@@ -20,7 +20,7 @@ ONE_BACKWARD = ("checkpointing selective", "checkpointing full", "recomputed dro
                 "loss chunked", "compile")  # fmt: skip
 REFUSED = {(strategy, lever) for strategy in SPLIT for lever in ONE_BACKWARD}
 REFUSED |= {("tp", "loss chunked")}
-REFUSED |= {(strategy, "offload parameters") for strategy in get_args(Strategy) + ("servers",)
+REFUSED |= {(strategy, "offload parameters") for strategy in (*get_args(Strategy), "servers")
             if strategy not in GATHERS}  # fmt: skip
 # Of losses in 16 bits; all else is float64.
 LOW = {"bf16": 2e-3, "fp16": 1e-3}
