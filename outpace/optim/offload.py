@@ -66,10 +66,10 @@ class _Lanes:
         if self.device.type == "cuda":
             self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
-    def host_copy(self, tensor: Tensor) -> Tensor:
+    def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
         """Begin to copy; page-locked, so that the copy needs no wait."""
         memory = torch.empty_like(tensor, device="cpu", pin_memory=self.down is not None)
-        return memory.copy_(tensor, non_blocking=True)
+        return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
         """What was launched so far made the gradients."""
@@ -181,7 +181,7 @@ class Offloaded(torch.optim.Optimizer):
         return _Unit(parameters, twins, inner, self._lanes, regions, versions)
 
     def _twin(self, parameter: Tensor) -> Tensor:
-        memory = self._lanes.host_copy(_local(parameter))
+        memory = self._lanes.host_copy(_local(parameter), wait=True)
         return nn.Parameter(_with_memory(parameter.detach(), memory))
 
     def _to_disk(

@@ -87,8 +87,9 @@ def apply(request: Request) -> Layout:
         inner: Layout = _whole_depth(request, part or objective, copied, mesh)
     else:
         inner = _pipeline(request, objective, part, copied, mesh)
-    inner.computes_on = request.device
-    return Product(inner, mesh)
+    layout = Product(inner, mesh)
+    layout.computes_on = inner.computes_on = request.device
+    return layout
 
 
 def _ring(mesh: DeviceMesh) -> Ring:

@@ -57,7 +57,8 @@ def require(plan: Plan, device: torch.device) -> None:
 
 def group_of_one(device: torch.device) -> DeviceMesh:
     """This rank alone, as ranks to shard over."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Of fp16's overflow the CPU tells, where gradients lie.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     mine = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     assert isinstance(mine, dist.ProcessGroup)
     return DeviceMesh.from_group(mine, device.type, mesh_dim_names=("dp_shard",))

@@ -155,6 +155,11 @@ class Plan(Record):
                 f"offload_activations {self.offload_activations} moves what autograd saves of a "
                 "block, and compile makes one operation of the block. Use one of the two"
             )
+        if self.offload_parameters == "disk" and self.compile:
+            raise ValueError(
+                "offload_parameters disk reads ahead in hooks, which compile would trace. "
+                "Use one of the two, or offload_optimizer disk"
+            )
 
     def _check_compression(self) -> None:
         kind = self.compress_gradients
