@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from outpace.launch.resolve import resolve_plan
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply, why_not
+from outpace.parallel.offload import place_optimizer
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
@@ -140,16 +143,17 @@ class Contender:
         ranks = Ranks() if plan.world_size == 1 else self._groups.ranks
         settings = TrainSettings(lr=1e-3)
         mixed = make_mixed(plan.precision, device, settings.autocast_cache)
-        model = Transformer(course.spec, course.seed)
-        apply_levers(model, plan)
-        objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
-        layout = apply(Request(objective, plan, ranks, device))
+        objective = LanguageModelObjective(
+            Transformer(course.spec, course.seed), plan.loss, mixed.dtype
+        )
+        scratch = Scratch()
+        apply_levers(objective.model, plan, scratch=scratch)
+        layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
+        place = partial(place_optimizer, layout, plan, scratch)
         self._batches = shares(course.batch(), plan, ranks.rank)
         self._stepper = Stepper(
             layout=layout,
-            optimizer=make_optimizer(
-                layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
-            ),
+            optimizer=make_optimizer(layout.named_parameters(), plan.optimizer, settings, place),
             mixed=mixed,
             plan=plan,
             clip=settings.clip,

@@ -22,9 +22,11 @@ from outpace.experiment.wire import Wire
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.mixed import DTYPES, make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import Build, make_optimizer
 from outpace.parallel import Layout, Request, apply
+from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -178,9 +180,11 @@ def planned(
     """
     device = trial.device
     objective = trial.objective(plan)
-    apply_levers(objective.model, plan)
-    layout = apply(Request(objective, plan, ranks, device))
-    optimizer = trial.optimizer(layout.named_parameters(), layout.make_optimizer)
+    scratch = Scratch()
+    apply_levers(objective.model, plan, scratch=scratch)
+    layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
+    place = partial(place_optimizer, layout, plan, scratch)
+    optimizer = trial.optimizer(layout.named_parameters(), place)
     spoil(layout)
     seen: dict[str, Tensor] = {}
     use = Use(wire)

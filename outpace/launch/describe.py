@@ -102,6 +102,13 @@ def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> R
             "what PowerSGD had left out of the gradients so far is not in checkpoints: it begins "
             f"anew, after {POWERSGD_LEAST_START} steps that exchange whole gradients at least"
         )
+    if job.device.type == "cpu" and "cpu" in (
+        job.plan.offload_parameters, job.plan.offload_optimizer
+    ):  # fmt: skip
+        hints.append(
+            "on a CPU everything lies in host memory: offloading there shows that it works, and "
+            "costs memory. --offload disk frees some"
+        )
     name = job.device.type
     if job.device.type == "cuda":
         name = job.machine.devices[job.device.index or 0].name

@@ -127,6 +127,7 @@ def _measurement(
         unigram_entropy=unigram_entropy(corpus) if corpus is not None else None,
         sample=sample,
         skipped_steps=ledger.skipped_steps,
+        cache_freed_bytes=ledger.median_cache_freed_bytes(),
         train_runtime=train_s,
         train_samples_per_second=steps * costs.samples / train_s,
         train_steps_per_second=steps / train_s,

@@ -38,9 +38,11 @@ from outpace.launch.tasks import check_task, step_costs
 from outpace.launch.tracing import find_tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import Mixed, make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
+from outpace.parallel.offload import place_optimizer, require
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -169,6 +171,7 @@ def prepared(
                 "file, or use gloo or nccl."
             )
         check_task(settings, plan)
+        require(plan, device)
         lacking = why_not(plan.strategy, ranks)
         if lacking is not None:
             raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
@@ -248,11 +251,11 @@ def _prepare(
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.recomputes)
-    apply_levers(objective.model, plan)
-    layout = apply(Request(objective, plan, job.ranks, device))
-    optimizer = make_optimizer(
-        layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
-    )
+    scratch = Scratch(settings.offload_dir or job.run_dir.path)
+    apply_levers(objective.model, plan, scratch=scratch)
+    layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
+    place = partial(place_optimizer, layout, plan, scratch)
+    optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
@@ -265,7 +268,9 @@ def _prepare(
     stack.callback(loader.close)
 
     def measure(step: int) -> Evaluation | None:
-        return _evaluate(job, layout, mixed, step)
+        found = _evaluate(job, layout, mixed, step)
+        stepper.free_cache()
+        return found
 
     tell(job.callbacks, "on_start", run_info(job, record, parameters, start_step))
     initial = _initial_evaluation(job, start_step, measure)
@@ -344,6 +349,7 @@ def _checkpointer(job: Job) -> Checkpointer:
         job.groups.saving,
         on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
         on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
+        copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
     )
 
 

@@ -89,6 +89,7 @@ def resolve_plan(
     plan = Plan.parse(
         {
             **_as_asked(settings),
+            **_offload(settings),
             "strategy": strategy,
             **sizes,
             "servers": servers,
@@ -106,6 +107,15 @@ def resolve_plan(
 def _as_asked(settings: TrainSettings) -> dict[str, Any]:
     """What settings and plans both have, by the same names."""
     return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
+
+
+def _offload(settings: TrainSettings) -> dict[str, str]:
+    """Where parameters and optimizer state lie; `offload` stands for both."""
+    both = settings.offload or "none"
+    return {
+        name: getattr(settings, name) or both
+        for name in ("offload_parameters", "offload_optimizer")
+    }
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:

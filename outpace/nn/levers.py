@@ -1,7 +1,7 @@
-"""Levers on any model made of repeated blocks: activation checkpointing and torch.compile.
+"""Levers on any model made of repeated blocks: checkpointing, offloading, torch.compile.
 
-Both work in place, block by block, and leave parameter names as they are. Where both are used,
-checkpointing comes first, so that the compiler sees what is recomputed.
+All work in place, block by block, and leave parameter names as they are. Checkpointing comes
+first, so that what is offloaded is what it keeps, and that the compiler sees what is recomputed.
 """
 
 from collections import Counter
@@ -18,6 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
+from outpace.nn.scratch import Scratch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Checkpointing, Plan
 
@@ -122,11 +124,25 @@ _ATTENTION = frozenset(
 )
 
 
-def apply_levers(module: nn.Module, plan: Plan, blocks: Sequence[nn.Module] | None = None) -> None:
-    """What a plan says of the blocks of a model, in the one order in which it works."""
+def apply_levers(
+    module: nn.Module,
+    plan: Plan,
+    blocks: Sequence[nn.Module] | None = None,
+    scratch: Scratch | None = None,
+) -> None:
+    """What a plan says of the blocks of a model, in the one order in which it works.
+
+    `scratch` takes what is offloaded to disk (None: the system's place for temporary files).
+    """
     if plan.recomputes:
         blocks = blocks or find_blocks(module)
         apply_checkpointing(module, plan.modes(len(blocks)), blocks)
+    if plan.offload_activations != "none":
+        on_disk = plan.offload_activations == "disk"
+        device = next(module.parameters()).device
+        require_place(plan.offload_activations, device)
+        place = OnDisk(scratch or Scratch()) if on_disk else OnHost(device)
+        offload_activations(blocks or find_blocks(module), place)
     if plan.compile:
         compile_blocks(module, blocks)
 

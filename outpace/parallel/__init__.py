@@ -8,6 +8,7 @@ from torch.distributed.distributed_c10d import _world
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.parallel.api import Layout, Pass, Request
+from outpace.parallel.offload import gathers, require, to_disk
 from outpace.parallel.tensors import make_equal
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
@@ -29,14 +30,21 @@ _OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 
 def apply(request: Request) -> Layout:
     """Lay the objective (already on its device) out as the plan's strategy says."""
-    strategy = request.plan.strategy
+    strategy, plan = request.plan.strategy, request.plan
+    require(plan, request.device)
     own = not isinstance(request.objective, LanguageModelObjective)
     files = {**_FILES, **_OWN_FILES} if own else _FILES
     if own and request.plan.world_size > 1:
         make_equal(request.objective)  # a person's builder may draw from anything
-    module = import_module(f"outpace.parallel.{files.get(strategy, strategy)}")
+    file = files.get(strategy, strategy)
+    if strategy == "single" and gathers(plan, request.device):
+        file = "sharded"
+    module = import_module(f"outpace.parallel.{file}")
     before = set(_world.pg_map)
     layout: Layout = module.apply(request)
+    if plan.offload_parameters == "disk":
+        assert request.scratch is not None
+        to_disk(layout, request.scratch)
     _wait_as_the_default(set(_world.pg_map) - before, request.device)
     return layout
 

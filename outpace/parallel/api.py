@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build
 from outpace.parallel.tensors import local, square_sum, whole
 from outpace.records.plan import Plan
@@ -38,6 +39,7 @@ class Request:
 
     Of a person's own model: `blocks` are the names of its repeated parts, or lists of names, one
     for each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
+    `scratch` takes the parameters of a plan that offloads them to disk.
     """
 
     objective: nn.Module
@@ -46,6 +48,7 @@ class Request:
     device: torch.device
     blocks: Sequence[str] | Sequence[Sequence[str]] | None = None
     layouts: Mapping[str, str] | None = None
+    scratch: Scratch | None = None
 
 
 def _total_dtype(device: torch.device) -> torch.dtype:
@@ -64,10 +67,11 @@ class Layout:
     `module` is called in place of the objective; `model` holds this rank's parameters by the names
     that they have in a single process. `averages` says by what the exchange divides the sum of the
     ranks' gradients, so that the trainer can scale the loss: gradients end as those of the mean
-    over the global batch's targets.
+    over the global batch's targets. `computes_on` is set where parameters lie elsewhere.
     """
 
     averages: int = 1
+    computes_on: torch.device | None = None
 
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
@@ -121,7 +125,7 @@ class Layout:
         return _totals(loss_sum.detach(), count)
 
     def _device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.computes_on or next(self.model.parameters()).device
 
     def unsynchronised(self) -> AbstractContextManager[None]:
         """Entered around the micro-batches that are not the last of a step."""
@@ -163,7 +167,7 @@ class Layout:
         gradients = self.local_gradients()
         if gradients:
             precise = torch.promote_types(gradients[0].dtype, torch.float32)
-            torch._foreach_mul_(gradients, factor.to(precise))
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
 
     def exposed_communication_s(self) -> float:
         """The part of the last backward in which only communication was going on."""

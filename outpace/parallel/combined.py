@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded, Spread
 from outpace.parallel.context import PartOfSequence, Ring, share_sequences
+from outpace.parallel.offload import gathers, policy
 from outpace.parallel.pipeline import Pipeline, cut
 from outpace.parallel.tensor import SplitObjective, add_shares, split
 from outpace.parallel.tensors import hollow
@@ -83,10 +84,12 @@ def apply(request: Request) -> Layout:
         objective = split(objective, plan, mesh["tp"])
     part = share_sequences(objective, _ring(mesh)) if plan.cp > 1 else None
     if plan.pp == 1:
-        inner: Layout = _whole_depth(part or objective, copied, mesh, plan)
+        inner: Layout = _whole_depth(request, part or objective, copied, mesh)
     else:
         inner = _pipeline(request, objective, part, copied, mesh)
-    return Product(inner, mesh)
+    layout = Product(inner, mesh)
+    layout.computes_on = inner.computes_on = request.device
+    return layout
 
 
 def _ring(mesh: DeviceMesh) -> Ring:
@@ -98,15 +101,21 @@ def _replicas(plan: Plan) -> int:
     return plan.dp_replicate * plan.dp_shard * plan.cp
 
 
+def _sharded(request: Request) -> bool:
+    """Whether parameters are gathered: from other ranks, or from host memory."""
+    return _replicas(request.plan) > 1 or gathers(request.plan, request.device)
+
+
 def _whole_depth(
+    request: Request,
     objective: PartOfSequence | LanguageModelObjective,
     copied: Transformer,
     mesh: DeviceMesh,
-    plan: Plan,
 ) -> Layout:
     """All layers on this rank."""
-    if _replicas(plan) > 1:
-        shard(objective, objective.model.blocks, mesh)
+    plan, held = request.plan, policy(request.plan, request.device)
+    if _sharded(request):
+        shard(objective, objective.model.blocks, mesh, held)
     assert dist.group.WORLD is not None
     layout = Sharded(objective, copied, dist.group.WORLD)
     layout.averages = _replicas(plan)
@@ -121,7 +130,7 @@ def _pipeline(
     mesh: DeviceMesh,
 ) -> Layout:
     """This rank's stages, each a unit of its own for sharding."""
-    plan = request.plan
+    plan, held = request.plan, policy(request.plan, request.device)
     stages = cut(plan, objective.model)
     inner = Pipeline(
         Request(objective, plan, request.ranks, request.device),
@@ -130,11 +139,11 @@ def _pipeline(
         copied,
         partial(_share, part, objective if isinstance(objective, SplitObjective) else None),
     )
-    if _replicas(plan) > 1:
+    if _sharded(request):
         for stage, module in inner.modules.items():
             if stages[stage].last and plan.tp > 1 and module.final_norm is not None:
                 module.final_norm.register_forward_hook(_own_memory)
-            shard(module, [module.blocks[block] for block in stages[stage].blocks], mesh)
+            shard(module, [module.blocks[block] for block in stages[stage].blocks], mesh, held)
         if len(inner.modules) == 1:
             # The loss reads the head's bias, which sharding has replaced in the stage alone.
             (inner.objective.model,) = inner.modules.values()
@@ -165,7 +174,9 @@ def _share(
     return batch
 
 
-def shard(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+def shard(
+    module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, held: OffloadPolicy
+) -> None:
     """Split each block's parameters and what is left of a module over dp_shard and cp.
 
     The ranks of a sequence are to gradients what the ranks of a batch are. Replicas of shards are
@@ -175,5 +186,5 @@ def shard(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> N
     shards = mesh["dp_shard", "cp"]._flatten("shard")
     over = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
     for block in blocks:
-        fully_shard(block, mesh=over)
-    fully_shard(module, mesh=over, reshard_after_forward=False)
+        fully_shard(block, mesh=over, offload_policy=held)
+    fully_shard(module, mesh=over, reshard_after_forward=False, offload_policy=held)

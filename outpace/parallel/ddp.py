@@ -67,6 +67,7 @@ class Replicas(Layout):
         )
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
+        self.on_disk = plan.offload_parameters == "disk"
         if plan.compress_gradients == "bf16":
             wrapped.register_comm_hook(None, exchange_in_bf16)
         elif plan.compress_gradients == "powersgd":

@@ -14,11 +14,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
 from outpace.nn.levers import apply_levers
+from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
 from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronise
 from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.offload import place_optimizer
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
@@ -40,8 +42,11 @@ class Parallelized:
     Every rank makes the same calls in the same order. `layout` is what the strategy made.
     """
 
-    def __init__(self, layout: Layout, plan: Plan, ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, plan: Plan, ranks: Ranks, device: torch.device, scratch: Scratch
+    ) -> None:
         self.layout = layout
+        self._scratch = scratch
         self.plan = plan
         self._ranks = ranks
         self._device = device
@@ -83,7 +88,9 @@ class Parallelized:
     ) -> torch.optim.Optimizer:
         """`build(parameters, **options)` of this rank's parameters, such as torch.optim.AdamW."""
         held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
-        return self.layout.make_optimizer([{"params": held}], partial(build, **options))
+        return place_optimizer(
+            self.layout, self.plan, self._scratch, [{"params": held}], partial(build, **options)
+        )
 
     def evaluate(self, batch: Batch) -> Tensor:
         """As `forward_backward`, without gradients, and with the model in evaluation mode."""
@@ -195,14 +202,15 @@ def parallelize(
     device = next(module.parameters()).device
     ranks = _ranks(plan, mesh, device)
     named = None if blocks is None else named_blocks(module, flat(blocks))
-    apply_levers(module, plan, named)
+    scratch = Scratch()
+    apply_levers(module, plan, named, scratch)
     if sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None
         synchronise(module, group)
     objective = OwnObjective(build_own(partial(OwnModel, module, loss)))
-    layout = apply(Request(objective, plan, ranks, device, blocks, layouts))
-    return Parallelized(layout, plan, ranks, device)
+    layout = apply(Request(objective, plan, ranks, device, blocks, layouts, scratch))
+    return Parallelized(layout, plan, ranks, device, scratch)
 
 
 def _check(module: nn.Module, plan: Plan) -> None:
@@ -217,6 +225,11 @@ def _check(module: nn.Module, plan: Plan) -> None:
     if plan.loss != "auto":
         raise BadInputError(
             f"loss {plan.loss} is of outpace's own transformers; yours is what `loss` computes."
+        )
+    if plan.offload_parameters == "cpu" and plan.world_size == 1:
+        raise BadInputError(
+            "offload_parameters cpu of one process is for outpace train, which has process groups. "
+            "Use zero3 on several processes, or offload_optimizer."
         )
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")

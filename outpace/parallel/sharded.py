@@ -9,28 +9,37 @@ group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2)
 """
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outpace.parallel.api import Layout, Request, Sharded
 from outpace.parallel.blocks import blocks_of
+from outpace.parallel.offload import group_of_one, policy
 from outpace.parallel.tensors import hollow
 
 
 def apply(request: Request) -> Layout:
     """Shard each block, and what is left with the objective."""
     plan = request.plan
+    if plan.strategy == "single":
+        return _shard(request, group_of_one(request.device))
     mesh = init_device_mesh(
         request.device.type,
         (plan.dp_replicate, plan.dp_shard),
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
-    over = mesh if plan.dp_replicate > 1 else mesh["dp_shard"]
+    return _shard(request, mesh if plan.dp_replicate > 1 else mesh["dp_shard"])
+
+
+def _shard(request: Request, over: DeviceMesh) -> Layout:
+    plan, held = request.plan, policy(request.plan, request.device)
     copied = hollow(request.objective.model)  # type: ignore[arg-type]
     for block in blocks_of(request):
-        fully_shard(block, mesh=over, reshard_after_forward=plan.strategy != "zero2")
-    fully_shard(request.objective, mesh=over, reshard_after_forward=False)
-    group: dist.ProcessGroup = mesh["dp_shard"].get_group()
+        again = plan.strategy != "zero2"
+        fully_shard(block, mesh=over, reshard_after_forward=again, offload_policy=held)
+    fully_shard(request.objective, mesh=over, reshard_after_forward=False, offload_policy=held)
+    group: dist.ProcessGroup = over.get_group("dp_shard")
     layout = Sharded(request.objective, copied, group)
     layout.averages = plan.data_parallel
+    layout.computes_on = request.device
     return layout

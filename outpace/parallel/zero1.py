@@ -30,8 +30,8 @@ class SharedStates(Replicas):
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called
             # One broadcast a rank instead of one a parameter. The buffer that they go by has one
-            # dtype, and torch doesn't look whether the parameters have.
-            parameters_as_bucket_view=len(dtypes) == 1,
+            # dtype, and torch doesn't look whether the parameters have. It is in memory, too.
+            parameters_as_bucket_view=len(dtypes) == 1 and not self.on_disk,
         )
 
     def saved(

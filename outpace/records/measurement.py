@@ -64,6 +64,9 @@ class StepRecord(Record):
     peak_memory_bytes: int | None = Field(description="of the fullest rank, so far")
     loss_scale: float | None = Field(description="fp16 only")
     skipped_steps: int = Field(description="so far, for overflow in fp16")
+    cache_freed_bytes: int | None = Field(
+        default=None, description="given back between phases by --empty-cache, on rank 0"
+    )
 
 
 class Evaluation(Record):
@@ -106,6 +109,7 @@ class Measurement(Record):
     )
     sample: str | None = Field(default=None, description="text generated at the end")
     skipped_steps: int = 0
+    cache_freed_bytes: int | None = Field(default=None, description="median of a step's")
     # Hugging Face Trainer's names, so that results stand side by side.
     train_runtime: float
     train_samples_per_second: float

@@ -29,6 +29,7 @@ def _at_plus(value: object) -> object:
 
 LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_at_plus)]
 Compression = Literal["none", "bf16", "powersgd"]
+Offload = Literal["none", "cpu", "disk"]
 OptimizerName = Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"]
 
 # In the order in which ranks are laid out on them, the last closest together.
@@ -63,6 +64,8 @@ COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
     "bf16": ("ddp", "zero1", "cp", "ring"),  # not Horovod: github.com/horovod/horovod/issues/4047
     "powersgd": ("ddp", "zero1", "cp"),
 }
+# What gathers parameters before their use, and so can keep them elsewhere; one process as well.
+GATHERS: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp", "3d")
 # DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2
 
@@ -77,6 +80,12 @@ class Plan(Record):
     `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
     axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
     stand behind each worker.
+
+    `offload_activations`: what blocks save for backward lies there. `offload_parameters` cpu:
+    parameters and gradients lie in host memory, and their optimizer's state with them; disk:
+    parameters in mapped files. `offload_optimizer`: state, and on an accelerator master weights;
+    the CPU steps. none is where the parameters are. `empty_cache` frees cached memory between the
+    phases of a step.
     """
 
     strategy: Strategy = "single"
@@ -96,6 +105,10 @@ class Plan(Record):
     checkpointing: Checkpointing = "none"
     checkpoint_every: PositiveInt = 1
     checkpoint_layers: LayerModes = ()
+    offload_activations: Offload = "none"
+    offload_parameters: Offload = "none"
+    offload_optimizer: Offload = "none"
+    empty_cache: bool = False
     compile: bool = False
     optimizer: OptimizerName = "adamw-fused"
     loss: Literal["auto", "plain", "chunked"] = "auto"
@@ -119,6 +132,7 @@ class Plan(Record):
             raise ValueError(why_not)
         self._check_compression()
         self._check_checkpointing()
+        self._check_offload()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
         asked = self.servers or self.server_updates or self.worker_devices > 1
@@ -142,6 +156,24 @@ class Plan(Record):
                     f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axes"
                 )
         return self
+
+    def _check_offload(self) -> None:
+        if self.offload_parameters == "cpu" and self.strategy not in GATHERS:
+            raise ValueError(
+                f"offload_parameters cpu: strategy {self.strategy} computes with parameters where "
+                f"they lie, none is gathered before its use. Use strategy {' or '.join(GATHERS)}, "
+                "or offload_optimizer, which works here too"
+            )
+        if self.offload_activations != "none" and self.compile:
+            raise ValueError(
+                f"offload_activations {self.offload_activations} moves what autograd saves of a "
+                "block, and compile makes one operation of the block. Use one of the two"
+            )
+        if self.offload_parameters == "disk" and self.compile:
+            raise ValueError(
+                "offload_parameters disk reads ahead in hooks, which compile would trace. "
+                "Use one of the two, or offload_optimizer disk"
+            )
 
     def _check_compression(self) -> None:
         kind = self.compress_gradients

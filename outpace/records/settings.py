@@ -23,6 +23,7 @@ from outpace.records.plan import (
     POWERSGD_LEAST_START,
     Checkpointing,
     Compression,
+    Offload,
     OptimizerName,
     ProductSchedule,
     Strategy,
@@ -196,6 +197,25 @@ class TrainSettings(Record):
         "end the run, and say what would fit, when a rank needs more than this, such as 8GiB "
         "(default on a CPU: the control group's limit)",
     )
+    offload: Literal["none", "cpu", "disk"] | None = _field(
+        "computation", "short for --offload-parameters and --offload-optimizer"
+    )
+    offload_activations: Offload = _field(
+        "computation", "keep what blocks save for backward in host memory (CUDA) or on disk", "none"
+    )
+    offload_parameters: Offload | None = _field(
+        "computation",
+        "keep parameters in host memory, gradients too (single, zero2, zero3, hsdp, 3d), or on "
+        "disk (default: none)",
+    )
+    offload_optimizer: Offload | None = _field(
+        "computation",
+        "keep optimizer states in host memory or on disk, and step on the CPU (default: none)",
+    )
+    offload_dir: Path | None = _field(
+        "computation", "a directory on the disk to offload to (default: the run's)"
+    )
+    empty_cache: bool = _field("computation", "free cached memory between a step's phases", False)
     compile: bool = _field("computation", "torch.compile each block", False)
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"

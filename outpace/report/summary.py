@@ -89,6 +89,8 @@ def _speed(measurement: Measurement) -> Table:
     table.add_row("model FLOP/s", show_count(measurement.model_flops_per_s, "FLOP/s"))
     table.add_row("MFU", show_share(measurement.mfu))
     table.add_row("peak memory", show_bytes(measurement.peak_memory_bytes))
+    if measurement.cache_freed_bytes is not None:
+        table.add_row("cache freed a step", show_bytes(measurement.cache_freed_bytes))
     table.add_row("time per step", show_seconds(measurement.step_time_s))
     table.add_row("steps", f"{measurement.steps:,}")
     table.add_row("tokens", show_whole(measurement.tokens))

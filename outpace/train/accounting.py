@@ -98,6 +98,7 @@ class Ledger:
             peak_memory_bytes=self.peak_memory_bytes,
             loss_scale=raw.loss_scale,
             skipped_steps=self.skipped_steps,
+            cache_freed_bytes=raw.cache_freed_bytes,
         )
 
     def median_parts(self) -> TimeParts:
@@ -124,6 +125,11 @@ class Ledger:
         times_s = [record.step_time_s for record in self.steady]
         amount = sum(rate * time_s for rate, time_s in zip(rates, times_s, strict=True))
         return _rate(amount, sum(times_s))
+
+    def median_cache_freed_bytes(self) -> int | None:
+        """The median over the latest steps after warm-up; None where nothing is freed."""
+        freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
+        return int(statistics.median(freed)) if freed else None
 
     def median_step_time_s(self) -> float | None:
         """The median over the latest steps after warm-up."""

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.utils._pytree import tree_leaves
 
 from outpace.optim.build import fill_state
@@ -193,7 +193,9 @@ class Checkpointer:
     """Saves and loads one rank's share of a run's state.
 
     `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
-    since saving goes on in a thread while training uses the other groups.
+    since saving goes on in a thread while training uses the other groups. Without `copies` nothing
+    is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
+    when it is written.
     """
 
     def __init__(
@@ -204,6 +206,7 @@ class Checkpointer:
         group: dist.ProcessGroup,
         on_whole: Callable[[Path], None],
         on_trouble: Callable[[str], None],
+        copies: bool = True,
     ) -> None:
         self.directory = directory
         self._keep = keep
@@ -211,6 +214,7 @@ class Checkpointer:
         self._group = group
         self._on_whole = on_whole
         self._on_trouble = on_trouble
+        self._copies = copies
         self._pending: tuple[Future[None], Path] | None = None
         self._needed_bytes = 0
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -231,9 +235,21 @@ class Checkpointer:
             return
         state = _state(model, optimizer)
         self._needed_bytes = _tensor_bytes(state)
-        written = async_save(state, checkpoint_id=folder, process_group=self._group)
-        assert isinstance(written, Future)
+        written = self._begin(state, folder)
         self._pending = (self._finisher.submit(self._finish, written, folder), folder)
+
+    def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
+        """Write in the background from a copy, or here and now where there is no room for one."""
+        if self._copies:
+            written = async_save(state, checkpoint_id=folder, process_group=self._group)
+            assert isinstance(written, Future)
+            return written
+        done: Future[Any] = Future()
+        try:
+            done.set_result(save(state, checkpoint_id=folder, process_group=self._group))
+        except (Exception, CheckpointException) as error:
+            done.set_exception(error)
+        return done
 
     def _prepare(self, folder: Path, progress: Progress) -> bool:
         """Make the folder on rank 0; all ranks learn whether that worked."""

@@ -1,9 +1,13 @@
-"""Peak memory of this process."""
+"""Memory of this process: its peak, and what allocators keep without need."""
 
+import ctypes
 import resource
 import sys
 
+import psutil
 import torch
+
+from outpace.records.errors import BadInputError
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -15,3 +19,48 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return None
+
+
+class CacheFreer:
+    """Gives back what an allocator keeps for later: torch's on CUDA, glibc's on a CPU.
+
+    What comes later pays for it by asking the system anew. Raises BadInputError where there is
+    neither.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._freed_bytes = 0
+        if device.type != "cuda":
+            self._trim = _glibc_trim(device)
+
+    def free(self) -> None:
+        """Give back what is not in use."""
+        before = self._held_bytes()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            self._trim(0)
+        self._freed_bytes += max(0, before - self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        """What the allocator has reserved on CUDA, the resident process on a CPU."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_reserved(self._device)
+        return int(psutil.Process().memory_info().rss)
+
+    def take(self) -> int:
+        """The bytes that were given back since this was asked last."""
+        freed, self._freed_bytes = self._freed_bytes, 0
+        return freed
+
+
+def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
+    """Its `malloc_trim`, which gives free pages in the midst of the heap back, too."""
+    library = ctypes.CDLL(None) if device.type == "cpu" and sys.platform != "win32" else None
+    if not hasattr(library, "malloc_trim"):
+        raise BadInputError(
+            "--empty-cache: there is no cache that can be freed here. It works on CUDA devices, "
+            "and on the CPU with glibc. Leave it out."
+        )
+    return library.malloc_trim  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from torch import Tensor
 from outpace.nn.mixed import Mixed
 from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
-from outpace.train.memory import peak_memory_bytes
+from outpace.train.memory import CacheFreer, peak_memory_bytes
 from outpace.train.timing import StepTimer
 
 Batch = Any
@@ -48,6 +48,7 @@ class RawStep:
     gathered: Gathered
     loss_scale: float | None
     skipped: bool
+    cache_freed_bytes: int | None = None
 
 
 class Stepper:
@@ -86,6 +87,7 @@ class Stepper:
         # (x W / N: see docs/design).
         self._scale = layout.averages / expected_targets
         self._timer = StepTimer(device)
+        self._freer = CacheFreer(device) if plan.empty_cache else None
 
     def begin(self) -> None:
         """Start the clock of the next step: what follows is time spent waiting for data."""
@@ -100,7 +102,7 @@ class Stepper:
         """
         timer = self._timer
         timer.mark("data")
-        given = Pass(self.mixed.cast, self._scaled, timer.mark)
+        given = Pass(self.mixed.cast, self._scaled, self._mark)
         totals = self._layout.gradients(list(batches), given)
         communication_s = self._layout.exposed_communication_s()
         gathered, pending = self._exchange(totals, stop())
@@ -113,7 +115,7 @@ class Stepper:
             self._on_gradients()
         timer.mark("communication")
         grad_norm, loss_scale, skipped = self._update(lr)
-        timer.mark("optimizer")
+        self._mark("optimizer")
         _wait(pending)
         timer.mark("communication")
         return RawStep(
@@ -126,7 +128,19 @@ class Stepper:
             gathered,
             loss_scale,
             skipped,
+            None if self._freer is None else self._freer.take(),
         )
+
+    def _mark(self, part: str) -> None:
+        """A part is done; freeing its cache belongs to it."""
+        if part in ("forward", "backward", "optimizer"):
+            self.free_cache()
+        self._timer.mark(part)
+
+    def free_cache(self) -> None:
+        """What allocators keep for later, where the plan says so."""
+        if self._freer is not None:
+            self._freer.free()
 
     def _scaled(self, loss_sum: Tensor) -> Tensor:
         scaled = loss_sum * self._scale

@@ -1,6 +1,6 @@
 """Saves a run under each plan, loads it under others, and prints how both ends compare.
 
-python tests/parallel/crossings.py FOLDER chosen|others
+python tests/parallel/crossings.py FOLDER chosen|others|offloaded
 """
 
 import json
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from outpace.experiment.parity import Trial
 from outpace.launch.group import Groups
+from outpace.parallel.tensors import local
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
 
@@ -34,13 +35,35 @@ OTHERS = (
     "loopedbfs@2→tp@4", "zb@2→loopedbfs@2", "dualpipev@2→mp@4", "mp@2→zb@2", "single→zbv@2",
     "zero3@2→dualpipev@2",
 )  # fmt: skip
+# What is elsewhere: states and parameters on disk, both in host memory, states alone there.
+PLACES = {
+    "": {},
+    "disk": {"offload_optimizer": "disk", "offload_parameters": "disk"},
+    "host": {"offload_parameters": "cpu"},
+    "cpu": {"offload_optimizer": "cpu"},
+}
+OFFLOADED = (
+    "single+disk→ddp@2", "ddp@2→zero3@2+disk", "zero3@2+disk→single+host",
+    "zero1@2+cpu→single+disk", "1f1b@2+disk→zero1@2+cpu",
+    "single+host→ddp@2+cpu", "single+host→1f1b@2+disk",
+    "zero3@2+disk→zero1@2+disk",
+)  # fmt: skip
+
+PAIRS = {"chosen": CHOSEN, "others": OTHERS, "offloaded": OFFLOADED}
 
 
-def checkpointer(folder: Path, groups: Groups) -> Checkpointer:
+def plan_with(name: str) -> Plan:
+    """From "zero3@2+disk"."""
+    layout, _, where = name.partition("+")
+    return plan_of(layout, **PLACES[where])
+
+
+def checkpointer(folder: Path, plan: Plan, groups: Groups) -> Checkpointer:
     def trouble(sentence: str) -> None:
         raise RuntimeError(sentence)
 
-    return Checkpointer(folder, 2, groups.ranks.rank, groups.saving, lambda _: None, trouble)
+    return Checkpointer(folder, 2, groups.ranks.rank, groups.saving, lambda _: None, trouble,
+                        copies=plan.offload_optimizer != "disk")  # fmt: skip
 
 
 def progress(world_size: int) -> Progress:
@@ -64,10 +87,25 @@ def save(plan: Plan, trial: Trial, groups: Groups, folder: Path) -> None:
     run = Run(trial, plan, groups)
     for step in range(1, SAVED_AT + 1):
         run.step(step)
-    saver = checkpointer(folder, groups)
+    saver = checkpointer(folder, plan, groups)
     saver.save(*run.layout.saved(run.optimizer), progress(plan.world_size))
     saver.settle()
     saver.close()
+
+
+def strays(run: Run) -> list[str]:
+    """What the plan has on disk and is somewhere else."""
+    found = []
+    optimizer = run.layout.saved(run.optimizer)[1]
+    state = {} if optimizer is None else optimizer.state
+    for name, parameter in run.layout.named_parameters():
+        held = [parameter] if run.plan.offload_parameters == "disk" else []
+        if run.plan.offload_optimizer == "disk":
+            held += [t for t in state.get(parameter, {}).values() if t.ndim]
+        for tensor in map(local, held):
+            if tensor.numel() and run.scratch.region_of(tensor) is None:
+                found.append(name)
+    return found
 
 
 def go_on(
@@ -75,7 +113,7 @@ def go_on(
 ) -> dict[str, Any]:
     """Load, compare with what the files hold, and train on; what this rank found."""
     run = Run(trial, plan, groups)
-    loader = checkpointer(folder, groups)
+    loader = checkpointer(folder, plan, groups)
     found = loader.load(folder / f"step-{SAVED_AT}", *run.layout.saved(run.optimizer))
     loader.close()
     held = run.held()
@@ -90,16 +128,17 @@ def go_on(
         "changed": changed,
         "steps": found.step,
         "numbers": max(off),
+        "strays": strays(run),
         "state": apart(run.held(), steps[-1].held),
     }
 
 
 def main() -> None:
-    folder, wanted = Path(sys.argv[1]), {"chosen": CHOSEN, "others": OTHERS}[sys.argv[2]]
+    folder, wanted = Path(sys.argv[1]), PAIRS[sys.argv[2]]
     trial = Trial(SPEC, steps=STEPS)
     pairs = [pair.split("→") for pair in wanted]
     sources = list(dict.fromkeys(before for before, _ in pairs))
-    plans = {name: plan_of(name) for pair in pairs for name in pair}
+    plans = {name: plan_with(name) for pair in pairs for name in pair}
 
     steps = alone(trial)
 

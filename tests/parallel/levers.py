@@ -203,6 +203,11 @@ LEVERS: Mapping[str, Callable[[str], float]] = {
     "evaluation": evaluation,
     "export": export,
     "compile": compiled,
+    "offload activations": partial(equals_one_process, offload_activations="disk"),
+    "offload parameters": partial(equals_one_process, offload_parameters="cpu"),
+    "offload parameters disk": partial(equals_one_process, offload_parameters="disk"),
+    "offload optimizer": partial(equals_one_process, offload_optimizer="cpu"),
+    "offload optimizer disk": partial(equals_one_process, offload_optimizer="disk"),
 }
 # Horovod is not of torch; "servers" is ps where the servers step the optimizer.
 STRATEGIES = (

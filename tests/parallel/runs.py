@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from outpace.experiment.parity import Trial, shares
 from outpace.launch.group import Groups
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply
+from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import default_microbatches
@@ -59,11 +62,13 @@ class Run:
     ) -> None:
         self.plan, self.ranks, self.trial = plan, groups.ranks, trial
         objective = trial.objective(plan)
-        apply_levers(objective.model, plan)
-        self.layout = apply(Request(objective, plan, groups.ranks, CPU))
+        self.scratch = Scratch()
+        apply_levers(objective.model, plan, scratch=self.scratch)
+        self.layout = apply(Request(objective, plan, groups.ranks, CPU, scratch=self.scratch))
         settings = TrainSettings(lr=trial.lr)
+        place = partial(place_optimizer, self.layout, plan, self.scratch)
         self.optimizer = make_optimizer(
-            self.layout.named_parameters(), "adamw-for-loop", settings, self.layout.make_optimizer
+            self.layout.named_parameters(), "adamw-for-loop", settings, place
         )
         spoil(self.layout)
         self.mixed = make_mixed(plan.precision, CPU, True)

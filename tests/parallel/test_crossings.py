@@ -11,7 +11,9 @@ CROSSINGS = Path(__file__).with_name("crossings.py")
 pytestmark = pytest.mark.gloo
 
 
-@pytest.mark.parametrize("pairs", ["chosen", pytest.param("others", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "pairs", ["chosen", "offloaded", pytest.param("others", marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_under_another_plan_as_one_without_a_break(tmp_path, pairs):
     done = subprocess.run(
         [sys.executable, str(CROSSINGS), str(tmp_path), pairs],
@@ -29,5 +31,5 @@ def test_a_run_goes_on_under_another_plan_as_one_without_a_break(tmp_path, pairs
         assert set().union(*(rank["held"] for rank in ranks)) == tensors, pair
         for rank in ranks:
             assert rank["changed"] == [], pair  # bit for bit what the files hold
-            assert rank["steps"] == 2
+            assert rank["steps"] == 2 and rank["strays"] == []
             assert rank["numbers"] < 1e-9 and rank["state"] < 1e-9, pair

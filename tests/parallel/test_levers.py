@@ -11,7 +11,7 @@ import pytest
 from outpace.records.compiled import COMPILED, Compiled
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, refusal
-from outpace.records.plan import Strategy
+from outpace.records.plan import GATHERS, Strategy
 
 LEVERS = Path(__file__).with_name("levers.py")
 DOCS = Path(__file__).parents[2] / "docs" / "compile.md"
@@ -20,6 +20,8 @@ ONE_BACKWARD = ("checkpointing selective", "checkpointing full", "checkpointing 
                 "recomputed dropout", "loss chunked", "compile")  # fmt: skip
 REFUSED = {(strategy, lever) for strategy in SPLIT for lever in ONE_BACKWARD}
 REFUSED |= {("tp", "loss chunked")}
+REFUSED |= {(strategy, "offload parameters") for strategy in (*get_args(Strategy), "servers")
+            if strategy not in GATHERS}  # fmt: skip
 # Of losses in 16 bits; all else is float64.
 LOW = {"bf16": 2e-3, "fp16": 1e-3}
 

@@ -1,0 +1,247 @@
+"""What blocks save for backward, kept in host memory or on a disk until backward comes to it.
+
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload what checkpointing keeps.
+Here it is whatever autograd saves inside of a block; with checkpointing, the block's input. A
+block's tensors leave while the next blocks are computed. In backward they come back while the block
+after them is computed.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from outpace.nn.scratch import Scratch
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Offload
+
+# A page: what is less is no lighter elsewhere.
+LEAST_BYTES = 4096
+# Blocks that a device may be behind the program that feeds it. More would only pile up copies.
+_AHEAD = 2
+
+
+class Parcel(Protocol):
+    """A tensor that is kept elsewhere. Its memory there lasts as long as it."""
+
+    def prefetch(self) -> None:
+        """Begin to bring it back."""
+
+    def open(self) -> Tensor:
+        """The tensor, to be used at once. May be asked for again."""
+
+
+class Place(Protocol):
+    """Where tensors are kept."""
+
+    def keep(self, tensor: Tensor) -> Parcel:
+        """Begin to copy a tensor."""
+
+    def pace(self) -> None:
+        """Called once for each block, forward and backward: wait for copies that lag behind."""
+
+
+class _Mapped:
+    """A tensor in a mapped file; backward reads it from there."""
+
+    def __init__(self, tensor: Tensor, scratch: Scratch) -> None:
+        self._tensor, self._region = scratch.lend(tensor)
+        self._region.release()
+
+    def prefetch(self) -> None:
+        self._region.prefetch()
+
+    def open(self) -> Tensor:
+        return self._tensor
+
+
+class OnDisk:
+    """Files that are mapped: reading ahead and writing back are the kernel's."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+
+    def keep(self, tensor: Tensor) -> Parcel:
+        """Copy it into a file."""
+        return _Mapped(tensor, self._scratch)
+
+    def pace(self) -> None:
+        """The kernel holds up who writes faster than the disk."""
+
+
+class _Pinned:
+    """A CUDA tensor in page-locked host memory."""
+
+    def __init__(self, tensor: Tensor, place: "OnHost") -> None:
+        place.down.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(place.down):
+            memory = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host = memory.copy_(tensor, non_blocking=True)
+        tensor.record_stream(place.down)  # its memory is not given to others before it is copied
+        self._sent = place.down.record_event()
+        self._place, self._device = place, tensor.device
+        self._back: Tensor | None = None
+
+    def prefetch(self) -> None:
+        if self._back is not None:
+            return
+        up = self._place.up
+        up.wait_event(self._sent)
+        with torch.cuda.stream(up):
+            self._back = self._host.to(self._device, non_blocking=True)
+        self._arrived = up.record_event()
+
+    def open(self) -> Tensor:
+        self.prefetch()
+        assert self._back is not None
+        tensor, self._back = self._back, None
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(self._arrived)
+        tensor.record_stream(computing)
+        return tensor
+
+
+class OnHost:
+    """Page-locked host memory, with a stream for each direction beside the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device = device
+        self._marks: deque[Sequence[torch.cuda.Event]] = deque()
+
+    def keep(self, tensor: Tensor) -> Parcel:
+        """Begin to copy it to the host."""
+        return _Pinned(tensor, self)
+
+    def pace(self) -> None:
+        """Or memory that waits to be copied, or was prefetched too early, would pile up."""
+        computing = torch.cuda.current_stream(self._device)
+        self._marks.append([stream.record_event() for stream in (computing, self.down)])
+        if len(self._marks) > _AHEAD:
+            for event in self._marks.popleft():
+                event.synchronize()
+
+
+class _Shelf:
+    """What one forward of a block has saved: each tensor once, however many operations save it.
+
+    Not so from block to block: what a pipeline receives is written anew into the same memory, of
+    which autograd's versions know nothing.
+    """
+
+    def __init__(self, keeper: "Keeper", weights: set[int], before: "_Shelf | None") -> None:
+        self._keeper, self._weights = keeper, weights
+        self._before = None if before is None else weakref.ref(before)
+        self._saved: dict[Any, weakref.ref[_Saved]] = {}
+        self._opened = False
+
+    def put(self, tensor: Tensor) -> "Tensor | _Saved":
+        """In the place of a saved tensor: what brings it back; itself, where it stays."""
+        held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if not _moves(held) or held.untyped_storage().data_ptr() in self._weights:
+            return tensor
+        # A weak reference to a storage keeps its identity from being given to another.
+        key = (
+            StorageWeakRef(held.untyped_storage()), held._version, held.storage_offset(),
+            held.shape, held.stride(), held.dtype, type(tensor),
+        )  # fmt: skip
+        known = self._saved.get(key)
+        found = None if known is None else known()
+        if found is None:
+            spec = tensor._spec if isinstance(tensor, DTensor) else None
+            found = _Saved(self._keeper.place.keep(held.detach()), spec, self)
+            self._saved[key] = weakref.ref(found)
+        return found
+
+    def open(self) -> None:
+        """Backward has come here: what the block before has saved is needed next."""
+        if self._opened:
+            return
+        self._opened = True
+        self._keeper.place.pace()
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.prefetch()
+
+    def prefetch(self) -> None:
+        """Begin to bring all back that is still wanted."""
+        for known in self._saved.values():
+            saved = known()
+            if saved is not None:
+                saved.parcel.prefetch()
+
+
+class _Saved:
+    """A saved tensor, plain or a part of a DTensor; keeps its shelf while it is needed."""
+
+    def __init__(self, parcel: Parcel, spec: Any, shelf: _Shelf) -> None:
+        self.parcel, self._spec, self._shelf = parcel, spec, shelf
+
+    def open(self) -> Tensor:
+        self._shelf.open()
+        tensor = self.parcel.open()
+        if self._spec is None:
+            return tensor
+        return DTensor(tensor, self._spec, requires_grad=False)
+
+
+def _moves(tensor: Tensor) -> bool:
+    """Whether a tensor has memory worth moving, and of its own."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return plain and LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
+class Keeper:
+    """Keeps what blocks save in `place`."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._last: weakref.ref[_Shelf] | None = None
+
+    def forward(self, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call `run`, the block's forward; what it saves goes to the place."""
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        self.place.pace()
+        weights = {_memory(parameter) for parameter in block.parameters()}
+        shelf = _Shelf(self, weights, None if self._last is None else self._last())
+        self._last = weakref.ref(shelf)
+        with saved_tensors_hooks(shelf.put, _open):
+            return run(*args, **kwargs)
+
+
+def _open(saved: "Tensor | _Saved") -> Tensor:
+    return saved if isinstance(saved, Tensor) else saved.open()
+
+
+def _memory(parameter: Tensor) -> int:
+    held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return held.untyped_storage().data_ptr()
+
+
+def require_place(where: Offload, device: torch.device) -> None:
+    """Refuse what makes no sense for activations of a device. Raises BadInputError."""
+    if where == "cpu" and device.type != "cuda":
+        raise BadInputError(
+            f"offload_activations cpu: what a {device.type} device saves lies in host memory as it "
+            "is. Use offload_activations disk, or checkpointing full."
+        )
+    if where == "disk" and device.type != "cpu":
+        raise BadInputError(
+            f"offload_activations disk is for training on the CPU; the device is {device.type}. "
+            "Use offload_activations cpu."
+        )
+
+
+def offload_activations(blocks: Sequence[nn.Module], place: Place) -> None:
+    """Let each block keep what it saves in `place`. Exact: the values are copied."""
+    keeper = Keeper(place)
+    for block in blocks:
+        block.forward = partial(keeper.forward, block.forward, block)

@@ -1,0 +1,172 @@
+"""Memory in files on a disk, for what a run can do without for a while: mapped, and nameless.
+
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, keep such tensors in files that they
+read and write themselves. Here the files are mapped: a tensor is used where it lies, the kernel
+reads ahead what is prefetched and writes back in the background, and as long as the machine has
+memory to spare the pages stay in its cache and no disk is waited for. They count as the process's
+memory only from their use until they are released, and never as anonymous memory, which is what a
+memory limit cannot take back.
+
+The files have no names (O_TMPFILE, or removed as soon as they are open), so that whatever becomes
+of the process its scratch is gone with it: nothing can be left behind or be mistaken for a
+checkpoint.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import tempfile
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from outpace.records.errors import BadInputError
+from outpace.records.units import show_bytes
+
+# Of a file's address space; disk is taken only as far as it is given out. Few files stay open.
+_FILE_BYTES = 1 << 30
+_ALIGNED_BYTES = 64  # as torch's own allocations
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a mapped file, from one page's start to another's."""
+
+    mapping: mmap.mmap
+    start: int
+    nbytes: int
+
+    def prefetch(self) -> None:
+        """Let the kernel read it in, in the background."""
+        self.mapping.madvise(mmap.MADV_WILLNEED, self.start, self.nbytes)
+
+    def release(self) -> None:
+        """Take it out of this process's memory. Its values stay: in the kernel's cache, or on disk.
+
+        The next use finds them again, with a page fault.
+        """
+        self.mapping.madvise(mmap.MADV_DONTNEED, self.start, self.nbytes)
+
+
+class Scratch:
+    """Gives out memory in files in `directory` (None: the system's for temporary files).
+
+    `taken_bytes`: of the disk, now and at most, since what is given back is used again.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.taken_bytes = 0
+        self._named = directory is not None
+        self._directory = Path(directory or tempfile.gettempdir())
+        self._end: tuple[mmap.mmap, int, int] | None = None  # file, its descriptor, bytes used
+        self._idle: defaultdict[int, list[Region]] = defaultdict(list)
+        self._placed: dict[int, Region] = {}
+
+    def take(self, nbytes: int) -> Region:
+        """At least `nbytes`. Raises BadInputError where the disk does not have them."""
+        pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._idle[pages]:
+            return self._idle[pages].pop()
+        if self._end is None or self._end[2] + pages > len(self._end[0]):
+            self._end = self._open(max(_FILE_BYTES, pages))
+        mapping, descriptor, used = self._end
+        try:
+            # A page of a sparse file that finds no room on the disk would kill the process.
+            os.posix_fallocate(descriptor, used, pages)
+        except OSError as error:
+            raise self._refusal(error, pages) from None
+        self._end = (mapping, descriptor, used + pages)
+        self.taken_bytes += pages
+        return Region(mapping, used, pages)
+
+    def give_back(self, region: Region) -> None:
+        """What lies there is not used any more."""
+        region.release()
+        self._idle[region.nbytes].append(region)
+
+    def _open(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
+        if not sys.platform.startswith("linux"):
+            raise BadInputError("offload to disk needs Linux. Use none or cpu.")
+        try:
+            self._require_disk()
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                os.truncate(file.fileno(), nbytes)
+                # The mapping's own descriptor stays open as long as it.
+                descriptor = os.dup(file.fileno())
+                mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+        except OSError as error:
+            raise self._refusal(error, nbytes) from None
+        weakref.finalize(mapping, os.close, descriptor)
+        return mapping, descriptor, 0
+
+    def _require_disk(self) -> None:
+        """Refuse a named directory that is in memory itself. Raises BadInputError."""
+        whole = self._directory.absolute()
+        device = next(p for p in (whole, *whole.parents) if p.exists()).stat().st_dev
+        for mount in psutil.disk_partitions(all=True) if self._named else ():
+            in_memory = mount.fstype in ("tmpfs", "ramfs")
+            if in_memory and Path(mount.mountpoint).stat().st_dev == device:
+                raise BadInputError(
+                    f"offload to disk: {self._directory} is on {mount.mountpoint}, which is kept "
+                    f"in memory ({mount.fstype}). Name a directory on a disk with --offload-dir."
+                )
+
+    def _refusal(self, error: OSError, nbytes: int) -> BadInputError:
+        return BadInputError(
+            f"offload to disk: {self._directory} cannot hold {show_bytes(nbytes)} more beside the "
+            f"{show_bytes(self.taken_bytes)} that it has from this process ({error.strerror}). "
+            "Name another directory with --offload-dir, or offload less."
+        )
+
+    def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
+        """Copies of plain tensors, side by side in one region, for good."""
+        begins, total = [], 0
+        for tensor in tensors:
+            begins.append(total)
+            total += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        region = self.take(max(total, 1))
+        memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
+        placed = [_copied(t, memory, at) for t, at in zip(tensors, begins, strict=True)]
+        self._placed |= {tensor.data_ptr(): region for tensor in placed}
+        return placed, region
+
+    def region_of(self, tensor: Tensor) -> Region | None:
+        """Where a tensor lies that was placed here; None for any other."""
+        return self._placed.get(tensor.data_ptr())
+
+    def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
+        """A copy of a plain tensor in a region that is given back when nothing uses it any more."""
+        region = self.take(max(tensor.nbytes, 1))
+        memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
+        weakref.finalize(memory, self.give_back, region).atexit = False
+        return _copied(tensor, memory, 0), region
+
+
+@torch.no_grad()
+def _copied(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> Tensor:
+    """Dense, in the order of its strides."""
+    if tensor.numel() == 0:
+        return tensor.detach().clone()
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return flat.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+def prefetch(regions: Iterable[Region]) -> None:
+    """Of each of them."""
+    for region in regions:
+        region.prefetch()
+
+
+def release(regions: Iterable[Region]) -> None:
+    """Of each of them."""
+    for region in regions:
+        region.release()

@@ -1,0 +1,261 @@
+"""An optimizer whose state lies in host memory or on a disk, and whose step is done by the CPU.
+
+Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay with the host,
+gradients come down and new weights go up. Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857,
+§5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that are stepped
+together: while one is stepped, the next one's gradients and state are on their way, and the last
+one's weights too. The arithmetic is the optimizer's own, so the steps are exactly its.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from outpace.nn.scratch import Region, Scratch, prefetch, release
+from outpace.optim.build import Build, Groups, fill_state
+from outpace.records.plan import Plan
+
+# Many small tensors cost more as steps of their own than what they hold.
+UNIT_BYTES = 4 << 20
+
+
+def offloaded(build: Build, plan: Plan, scratch: Scratch) -> Build:
+    """`build` with the optimizer's state, or the step's use of parameters, where the plan says."""
+    if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
+        return build
+    disk = scratch if plan.offload_optimizer == "disk" else None
+
+    def has_twin(parameter: Tensor) -> bool:
+        """On a CPU there is nothing to copy; cpu does it all the same, as it would elsewhere."""
+        asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
+        return asked or parameter.device.type != "cpu"
+
+    return lambda groups: Offloaded(groups, build, has_twin, disk, scratch)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
+    """`tensor` as it would be if its part on this rank lay in `memory`."""
+    if not isinstance(tensor, DTensor):
+        return memory
+    return DTensor(memory, tensor._spec, requires_grad=False)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@dataclass
+class _Lanes:
+    """The streams of copies to the host and from it. None: there is no device to copy from."""
+
+    device: torch.device
+    down: torch.cuda.Stream | None = None
+    up: torch.cuda.Stream | None = None
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
+        """Begin to copy; page-locked, so that the copy needs no wait."""
+        memory = torch.empty_like(tensor, device="cpu", pin_memory=self.down is not None)
+        return memory.copy_(tensor, non_blocking=not wait)
+
+    def begin(self) -> None:
+        """What was launched so far made the gradients."""
+        if self.down is not None:
+            self.down.wait_stream(torch.cuda.current_stream(self.device))
+
+    def end(self) -> None:
+        """What is launched from now on sees the new weights."""
+        if self.up is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.up)
+
+
+@dataclass
+class _Unit:
+    """Parameters that are stepped together, by an optimizer of their own over their twins.
+
+    A twin is a parameter's master copy on the host, or the parameter itself where that is there.
+    """
+
+    parameters: Sequence[Tensor]
+    twins: Sequence[Tensor]
+    inner: torch.optim.Optimizer
+    lanes: _Lanes
+    regions: Sequence[Region]
+    versions: list[int] = field(default_factory=list)
+    _arrived: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Begin to bring what the step needs."""
+        prefetch(self.regions)
+        with _on(self.lanes.down):
+            for number, (parameter, twin) in enumerate(self._pairs()):
+                if _local(parameter)._version != self.versions[number]:  # somebody else's values
+                    _local(twin).copy_(_local(parameter), non_blocking=True)
+                gradient = parameter.grad
+                if gradient is not None:
+                    memory = self.lanes.host_copy(_local(gradient))
+                    twin.grad = _with_memory(gradient, memory)
+        if self.lanes.down is not None:
+            self._arrived = self.lanes.down.record_event()
+
+    def step(self, group: dict[str, Any]) -> None:
+        """Step the twins by the group's learning rate and all else, and send the weights back."""
+        for own in self.inner.param_groups:
+            own.update({name: value for name, value in group.items() if name != "params"})
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        self.inner.step()
+        with _on(self.lanes.up):
+            for number, (parameter, twin) in enumerate(self._pairs()):
+                if twin.grad is not None:
+                    _local(parameter).copy_(_local(twin), non_blocking=True)
+                    twin.grad = None
+                self.versions[number] = _local(parameter)._version
+        release(self.regions)
+
+    def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Those parameters that have a twin of their own: all or none."""
+        both = zip(self.parameters, self.twins, strict=True)
+        return ((p, twin) for p, twin in both if p is not twin)
+
+
+class Offloaded(torch.optim.Optimizer):
+    """What `build` makes of `groups`, with its state elsewhere.
+
+    `has_twin` says which parameters are stepped as copies on the host; `disk` takes their state
+    and these copies (None: host memory). `scratch` knows which parameters lie on a disk. To others
+    this is an optimizer like `build`'s: the groups hold the model's parameters, and `state` is
+    theirs.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        build: Build,
+        has_twin: Callable[[Tensor], bool],
+        disk: Scratch | None,
+        scratch: Scratch,
+    ) -> None:
+        like = build(groups)  # fills in what the groups don't say
+        super().__init__(like.param_groups, like.defaults)
+        held = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        self._lanes = _Lanes(held[0].device if held else torch.device("cpu"))
+        self._disk, self._scratch = disk, scratch
+        self._units = [
+            [self._unit(group, part, build, has_twin) for part in _parts(group["params"])]
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def _unit(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[Tensor],
+        build: Build,
+        has_twin: Callable[[Tensor], bool],
+    ) -> _Unit:
+        twins = [self._twin(p) if has_twin(p) else p for p in parameters]
+        inner = build([{**group, "params": twins}])
+        regions = [r for p in parameters if (r := self._scratch.region_of(_local(p)))]
+        fill_state(inner)
+        if self._disk is not None:
+            regions.append(self._to_disk(parameters, twins, inner, self._disk))
+        for parameter, twin in zip(parameters, twins, strict=True):
+            self.state[parameter] = inner.state[twin]
+        release(regions)
+        versions = [_local(p)._version for p, twin in zip(parameters, twins, strict=True)
+                    if twin is not p]  # fmt: skip
+        return _Unit(parameters, twins, inner, self._lanes, regions, versions)
+
+    def _twin(self, parameter: Tensor) -> Tensor:
+        memory = self._lanes.host_copy(_local(parameter), wait=True)
+        return nn.Parameter(_with_memory(parameter.detach(), memory))
+
+    def _to_disk(
+        self,
+        parameters: Sequence[Tensor],
+        twins: Sequence[Tensor],
+        inner: torch.optim.Optimizer,
+        disk: Scratch,
+    ) -> Region:
+        """Put the unit's state, and its twins, into one region."""
+        states = [
+            (state, key, tensor)
+            for state in inner.state.values()
+            for key, tensor in state.items()
+            if isinstance(tensor, Tensor) and tensor.ndim
+        ]
+        copies = [t for p, t in zip(parameters, twins, strict=True) if t is not p]
+        old = [_local(tensor) for tensor in (*copies, *(tensor for *_, tensor in states))]
+        placed, region = disk.place(old)
+        for twin, memory in zip(copies, placed, strict=False):
+            _local(twin).data = memory
+        for (state, key, tensor), memory in zip(states, placed[len(copies) :], strict=True):
+            state[key] = _with_memory(tensor, memory)
+        return region
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Unit after unit, the next one on its way while one is stepped."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        waiting = [
+            (unit, group)
+            for group, units in zip(self.param_groups, self._units, strict=True)
+            for unit in units
+            if any(parameter.grad is not None for parameter in unit.parameters)
+        ]
+        self._lanes.begin()
+        if waiting:
+            waiting[0][0].fetch()
+        for number, (unit, group) in enumerate(waiting, 1):
+            if number < len(waiting):
+                waiting[number][0].fetch()
+            unit.step(group)
+        self._lanes.end()
+        return loss
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the values to where this optimizer's are."""
+        groups = state_dict["param_groups"]
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            own.update({name: value for name, value in saved.items() if name != "params"})
+            for parameter, number in zip(own["params"], saved["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    self._take_over(self.state[parameter], key, value)
+        release(region for units in self._units for unit in units for region in unit.regions)
+
+    def _take_over(self, state: dict[str, Any], key: str, value: Any) -> None:
+        mine = state.get(key)
+        if not isinstance(mine, Tensor):
+            state[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+        elif mine is not value:
+            mine.copy_(value)
+
+
+def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """In their order, a new part wherever one has `UNIT_BYTES`."""
+    part: list[Tensor] = []
+    for parameter in parameters:
+        part.append(parameter)
+        if sum(_local(p).nbytes for p in part) >= UNIT_BYTES:
+            yield part
+            part = []
+    if part:
+        yield part

@@ -1,0 +1,143 @@
+"""Parameters in host memory or on a disk, and optimizers whose state is there.
+
+Ren et al., "ZeRO-Offload", arXiv 2101.06840: `fully_shard` keeps the shards in host memory, sends
+them to the device when they are gathered and gradients back as soon as they are reduced, beside
+the computation. One process is a group of one.
+
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5: shards, or whole parameters where the
+CPU computes, lie in mapped files; the next block's are read ahead, and a block's leave this
+process's memory when it is done.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from outpace.nn.levers import find_blocks
+from outpace.nn.offload import require_place
+from outpace.nn.scratch import Region, Scratch, prefetch, release
+from outpace.optim.build import Build, Groups
+from outpace.optim.offload import offloaded
+from outpace.parallel.api import Layout
+from outpace.parallel.tensors import local
+from outpace.records.errors import BadInputError
+from outpace.records.plan import GATHERS, Plan
+
+
+def gathers(plan: Plan, device: torch.device) -> bool:
+    """Whether one process has to gather its parameters: they are not where it computes."""
+    from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
+    return plan.offload_parameters == "cpu" or from_disk
+
+
+def policy(plan: Plan, device: torch.device) -> OffloadPolicy:
+    """What `fully_shard` is told."""
+    if not gathers(plan, device):
+        return OffloadPolicy()
+    # Mapped files cannot be page-locked.
+    locked = plan.offload_parameters == "cpu" and device.type == "cuda"
+    return CPUOffloadPolicy(pin_memory=locked)
+
+
+def require(plan: Plan, device: torch.device) -> None:
+    """Refuse what the device makes no sense of or cannot reach. Raises BadInputError."""
+    require_place(plan.offload_activations, device)
+    if plan.strategy not in GATHERS and gathers(plan, device):
+        raise BadInputError(
+            f"offload_parameters {plan.offload_parameters}: strategy {plan.strategy} computes on "
+            f"{device.type} with parameters where they lie. Use strategy {' or '.join(GATHERS)}."
+        )
+
+
+def group_of_one(device: torch.device) -> DeviceMesh:
+    """This rank alone, as ranks to shard over."""
+    # Of fp16's overflow the CPU tells, where gradients lie.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    mine = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    assert isinstance(mine, dist.ProcessGroup)
+    return DeviceMesh.from_group(mine, device.type, mesh_dim_names=("dp_shard",))
+
+
+def place_optimizer(
+    layout: Layout, plan: Plan, scratch: Scratch, groups: Groups, build: Build
+) -> torch.optim.Optimizer:
+    """The layout's optimizer, with its state where the plan says."""
+    return layout.make_optimizer(groups, offloaded(build, plan, scratch))
+
+
+@torch.no_grad()
+def to_disk(layout: Layout, scratch: Scratch) -> None:
+    """Move this rank's parameters into mapped files, and read blocks ahead of their use.
+
+    Before the first forward and, since an optimizer looks where parameters lie, before its making.
+    """
+    held = _held_by_shards(layout)
+    for _, parameter in layout.named_parameters():
+        sharded = held.get(parameter)
+        old = local(parameter) if sharded is None else sharded._sharded_param_data
+        (memory,), region = scratch.place([old])
+        if sharded is not None:  # with the padding that makes all shards equally long
+            sharded._sharded_param_data = memory
+            memory = memory[: local(parameter).numel()].view(local(parameter).shape)
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = memory
+        else:
+            parameter.data = memory
+        region.release()
+    _read_ahead(layout, scratch)
+
+
+def _held_by_shards(layout: Layout) -> dict[Tensor, Any]:
+    """What `fully_shard` keeps of each parameter."""
+    states = [m._get_fsdp_state() for m in layout.objective.modules() if isinstance(m, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return {held.sharded_param: held for group in groups for held in group.fsdp_params}
+
+
+def _read_ahead(layout: Layout, scratch: Scratch) -> None:
+    """Prefetch the block that comes next, forward and backward; release the one that is done."""
+    blocks = _blocks(layout.model)
+    lies = {name: scratch.region_of(local(p)) for name, p in layout.named_parameters()}
+    names = {id(module): name for name, module in layout.model.named_modules()}
+    of_block = [
+        [region for name, region in lies.items()
+         if region is not None and name.startswith(f"{names[id(block)]}.")]
+        for block in blocks
+    ]  # fmt: skip
+    nothing: list[Region] = []
+    for number, block in enumerate(blocks):
+        before = of_block[number - 1] if number else nothing
+        after = of_block[number + 1] if number + 1 < len(blocks) else nothing
+        _watch(block, before, of_block[number], after)
+
+
+def _watch(
+    block: nn.Module, before: Sequence[Region], own: Sequence[Region], after: Sequence[Region]
+) -> None:
+    def entered(module: nn.Module, inputs: Any) -> None:
+        prefetch(after)
+
+    def left(module: nn.Module, inputs: Any, output: Any) -> None:
+        release(own)
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(in_backward)
+
+    def in_backward(gradient: Tensor) -> None:
+        release(after)
+        prefetch(before)
+
+    block.register_forward_pre_hook(entered)
+    block.register_forward_hook(left)
+
+
+def _blocks(model: nn.Module) -> Sequence[nn.Module]:
+    try:
+        return find_blocks(model)
+    except BadInputError:  # a stage without blocks, or a model of one's own that has none
+        return ()
