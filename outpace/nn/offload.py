@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -145,7 +146,7 @@ class _Shelf:
     def put(self, tensor: Tensor) -> "Tensor | _Saved":
         """In the place of a saved tensor: what brings it back; itself, where it stays."""
         held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if not _moves(held) or held.untyped_storage().data_ptr() in self._weights:
+        if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
         # A weak reference to a storage keeps its identity from being given to another.
         key = (
@@ -194,7 +195,7 @@ class _Saved:
 
 def _moves(tensor: Tensor) -> bool:
     """Whether a tensor has memory worth moving, and of its own."""
-    plain = type(tensor) in (Tensor, nn.Parameter)
+    plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
     return plain and LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
@@ -223,7 +224,8 @@ def _open(saved: "Tensor | _Saved") -> Tensor:
 
 def _memory(parameter: Tensor) -> int:
     held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return held.untyped_storage().data_ptr()
+    storage: int = held.untyped_storage()._cdata
+    return storage
 
 
 def require_place(where: Offload, device: torch.device) -> None:

@@ -16,11 +16,13 @@ Kind = Literal[
     "workspaces",  # what libraries keep for their products
     "communication",  # buffers that exchanges read and write
     "inputs",
+    "offloaded",  # in host memory or on a disk, and not in the sum
     "temporary",  # made and freed within a forward, a backward or an optimizer's step
 ]
 KINDS: tuple[Kind, ...] = (
     "weights", "weight copies", "unsharded", "optimizer state", "gradients", "activations",
     "communication", "inputs", "workspaces", "temporary",
+    "offloaded",
 )  # fmt: skip
 Part = Literal["prepare", "data", "forward", "backward", "communication", "optimizer", "other"]
 Source = Literal["traced", "measured"]
@@ -37,8 +39,8 @@ class Moment(Record):
 
     @property
     def nbytes(self) -> int:
-        """Of all kinds."""
-        return sum(self.by_kind.values())
+        """Of all kinds but what is offloaded."""
+        return sum(size for kind, size in self.by_kind.items() if kind != "offloaded")
 
     @property
     def where(self) -> str:

@@ -14,6 +14,7 @@ from outpace.records.settings import TrainSettings
 from outpace.trace.device import Rules
 from outpace.trace.extend import Course, IrregularError, Strip, course_of, extend, strip_of
 from outpace.trace.fake import hollow
+from outpace.trace.scratch import Elsewhere, as_traced, host_apart
 from outpace.trace.steps import STEPS, Workload, run_steps
 from outpace.trace.watch import Watch
 from outpace.trace.world import lay_out, one_rank
@@ -43,7 +44,7 @@ def account(
     """
     settings = (settings or TrainSettings()).model_copy(update={"lr": 1e-3})
     passes, rules = min(accumulation, _MOST_PASSES), Rules(accelerator)
-    work = Workload(spec, plan, seq_len, passes, settings)
+    work = Workload(spec, as_traced(plan, rules), seq_len, passes, settings)
     traced = partial(recorded, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
     return summed_up(_strips(work, traced), work, rank, rules, accumulation / passes)
 
@@ -63,8 +64,8 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
     """Two numbers of layers from which this many can be extended, if that is less work."""
-    period = 1
-    if plan.pp > 1 or spec.window_layers is not None:
+    period = plan.checkpoint_every
+    if plan.pp > 1 or plan.checkpoint_layers or spec.window_layers is not None:
         return None
     low = _SHALLOW + (spec.layers - _SHALLOW) % period
     high = low + period
@@ -84,7 +85,8 @@ def recorded(work: Workload, rank: int, rules: Rules, ranks_per_host: int) -> li
     gc.disable()  # when cycles are freed would depend on what ran before
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, hollow(), watch:
-            run_steps(work, ranks, watch, lay_out, rules)
+            with host_apart(watch, rules):
+                run_steps(work, ranks, watch, lay_out, rules, Elsewhere(watch))
             segments = watch.segments
     finally:
         if collecting:

@@ -6,8 +6,9 @@ periods. Where the two do not differ like that, there is no extending (`Irregula
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,21 @@ def strip_of(segment: Segment) -> Strip:
                 block=int(found.group()) if found else -1,
             )
         )
-    return Strip(segment.step, segment.part, tuple(entries), (), segment.flops, segment.bytes_moved)
+    return Strip(
+        step=segment.step,
+        part=segment.part,
+        entries=tuple(_in_order(entries)),
+        repeats=(),
+        flops=segment.flops,
+        bytes_moved=segment.bytes_moved,
+    )
+
+
+def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """What is freed at once in an order that does not depend on addresses, as autocast's does."""
+    for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
+        run = list(some)
+        yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
 
 
 def extend(shallow: Sequence[Strip], deeper: Sequence[Strip], times: int) -> list[Strip]:
@@ -214,7 +229,7 @@ def course_of(strips: Sequence[Strip]) -> Course:
         block=np.concatenate(blocks),
         nbytes=nbytes,
         kind=kinds[origin],
-        live_bytes=np.cumsum(nbytes),
+        live_bytes=np.cumsum(np.where(kinds[origin] == KINDS.index("offloaded"), 0, nbytes)),
     )
 
 

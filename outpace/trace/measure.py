@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
@@ -27,7 +28,7 @@ def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
     """
     watch, rules = Watch(), Rules()
     with grown_resident() as grown, Allocations() as allocations, watch:
-        run_steps(work, ranks, watch, lambda request, _: apply(request), rules)
+        run_steps(work, ranks, watch, lambda request, _: apply(request), rules, Scratch())
         segments = watch.segments
     account = summed_up([strip_of(segment) for segment in segments], work, ranks.rank, rules)
     return account.model_copy(

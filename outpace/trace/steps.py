@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,9 +10,11 @@ from torch import Tensor
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
+from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Pass, Request
+from outpace.parallel.offload import place_optimizer
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -43,20 +46,20 @@ class Workload:
         return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
 
 
-def run_steps(work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules) -> None:
+def run_steps(
+    work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
+) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
-    plan = work.plan
-    mixed = make_mixed(plan.precision, CPU, work.settings.autocast_cache)
+    plan, settings = work.plan, work.settings
+    mixed = make_mixed(plan.precision, CPU, settings.autocast_cache)
     objective = LanguageModelObjective(Transformer(work.spec), plan.loss, mixed.dtype)
     rules.prepare(objective)
     watch.keep(rules.workspaces(), "workspaces")
-    apply_levers(objective.model, plan)
-    layout = lay_out(Request(objective, plan, ranks, CPU), work.batch())
-    optimizer = make_optimizer(
-        layout.named_parameters(), plan.optimizer, work.settings, layout.make_optimizer
-    )
+    apply_levers(objective.model, plan, scratch=scratch)
+    layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
+    place = partial(place_optimizer, layout, plan, scratch)
+    optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
     watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
-    del objective
     for step in range(1, STEPS + 1):
         watch.begin_step(step)
         _step(work, ranks, watch, layout, optimizer, Pass(mixed.cast, _scaled, watch.mark))

@@ -103,7 +103,16 @@ class Watch(TorchDispatchMode):
         """Say what tensors are for."""
         for tensor in tensors:
             for storage in _storages(tensor):
-                self._piece(storage).kind = kind
+                piece = self._piece(storage)
+                if piece.kind != "offloaded":
+                    piece.kind = kind
+
+    def move_away(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors as offloaded from now on."""
+        for tensor in tensors:
+            for storage in _storages(tensor):
+                self._give_back(storage._cdata)
+                self._piece(storage).kind = "offloaded"
 
     def keep(self, sizes: Iterable[int], kind: Kind) -> None:
         """Memory that is taken for good, and by no operator."""
@@ -216,9 +225,11 @@ class Watch(TorchDispatchMode):
 
     def _copied(self, source: Tensor, copy: torch.UntypedStorage) -> None:
         """A weight in another dtype is a copy of the weight."""
-        for storage in _storages(source):
-            if self._piece(storage).kind in ("weights", "unsharded"):
-                self._piece(copy).kind = "weight copies"
+        if isinstance(source, nn.Parameter):
+            for storage in _storages(source):  # not one that is known: it was gathered
+                piece = self._piece(storage)
+                piece.kind = piece.kind or "unsharded"
+            self._piece(copy).kind = "weight copies"
 
     def _lend(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):

@@ -13,10 +13,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from outpace.parallel import Layout, Request, apply
+from outpace.parallel import Layout, Request, apply, ring
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.dp import DataParallel
-from outpace.parallel.ring import Ring, ring_all_reduce
 from outpace.records.ranks import Ranks
 
 
@@ -58,6 +57,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
         init(self, *args, **{**kwargs, "parameters_as_bucket_view": False})
 
     yield ZeroRedundancyOptimizer, "__init__", apart
+    yield ring, "Exchange", _InTurn
 
 
 class _Done:
@@ -88,12 +88,12 @@ def _with_future(all_reduce: Any) -> Any:
 class _InTurn:
     """Takes a buffer round the ring at once: a fake mode has one thread."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
         """All that a buffer's way round the ring takes."""
-        ring_all_reduce(buffer, self._group)
+        ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -101,8 +101,6 @@ class _InTurn:
 
 def lay_out(request: Request, batch: dict[str, Tensor]) -> Layout:
     """As `parallel.apply`, where what waits for others is told what they would say."""
-    if request.plan.strategy == "ring" and request.plan.world_size > 1:
-        return Ring(request, _InTurn(dist.new_group()))
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)
