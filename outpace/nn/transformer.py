@@ -109,7 +109,7 @@ class Transformer(nn.Module):
                 into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 std = residual_std if into_stream and self.spec.norm_first else INIT_STD
                 drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(drawn.normal_(0.0, std, generator=_stream(seed, name)))
+                parameter.copy_(drawn.normal_(0.0, std, generator=stream(seed, name)))
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
             )
 
 
-def _stream(seed: int, name: str) -> torch.Generator:
+def stream(seed: int, name: str) -> torch.Generator:
     """A generator of its own for each parameter."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
