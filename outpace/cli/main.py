@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train a transformer, or go on with a run",
     "generate": "continue a text with a trained model",
     "eval": "loss and perplexity of a trained model on held-out text",
+    "merge": "add a LoRA adapter to the weights it was trained beside",
     "verify": "prove that strategies compute what a single process does",
     "version": "versions of outpace and of what it stands on",
 }

@@ -5,6 +5,7 @@ from torch import nn
 from outpace.data.corpus import unigram_entropy
 from outpace.interop.huggingface import write_model
 from outpace.interop.own import write_own
+from outpace.interop.peft import write_adapter
 from outpace.launch.context import Job
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
@@ -46,6 +47,11 @@ def _export(job: Job, model: nn.Module) -> None:
     tokenizer, directory = job.materials.tokenizer, job.run_dir.model
     if isinstance(model, Transformer):
         save = tokenizer.save if tokenizer else None
+        if job.plan.lora_rank is not None:
+            opened = job.materials.opened
+            assert opened is not None and opened.weights is not None
+            write_adapter(directory, model, job.plan, opened.weights, save)
+            return
         write_model(directory, model.spec, model.state_dict(), save)
         return
     write_own(directory, model, job.settings.model)

@@ -83,7 +83,7 @@ def evaluate(
         objective, dataset = OwnObjective(own), own.eval_dataset or own.dataset
     else:
         assert opened.spec is not None and opened.weights is not None
-        model = load_model(opened.weights, opened.spec)
+        model = load_model(opened, opened.spec)
         objective, dataset = LanguageModelObjective(model, "auto", mixed.dtype), None
     if dataset is None or data is not None:
         dataset = _samples(opened, record, data, settings)
@@ -173,7 +173,7 @@ def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer]:
     if opened.weights is None or opened.tokenizer is None:
         lacking = "weights" if opened.weights is None else "tokenizer"
         raise BadInputError(f"{run} has no {lacking}, so there is nothing to generate with")
-    model = load_model(opened.weights, opened.spec)
+    model = load_model(opened, opened.spec)
     settings = TrainSettings.parse({"device": device}, "--device")
     target = resolve_device(settings, Ranks())
     return model.to(target).eval(), load_tokenizer(str(opened.tokenizer))

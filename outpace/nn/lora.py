@@ -35,14 +35,17 @@ PLACES: Mapping[LoraTarget, str] = {
 class LoraLinear(Linear):
     """A frozen linear layer, taken over from `base`, with an adapter; none where `rank` is 0."""
 
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = scale, dropout
-        like = {"dtype": base.weight.dtype, "device": base.weight.device}
-        a = nn.Parameter(torch.zeros(rank, base.in_features, **like)) if rank else None
-        b = nn.Parameter(torch.zeros(base.out_features, rank, **like)) if rank else None
+        zeros = base.weight.detach().new_zeros
+        a = nn.Parameter(zeros(rank, base.in_features)) if rank else None
+        b = nn.Parameter(zeros(base.out_features, rank)) if rank else None
         self.register_parameter("lora_a", a)
         self.register_parameter("lora_b", b)
 
@@ -52,7 +55,7 @@ class LoraLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) to (…, out)."""
-        if self.lora_a is None:
+        if self.lora_a is None or self.lora_b is None:
             return self.frozen(x)
         low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a)
         return self.frozen(x) + F.linear(low * self.scale, self.lora_b)
@@ -141,11 +144,12 @@ def _draw(a: Tensor, seed: int, name: str) -> None:
 
 def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
     """A (r, in), B (out, r) and the scale of their product, by the name of the module."""
-    return {
-        name: (module.lora_a, module.lora_b, module.scale)
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLinear) and module.lora_a is not None
-    }
+    found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear) and module.lora_a is not None:
+            assert module.lora_b is not None
+            found[name] = (module.lora_a, module.lora_b, module.scale)
+    return found
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:

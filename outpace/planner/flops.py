@@ -80,6 +80,7 @@ def step_flops(
     seq_len: int,
     samples: int,
     checkpointing: Checkpointing | None = None,
+    adapters: int | None = None,
 ) -> int:
     """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
@@ -87,13 +88,22 @@ def step_flops(
     al., PaLM, arXiv 2204.02311, appendix B). With it: what the hardware computes, for HFU. That
     adds the scores that fused attention computes again and, under "full", the blocks' forward
     (Korthikanti et al., arXiv 2205.05198, appendix A); "selective" keeps all products here.
+
+    `adapters` is their number of parameters where only they are trained: the gradients of frozen
+    weights are not computed, and each of an adapter's elements is a multiply-add like theirs.
     """
     forward = forward_flops(spec, seq_len, samples)
+    products = 3 * forward
+    if adapters is not None:
+        tokens = samples * seq_len
+        products -= 2 * tokens * (spec.layers * block_weights(spec) + head_weights(spec))
+        products += 3 * 2 * tokens * adapters
     if checkpointing is None:
-        return 3 * forward
+        return products
     product = samples * _attention_product(spec, seq_len)
     extra = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * product
     if checkpointing == "full":
         again = 2 * samples * seq_len * spec.layers * _recomputed_weights(spec)
+        again += 2 * samples * seq_len * (adapters or 0)
         extra += again + _FORWARD_PRODUCTS * product
-    return 3 * forward + extra
+    return products + extra

@@ -159,7 +159,9 @@ class TrainSettings(Record):
         json_schema_extra={"group": "adapters"},
     )
     base: Base = _field(
-        "adapters", "form of the frozen weights; nf4: the blocks' matrices in 4 bits (QLoRA)", "fp32"
+        "adapters",
+        "form of the frozen weights; nf4: the blocks' matrices in 4 bits (QLoRA)",
+        "fp32",
     )
 
     precision: Literal["fp32", "bf16", "fp16"] | None = _field(
