@@ -79,7 +79,9 @@ def test_peft_computes_what_was_trained_and_so_does_the_merged_model(
     torch.testing.assert_close(load_theirs(tmp_path / "merged")(tokens).logits, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize(("variant", "modules"), [("gpt2", ["c_attn", "c_fc"]), ("llama-mha", None)])
+@pytest.mark.parametrize(
+    ("variant", "modules"), [("gpt2", ["c_attn", "c_fc"]), ("llama-mha", None)]
+)
 @torch.no_grad()
 def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, variant, modules):
     theirs = make_theirs(variant)
@@ -139,7 +141,7 @@ def test_what_is_refused(adapted, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     other = Transformer(spec_from_hf(base), seed=3)
     write_model(base, other.spec, other.state_dict(), None)
-    with pytest.raises(BadInputError, match="are not those that the adapter .* trained beside"):
+    with pytest.raises(BadInputError, match=r"are not those that the adapter .* trained beside"):
         merged(adapter, base)
     merged(adapter, base, "fp32")
     narrow = other.spec.model_copy(update={"hidden": 16, "head_dim": 4})

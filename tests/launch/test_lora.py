@@ -43,9 +43,7 @@ def adapter_of(run):
 @pytest.mark.parametrize("base", ["fp32", "nf4"])
 def test_a_run_of_adapters_learns_is_evaluated_and_merged(start, corpus, tmp_path, base, capsys):
     text = (str(corpus / "heapq.txt"),)
-    run, measured = start(
-        f"run-{base}", base=base, steps=20, data=text, eval_data=text, **LORA
-    )
+    run, measured = start(f"run-{base}", base=base, steps=20, data=text, eval_data=text, **LORA)
     assert measured.final_eval.loss < measured.initial_eval.loss - 0.02
     found = evaluate(run, None, batches=2, batch_size=8, device="cpu")
     assert found.loss == pytest.approx(measured.final_eval.loss, rel=1e-4)
@@ -84,7 +82,7 @@ def test_what_is_refused(start, tmp_path):
         start("none", model="outpace-tiny", lora_rank=4)
     assert not (tmp_path / "none").exists()
     run, _ = start("stacked", steps=1, lora_rank=2)
-    with pytest.raises(BadInputError, match="is an adapter already.* outpace merge"):
+    with pytest.raises(BadInputError, match=r"is an adapter already.* outpace merge"):
         start("none", model=str(run), lora_rank=2)
     assert main(["merge", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
     assert main(["merge", str(run), "--out", str(run / "model")]) == 2
