@@ -59,24 +59,16 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The matrix of this shape, from its PARTS in their order; fp64 gets what fp32 would."""
-    library = _library()
     codes, scales, scale_scales, scale_mean, scale_levels = parts
-    inner = library.QuantState(
-        absmax=scale_scales.float(),
-        code=scale_levels.float(),
-        blocksize=SCALES_BLOCK,
-        dtype=torch.float32,
+    # The operators that `quantize` made known, themselves: compilers and fake tensors know them.
+    blocks = torch.ops.bitsandbytes
+    scales = blocks.dequantize_blockwise.default(
+        scales, scale_scales.float(), scale_levels.float(), SCALES_BLOCK, torch.float32
     )
-    state = library.QuantState(
-        absmax=scales,
-        shape=shape,
-        blocksize=BLOCK,
-        quant_type="nf4",
-        dtype=torch.float32 if dtype == torch.float64 else dtype,
-        offset=scale_mean.float()[0],
-        state2=inner,
+    low = torch.float32 if dtype == torch.float64 else dtype
+    made: Tensor = blocks.dequantize_4bit.default(
+        codes.view(-1, 1), scales + scale_mean.float(), BLOCK, "nf4", list(shape), low
     )
-    made: Tensor = library.dequantize_4bit(codes.view(-1, 1), state)
     return made.to(dtype)
 
 
