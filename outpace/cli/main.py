@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model",
     "eval": "loss and perplexity of a trained model on held-out text",
     "memory": "where memory goes in a training step, and whether it fits",
+    "merge": "add a LoRA adapter to the weights it was trained beside",
     "verify": "prove that strategies compute what a single process does",
     "version": "versions of outpace and of what it stands on",
 }

@@ -30,6 +30,7 @@ _GROUPS = {
     "batch": "batch",
     "length": "length (give one)",
     "optimization": "optimization",
+    "adapters": "adapters (LoRA)",
     "computation": "computation",
     "run": "run",
 }

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from outpace.experiment.tolerance import Tolerance
 from outpace.experiment.wire import Wire
 from outpace.nn.levers import apply_levers
+from outpace.nn.lora import adapt, adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.mixed import DTYPES, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.nn.transformer import Transformer
+from outpace.nn.transformer import Transformer, stream
 from outpace.optim.build import Build, make_optimizer
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.offload import place_optimizer
@@ -90,7 +91,16 @@ class Trial:
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
+        adapt(model, plan, self.seed)
+        self._begin_adapters(model)
         return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
+
+    @torch.no_grad()
+    def _begin_adapters(self, model: Transformer) -> None:
+        """Away from B = 0, where A's gradient is zero and A · x without effect."""
+        for name, (_, b, _) in adapters(model).items():
+            drawn = torch.empty(b.shape, dtype=torch.float32)
+            b.copy_(drawn.normal_(0.0, 0.2, generator=stream(self.seed, f"{name}.lora_b")))
 
     def optimizer(
         self,
@@ -312,7 +322,11 @@ def _scales(
     """What each of a kind's differences is measured by: see Tolerance."""
     if kind == "loss":  # none of the targets may be missing
         return {"mean": float(known["mean"]), "tokens": 1.0}
-    sizes = {name: float(tensor.abs().max()) for name, tensor in known.items()}
+    # The largest is one of numbers: weights in 4 bits are codes.
+    sizes = {
+        name: float(tensor.abs().max()) if tensor.is_floating_point() else 1.0
+        for name, tensor in known.items()
+    }
     if kind in ("parameter", "used parameter") and allowed.held < 1:
         changes = {n: float((t - initial[n]).abs().max()) for n, t in known.items()}
         largest = max(*changes.values(), allowed.held * max(sizes.values()))

@@ -151,16 +151,17 @@ def verify(
     expected = {}
     verdicts = []
     for plan in plans:
-        if plan.precision not in expected:
-            expected[plan.precision] = reference(trial, plan)
+        of = _trained(plan)
+        if of not in expected:
+            expected[of] = reference(trial, plan)
         alone = plan.world_size == 1
         ranks = Ranks() if alone else groups.ranks
         wire = Wire()
         found = planned(trial, plan, ranks, groups.control, wire, spoil)
         tokens = trial.global_batch * trial.seq_len
         allowed = tolerance_of(plan.precision, trial.spec, tokens=tokens, steps=trial.steps)
-        seen = list(differences(expected[plan.precision], found, allowed))
-        missing = expected[plan.precision].names() - found.names()
+        seen = list(differences(expected[of], found, allowed))
+        missing = expected[of].names() - found.names()
         formula = step_traffic(
             plan,
             trial.spec,
@@ -184,6 +185,12 @@ def verify(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         skipped=dict(skipped),
     )
+
+
+def _trained(plan: Plan) -> tuple[Any, ...]:
+    """What of a plan changes what a single process computes."""
+    lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
+    return (plan.precision, *lora)
 
 
 def _judge(

@@ -34,7 +34,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         if (directory / "adapter_config.json").is_file():
             raise BadInputError(
                 f"{directory} holds an adapter (adapter_config.json), not a whole model. "
-                "Merge it into its base model first (merge_and_unload of peft)."
+                "Merge it into its base model first, with outpace merge."
             )
         raise BadInputError(
             f"{directory} is no Hugging Face model directory: it has no config.json"

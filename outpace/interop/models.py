@@ -11,6 +11,7 @@ from outpace.catalog.models import PRESETS, preset
 from outpace.interop.config import CONFIG_FILE, FAMILIES, spec_from_hf
 from outpace.interop.own import OWN_FILE, read_own
 from outpace.interop.own_file import load_function
+from outpace.interop.peft import ADAPTER_CONFIG, base_of
 from outpace.interop.weights import has_weights
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.model import ModelSpec
@@ -26,7 +27,8 @@ _TOKENIZER_FILES = (
 class OpenedModel:
     """A model that was named. `spec` is None and `build` given for a person's own.
 
-    `weights` and `tokenizer`: the directories that hold them, None where there are none.
+    `weights`, `tokenizer` and `adapter`: the directories that hold them, None where there are none.
+    An adapter belongs to the `weights`.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -35,6 +37,7 @@ class OpenedModel:
     tokenizer: Path | None
     build: Callable[[], Any] | None
     name: str
+    adapter: Path | None = None
 
 
 def open_model(reference: str) -> OpenedModel:
@@ -70,7 +73,9 @@ def open_model(reference: str) -> OpenedModel:
 def _open_huggingface(path: Path) -> OpenedModel:
     if (path / OWN_FILE).is_file():
         return OpenedModel("own", None, None, None, read_own(path), path.name)
-    if not any((path / name).is_file() for name in (CONFIG_FILE, "adapter_config.json")):
+    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG_FILE).is_file():
+        return _open_adapter("huggingface", path, path.name)
+    if not (path / CONFIG_FILE).is_file():
         raise BadInputError(
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
         )
@@ -85,12 +90,21 @@ def _open_run(path: Path) -> OpenedModel:
     model = path / "model"
     if (model / OWN_FILE).is_file():
         return OpenedModel("run", None, model, _tokenizer(model), read_own(model), path.name)
+    if (model / ADAPTER_CONFIG).is_file():
+        return _open_adapter("run", model, path.name)
     if not (model / CONFIG_FILE).is_file() or not has_weights(model):
         raise BadInputError(
             f"the run {path} holds no finished model (in {model}); let it reach its end first, "
             "with --resume"
         )
     return OpenedModel("run", spec_from_hf(model), model, _tokenizer(model), None, path.name)
+
+
+def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
+    """An adapter, with the weights that it names."""
+    base = base_of(path)
+    tokenizer = _tokenizer(path) or _tokenizer(base)
+    return OpenedModel(kind, spec_from_hf(base), base, tokenizer, None, name, path)
 
 
 def _tokenizer(directory: Path) -> Path | None:

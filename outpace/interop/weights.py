@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,6 +25,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5
+_SAMPLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,23 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} holds no weights (no {SINGLE} or {INDEX}). Use --init random to start from "
         "random ones."
     )
+
+
+def fingerprint(directory: Path) -> str:
+    """Tells weights apart: names and sizes of their files, and parts of each one's contents.
+
+    The first bytes, which list the tensors, the last, and some in the middle; weights that were
+    trained further differ in all.
+    """
+    digest = xxhash.xxh3_128()
+    for path in weight_files(directory):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in sorted({0, size // 2, max(0, size - _SAMPLE_BYTES)}):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _shards(index: Path) -> list[Path]:

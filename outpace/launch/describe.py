@@ -1,7 +1,9 @@
 """A job in writing: its run.json, and what is shown before the first step."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 
+from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
 from outpace.probe.versions import commit, versions
 from outpace.records.errors import BadInputError
@@ -9,6 +11,7 @@ from outpace.records.measurement import RunInfo
 from outpace.records.plan import POWERSGD_LEAST_START
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
+from outpace.records.units import show_count
 from outpace.train.checkpoint import clear_partial
 from outpace.train.precision import shape_hints
 from outpace.train.run_dir import RunDir
@@ -44,6 +47,7 @@ def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir)
             ("the tokenizer", earlier.tokenizer, now.tokenizer),
             ("the training data", earlier.train_data, now.train_data),
             ("the validation data", earlier.eval_data, now.eval_data),
+            ("what the adapters are trained beside", earlier.base_weights, now.base_weights),
         )
         if was != is_now
     ]
@@ -53,6 +57,13 @@ def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir)
             "changed. Bring it back as it was, or start another run from its weights with "
             f"--model {run_dir.path}."
         )
+
+
+def _base(job: Job) -> Path:
+    """The directory of the weights that adapters are trained beside."""
+    opened = job.materials.opened
+    assert opened is not None and opened.weights is not None
+    return opened.weights
 
 
 def run_record(
@@ -74,6 +85,7 @@ def run_record(
         tokenizer=materials.tokenizer.fingerprint if materials.tokenizer else None,
         train_data=materials.train_fingerprint,
         eval_data=materials.eval_fingerprint,
+        base_weights=None if job.plan.lora_rank is None else fingerprint(_base(job)),
         versions=versions(),
         commit=head,
         uncommitted_changes=dirty,
@@ -84,8 +96,9 @@ def run_record(
     )
 
 
-def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> RunInfo:
+def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
     """What is about to be trained, with hints on what may be better otherwise."""
+    parameters = record.parameters
     hints = [*job.materials.hints]
     hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
     slow = job.plan.precision == "fp16" and job.device.type == "cpu"
@@ -93,6 +106,12 @@ def run_info(job: Job, record: RunRecord, parameters: int, start_step: int) -> R
         hints.append(
             "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
             "--precision bf16"
+        )
+    if job.plan.lora_rank is not None:
+        form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
+        hints.append(
+            f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
+            f"({trained / parameters:.2%}); the weights in {_base(job)} stay {form}"
         )
     warmup = warmup_steps(job.settings, job.total_steps)
     if warmup > job.total_steps:

@@ -8,6 +8,7 @@ from outpace.data.padded import PaddedDataset
 from outpace.interop.classifier import write_classifier
 from outpace.interop.huggingface import write_model
 from outpace.interop.own import write_own
+from outpace.interop.peft import write_adapter
 from outpace.launch.context import Job
 from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
@@ -54,6 +55,11 @@ def _export(job: Job, model: nn.Module) -> None:
         return
     if isinstance(model, Transformer):
         save = tokenizer.save if tokenizer else None
+        if job.plan.lora_rank is not None:
+            opened = job.materials.opened
+            assert opened is not None and opened.weights is not None
+            write_adapter(directory, model, job.plan, opened.weights, save)
+            return
         write_model(directory, model.spec, model.state_dict(), save)
         return
     write_own(directory, model, job.settings.model)

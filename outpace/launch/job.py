@@ -37,6 +37,7 @@ from outpace.launch.resolve import (
 from outpace.launch.tasks import check_task, step_costs
 from outpace.launch.tracing import find_tracer
 from outpace.nn.levers import apply_levers
+from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
@@ -242,8 +243,8 @@ def _prepare(
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
     mixed = make_mixed(plan.precision, device, settings.autocast_cache)
-    objective = build_objective(job.materials, settings, plan.loss, mixed.dtype, device)
-    parameters = sum(p.numel() for p in objective.model.parameters())
+    objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
+    parameters, trained = parameter_counts(objective.model)
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
@@ -272,7 +273,7 @@ def _prepare(
         stepper.free_cache()
         return found
 
-    tell(job.callbacks, "on_start", run_info(job, record, parameters, start_step))
+    tell(job.callbacks, "on_start", run_info(job, record, trained, start_step))
     initial = _initial_evaluation(job, start_step, measure)
     loop = Loop(
         settings=settings,
@@ -280,7 +281,7 @@ def _prepare(
         layout=layout,
         optimizer=optimizer,
         steps=iter(loader),
-        ledger=_ledger(job, progress),
+        ledger=_ledger(job, progress, trained),
         checkpointer=checkpointer,
         evaluate=measure,
         callbacks=job.callbacks,
@@ -350,6 +351,7 @@ def _checkpointer(job: Job) -> Checkpointer:
         on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
         on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
         copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
+        trained_only=job.plan.lora_rank is not None,
     )
 
 
@@ -383,14 +385,15 @@ def _restore(
     return progress
 
 
-def _ledger(job: Job, progress: Progress | None) -> Ledger:
+def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     spec, seq_len = job.materials.spec, job.materials.seq_len
     samples = job.settings.global_batch
     model_flops = hardware_flops = None
     if spec is not None and seq_len is not None:
-        model_flops = step_flops(spec, seq_len, samples)
+        adapters = None if job.plan.lora_rank is None else trained
+        model_flops = step_flops(spec, seq_len, samples, adapters=adapters)
         modes = job.plan.modes(spec.layers)
-        hardware_flops = step_flops(spec, seq_len, samples, checkpointing=modes)
+        hardware_flops = step_flops(spec, seq_len, samples, modes, adapters)
     costs = Costs(
         samples=samples,
         tokens=None if seq_len is None else samples * seq_len,

@@ -16,11 +16,14 @@ from outpace.interop.classifier import read_classifier
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
+from outpace.interop.peft import merge
 from outpace.launch.resolve import resolve_seq_len
 from outpace.launch.tasks import gather_task
 from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
-from outpace.nn.loss import LanguageModelObjective, LossKind
+from outpace.nn.lora import adapt
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.nf4 import require_nf4
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -86,6 +89,8 @@ def gather(
     """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
     opened = None if live is not None else open_model(settings.model)
     own = _own_model(opened, live)
+    if settings.lora_rank is not None:
+        _require_base(settings, opened, own)
     spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
     name = opened.name if opened is not None else "own"
     if own is not None and settings.init is not None:
@@ -135,6 +140,31 @@ def gather(
         name, opened, own, spec, tokenizer, train, held_out,
         corpora[0].fingerprint, corpora[1].fingerprint, corpora[1], seq_len,
     )  # fmt: skip
+
+
+def _require_base(
+    settings: TrainSettings, opened: OpenedModel | None, own: OwnModel | None
+) -> None:
+    """Refuse what adapters cannot be trained beside."""
+    asked = f"--lora-rank {settings.lora_rank}"
+    if own is not None or opened is None:
+        raise BadInputError(
+            f"{asked} is for outpace's and Hugging Face models. In a model of your own, freeze "
+            "what is not to be trained (requires_grad)."
+        )
+    if not _starts_pretrained(opened, settings):
+        raise BadInputError(
+            f"{asked} trains adapters of weights that were trained before, and {opened.name} "
+            "would begin with random ones, which stay as they are. Name a Hugging Face directory "
+            "or a run with --model."
+        )
+    if opened.adapter is not None:
+        raise BadInputError(
+            f"{asked}: {opened.name} is an adapter already, and another cannot be stacked on it. "
+            f"Merge it first: outpace merge {opened.adapter} --out DIR, then --model DIR."
+        )
+    if settings.base == "nf4":
+        require_nf4()
 
 
 def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
@@ -207,7 +237,7 @@ def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, 
 def build_objective(
     materials: Materials,
     settings: TrainSettings,
-    loss: LossKind,
+    plan: Plan,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
@@ -221,15 +251,15 @@ def build_objective(
         )
         return ClassificationObjective(classifier).to(device)
     model = initial_model(materials.opened, materials.spec, settings)
-    return LanguageModelObjective(model, loss, dtype).to(device)
+    adapt(model, plan, settings.seed, device)
+    return LanguageModelObjective(model, plan.loss, dtype).to(device)
 
 
 def initial_model(opened: OpenedModel, spec: ModelSpec, settings: TrainSettings) -> Transformer:
     """The model with its stored weights, or with weights drawn from the seed."""
     if not _starts_pretrained(opened, settings):
         return Transformer(spec, settings.seed)
-    assert opened.weights is not None
-    return load_model(opened.weights, spec)
+    return load_model(opened, spec)
 
 
 def _initial_classifier(
@@ -242,11 +272,15 @@ def _initial_classifier(
     return read_classifier(opened.weights, spec, labels, settings.seed)
 
 
-def load_model(directory: Path, spec: ModelSpec) -> Transformer:
-    """A Hugging Face directory's weights in our model, without drawing random ones first."""
+def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
+    """Stored weights in our model, without drawing random ones first; an adapter is merged in."""
+    assert opened.weights is not None
     with torch.device("meta"):
         model = Transformer(spec)
-    model.load_state_dict(read_weights(directory, spec), assign=True)
+    weights = read_weights(opened.weights, spec)
+    if opened.adapter is not None:
+        merge(weights, opened.adapter, spec, opened.weights)
+    model.load_state_dict(weights, assign=True)
     return model
 
 

@@ -34,6 +34,7 @@ DEFAULT_EVAL_BATCHES = 8
 DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
 RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # what transformers.Trainer takes too
+LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: for 7B and 13B
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
@@ -194,6 +195,8 @@ def resolve_lr(settings: TrainSettings, stored: bool) -> float:
     """The peak learning rate: as asked, else one that suits random or `stored` weights."""
     if settings.lr is not None:
         return settings.lr
+    if settings.lora_rank is not None:
+        return LORA_LR
     return STORED_LR if stored else RANDOM_LR
 
 

@@ -58,6 +58,11 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
         raise BadInputError(
             f"--task classify: strategy {plan.strategy} {_NOT_CLASSIFY[plan.strategy]}."
         )
+    if task == "classify" and plan.lora_rank is not None:
+        raise BadInputError(
+            f"--lora-rank {plan.lora_rank} --task classify: a classifier's new layers are trained "
+            "whole, which an adapter alone does not hold. Leave --lora-rank out, or use --task chat."
+        )
     if settings.padding == "dynamic" and plan.strategy in _ONE_SHAPE:
         raise BadInputError(
             f"--padding dynamic: strategy {plan.strategy} needs batches of one shape. Use "

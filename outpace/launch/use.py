@@ -26,6 +26,7 @@ from outpace.parallel import Layout
 from outpace.probe.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation
+from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
@@ -98,7 +99,7 @@ def evaluate(
         objective, dataset = OwnObjective(own), own.eval_dataset or own.dataset
     else:
         assert opened.spec is not None and opened.weights is not None
-        model = load_model(opened.weights, opened.spec)
+        model = load_model(opened, opened.spec)
         objective, dataset = LanguageModelObjective(model, "auto", mixed.dtype), None
     if dataset is None or data is not None:
         dataset = _samples(opened, record, data, settings)
@@ -122,7 +123,12 @@ def _task(
     mixed: Mixed,
 ) -> tuple[LanguageModelObjective | OwnObjective | ClassificationObjective, PaddedDataset]:
     """The model of a run that was trained for a task, and all samples of the data, each once."""
-    update: dict[str, Any] = {"model": str(run), "init": None, "tokenizer": None}
+    update: dict[str, Any] = {
+        "model": str(run),
+        "init": None,
+        "tokenizer": None,
+        "lora_rank": None,
+    }  # its adapters are in its model
     if data is not None:
         update |= {"data": data, "eval_data": data}
     if batch_size is not None:
@@ -131,7 +137,7 @@ def _task(
     cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
     materials = gather(settings, None, cache_dir, usable_cores(), ())
     cpu = torch.device("cpu")
-    objective = build_objective(materials, settings, settings.loss, mixed.dtype, cpu)
+    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
     assert isinstance(materials.eval_data, PaddedDataset)
     return objective, materials.eval_data
 
@@ -211,7 +217,7 @@ def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer]:
     if opened.weights is None or opened.tokenizer is None:
         lacking = "weights" if opened.weights is None else "tokenizer"
         raise BadInputError(f"{run} has no {lacking}, so there is nothing to generate with")
-    model = load_model(opened.weights, opened.spec)
+    model = load_model(opened, opened.spec)
     settings = TrainSettings.parse({"device": device}, "--device")
     target = resolve_device(settings, Ranks())
     return model.to(target).eval(), load_tokenizer(str(opened.tokenizer))

@@ -127,6 +127,31 @@ def gathered(part: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
     return spread.redistribute(placements=[Replicate()])
 
 
+class Columns(ColwiseParallel):
+    """A matrix split by columns; an adapter's B with it, while its A, which is small, stays whole.
+
+    torch's own style would split A by its rank.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        a = module._parameters.pop("lora_a", None)
+        split_module: nn.Module = super()._apply(module, device_mesh)
+        if a is not None:
+            split_module.register_parameter("lora_a", a)
+            spread(split_module, "lora_a", device_mesh, Replicate())
+        return split_module
+
+
+class Rows(RowwiseParallel):
+    """A matrix split by rows; an adapter's A with it, while its B stays whole."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if getattr(module, "lora_a", None) is not None:
+            spread(module, "lora_a", device_mesh, Shard(1))
+        split_module: nn.Module = super()._apply(module, device_mesh)
+        return split_module
+
+
 class OwnRandom(ParallelStyle):
     """Dropout on a part of what is dropped from: each rank draws its own mask."""
 
@@ -173,15 +198,15 @@ def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
         "attention": Gathered(stream),
-        "attention.out": RowwiseParallel(output_layouts=stream),
+        "attention.out": Rows(output_layouts=stream),
         "mlp_norm": WholeWeights(stream),
         "mlp": Gathered(stream),
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=stream),
+        "mlp.up": Columns(),
+        "mlp.down": Rows(output_layouts=stream),
     }
-    styles |= {f"attention.{part}": ColwiseParallel() for part in "qkv"}
+    styles |= {f"attention.{part}": Columns() for part in "qkv"}
     if spec.gated:
-        styles["mlp.gate"] = ColwiseParallel()
+        styles["mlp.gate"] = Columns()
     if spec.qk_norm:
         # Each rank has its own heads, (B, H, S, C).
         heads = Shard(1)

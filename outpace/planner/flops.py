@@ -82,6 +82,7 @@ def step_flops(
     seq_len: int,
     samples: int,
     checkpointing: Checkpointing | Sequence[Checkpointing] | None = None,
+    adapters: int | None = None,
     head: bool = True,
 ) -> int:
     """FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
@@ -90,14 +91,24 @@ def step_flops(
     al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each: what the hardware
     computes, for HFU. That adds the scores that fused attention computes again and what blocks
     compute again.
+
+    `adapters` is their number of parameters where only they are trained: the gradients of frozen
+    weights are not computed, and each of an adapter's elements is a multiply-add like theirs.
     """
     forward = forward_flops(spec, seq_len, samples, head)
+    products = 3 * forward
+    if adapters is not None:
+        tokens = samples * seq_len
+        products -= 2 * tokens * (spec.layers * block_weights(spec) + head_weights(spec))
+        products += 3 * 2 * tokens * adapters
     if checkpointing is None:
-        return 3 * forward
+        return products
     modes = [checkpointing] * spec.layers if isinstance(checkpointing, str) else checkpointing
     scores = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * _attention_product(spec, seq_len)
     again = sum(recomputed_flops(spec, seq_len, mode) for mode in modes)
-    return 3 * forward + samples * (scores + again)
+    share = sum(mode in ("full", "attention") for mode in modes) / spec.layers
+    again += round(share * 2 * seq_len * (adapters or 0))
+    return products + samples * (scores + again)
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:

@@ -112,12 +112,14 @@ class Work:
 def step_traffic(
     plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: int, rank: int
 ) -> Tally | None:
-    """What `rank` sends in a step of a plan without recomputation; None where no formula is known.
+    """What `rank` sends in a step; None where no formula is known.
+
+    There is none for plans with recomputation or adapters.
 
     With what every job exchanges: the loss's sum and count, and each rank's wish to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
-    if formula is None or plan.recomputes:
+    if formula is None or plan.recomputes or plan.lora_rank is not None:
         return None
     tally = Tally()
     if plan.world_size > 1:

@@ -2,9 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
@@ -31,6 +39,9 @@ LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_at_plus)]
 Compression = Literal["none", "bf16", "powersgd"]
 Offload = Literal["none", "cpu", "disk"]
 OptimizerName = Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"]
+# The matrices of a block, by their names in `nn.block`.
+LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
+Base = Literal["fp32", "nf4"]
 
 # In the order in which ranks are laid out on them, the last closest together.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -79,7 +90,8 @@ class Plan(Record):
     `checkpoint_layers`, where given, says it block by block instead.
     `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
     axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
-    stand behind each worker.
+    stand behind each worker. With a `lora_rank` the weights are frozen, in the form that `base`
+    says, and only the adapters of the `lora_targets` are trained.
 
     `offload_activations`: what blocks save for backward lies there. `offload_parameters` cpu:
     parameters and gradients lie in host memory, and their optimizer's state with them; disk:
@@ -116,6 +128,11 @@ class Plan(Record):
     powersgd_rank: PositiveInt = 1
     powersgd_start: int | None = Field(default=None, ge=POWERSGD_LEAST_START)
     bucket_mib: PositiveInt = 25
+    lora_rank: PositiveInt | None = None
+    lora_alpha: PositiveFloat | None = None
+    lora_targets: tuple[LoraTarget, ...] = ("all",)
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    base: Base = "fp32"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -133,6 +150,7 @@ class Plan(Record):
         self._check_compression()
         self._check_checkpointing()
         self._check_offload()
+        self._check_lora()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
         asked = self.servers or self.server_updates or self.worker_devices > 1
@@ -220,6 +238,45 @@ class Plan(Record):
                 f"{layers} blocks. Give one for each block."
             )
         return self.checkpoint_layers
+
+    @field_validator("lora_targets", mode="before")
+    @classmethod
+    def _split_targets(cls, value: Any) -> Any:
+        """Of a command line's one word: "q+v"."""
+        return tuple(value.split("+")) if isinstance(value, str) else value
+
+    def _check_lora(self) -> None:
+        if self.lora_rank is None:
+            for name in ("lora_alpha", "lora_targets", "lora_dropout", "base"):
+                if getattr(self, name) != Plan.model_fields[name].default:
+                    why = " and 4-bit weights cannot be trained" if name == "base" else ""
+                    raise ValueError(
+                        f"{name} {getattr(self, name)} belongs to LoRA{why}. Give a lora_rank, "
+                        f"such as 16, or leave {name} out"
+                    )
+            return
+        if not self.lora_targets:
+            raise ValueError("lora_targets names no matrix. Use some of q, k, v, …, or all")
+        if self.tp > 1 and self.base == "nf4":
+            raise ValueError(
+                "base nf4 does not go with tp: a block of 64 values with a common scale runs over "
+                "the edge of a rank's part of a matrix. Use zero3, which shards it, or base fp32"
+            )
+        if self.tp > 1 and self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout {self.lora_dropout} does not go with tp: ranks would drop different "
+                "inputs of one matrix. Use lora_dropout 0, or zero3"
+            )
+
+    @property
+    def lora_scale(self) -> float:
+        """What an adapter's product is multiplied by: α/r, with α the rank where none was given.
+
+        Hu et al., arXiv 2106.09685, §4.1: they set α to the first rank tried and leave it.
+        """
+        if self.lora_rank is None or self.lora_alpha is None:
+            return 1.0
+        return self.lora_alpha / self.lora_rank
 
     @property
     def schedule(self) -> str:

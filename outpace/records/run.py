@@ -25,6 +25,7 @@ class RunRecord(Record):
     tokenizer: str | None = None
     train_data: str
     eval_data: str | None
+    base_weights: str | None = None
     versions: dict[str, str]
     commit: str | None
     uncommitted_changes: bool | None

@@ -21,8 +21,10 @@ from outpace.records.base import Record
 from outpace.records.plan import (
     AXES,
     POWERSGD_LEAST_START,
+    Base,
     Checkpointing,
     Compression,
+    LoraTarget,
     Offload,
     OptimizerName,
     ProductSchedule,
@@ -135,7 +137,8 @@ class TrainSettings(Record):
     )
 
     lr: PositiveFloat | None = _field(
-        "optimization", "peak learning rate (default: 1e-3, or 5e-5 from stored weights)"
+        "optimization",
+        "peak learning rate (default: 1e-3, or 5e-5 from stored weights, 2e-4 with LoRA)",
     )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = _field(
         "optimization", "learning rate after warm-up", "cosine"
@@ -169,6 +172,28 @@ class TrainSettings(Record):
         json_schema_extra={"group": "optimization"},
     )
     clip: NonNegativeFloat = _field("optimization", "largest gradient norm; 0 = no clipping", 1.0)
+
+    lora_rank: PositiveInt | None = _field(
+        "adapters", "train adapters of this rank and freeze the weights (LoRA)"
+    )
+    lora_alpha: PositiveFloat | None = _field(
+        "adapters", "adapters are scaled by this over their rank (default: the rank)"
+    )
+    lora_targets: tuple[LoraTarget, ...] = _field(
+        "adapters", "matrices of each block that get an adapter", ("all",)
+    )
+    lora_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="dropout before adapters",
+        json_schema_extra={"group": "adapters"},
+    )
+    base: Base = _field(
+        "adapters",
+        "form of the frozen weights; nf4: the blocks' matrices in 4 bits (QLoRA)",
+        "fp32",
+    )
 
     precision: Literal["fp32", "bf16", "fp16"] | None = _field(
         "computation", "of matrix products (default: bf16 where the device has it, else fp32)"

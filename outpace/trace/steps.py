@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.nn.levers import apply_levers
+from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
 from outpace.nn.scratch import Scratch
@@ -52,7 +53,9 @@ def run_steps(
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, settings = work.plan, work.settings
     mixed = make_mixed(plan.precision, CPU, settings.autocast_cache)
-    objective = LanguageModelObjective(Transformer(work.spec), plan.loss, mixed.dtype)
+    model = Transformer(work.spec)
+    adapt(model, plan, settings.seed, CPU)
+    objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
     rules.prepare(objective)
     watch.keep(rules.workspaces(), "workspaces")
     apply_levers(objective.model, plan, scratch=scratch)

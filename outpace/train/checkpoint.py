@@ -40,6 +40,11 @@ _BLOCK_BYTES = 1 << 20
 _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 # Each parameter's optimizer state under its own name, so that any layout finds what it needs.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+# The same without frozen parameters. What is not in a checkpoint is missing in the file, and found
+# out there; that the rest of the model is not there either is no error.
+_TRAINED = StateDictOptions(
+    flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
+)
 
 
 class Progress(Record):
@@ -147,25 +152,32 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def _state(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _state(
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    options: StateDictOptions,
+) -> dict[str, Any]:
     """The tensors to save or to fill, by the names that they have in a single process."""
     if model is None:
         return {}
     if optimizer is None:
-        return {"model": get_model_state_dict(model)}
+        return {"model": get_model_state_dict(model, options=options)}
     fill_state(optimizer)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=_BY_NAME)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _fill(
-    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+    options: StateDictOptions,
 ) -> None:
     """Take over what was read into `state`."""
     if model is None:
         return
     if optimizer is None:
-        set_model_state_dict(model, state["model"])
+        set_model_state_dict(model, state["model"], options=options)
         return
     with _without_empty_groups(optimizer):
         set_state_dict(
@@ -173,7 +185,7 @@ def _fill(
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
-            options=_BY_NAME,
+            options=options,
         )
 
 
@@ -195,7 +207,8 @@ class Checkpointer:
     `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
     since saving goes on in a thread while training uses the other groups. Without `copies` nothing
     is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
-    when it is written.
+    when it is written. With `trained_only` frozen parameters are left out: they are where they were
+    read from.
     """
 
     def __init__(
@@ -207,6 +220,7 @@ class Checkpointer:
         on_whole: Callable[[Path], None],
         on_trouble: Callable[[str], None],
         copies: bool = True,
+        trained_only: bool = False,
     ) -> None:
         self.directory = directory
         self._keep = keep
@@ -215,6 +229,7 @@ class Checkpointer:
         self._on_whole = on_whole
         self._on_trouble = on_trouble
         self._copies = copies
+        self._options = _TRAINED if trained_only else _BY_NAME
         self._pending: tuple[Future[None], Path] | None = None
         self._needed_bytes = 0
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -233,7 +248,7 @@ class Checkpointer:
         folder = self.directory / f"step-{progress.step}"
         if not self._prepare(folder, progress):
             return
-        state = _state(model, optimizer)
+        state = _state(model, optimizer, self._options)
         self._needed_bytes = _tensor_bytes(state)
         written = self._begin(state, folder)
         self._pending = (self._finisher.submit(self._finish, written, folder), folder)
@@ -333,14 +348,14 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
     ) -> Progress:
         """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it."""
-        state = _state(model, optimizer)
+        state = _state(model, optimizer, self._options)
         try:
             load_distributed(state, checkpoint_id=folder, process_group=self._group)
         except (Exception, CheckpointException) as error:
             raise BadInputError(
                 f"checkpoint {folder} does not fit this model and optimizer: {_reason(error)}"
             ) from None
-        _fill(model, optimizer, state)
+        _fill(model, optimizer, state, self._options)
         return Progress.load(folder / "progress.json")
 
 

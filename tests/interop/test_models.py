@@ -133,7 +133,7 @@ def test_unknown_names(tmp_path: Path) -> None:
     (tmp_path / "notes.md").touch()
     assert "neither a spec (.toml, .json) nor a Python file" in refusal(tmp_path / "notes.md")
     (tmp_path / "adapter_config.json").touch()
-    assert "holds an adapter" in refusal(tmp_path)
+    assert "adapter_config.json is not JSON" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""`outpace merge`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from outpace.cli.parser import Parser
+from outpace.records.errors import BadInputError
+from outpace.records.units import show_count
+
+_ABOUT = "Add an adapter to the weights that it was trained beside: a Hugging Face directory."
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Write the merged model and say where; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    if not arguments.source.is_dir():
+        raise BadInputError(
+            f"{arguments.source}: there is no such directory; give a run that was trained with "
+            "--lora-rank, or an adapter's folder"
+        )
+    from outpace.launch.merge import merge_adapter
+
+    count = merge_adapter(
+        arguments.source,
+        arguments.out,
+        model=arguments.model,
+        base=arguments.base,
+        dtype=arguments.dtype,
+    )
+    if arguments.json:
+        print(json.dumps({"model": str(arguments.out), "parameters": count}, indent=2))
+    else:
+        print(f"{arguments.out}: {show_count(count)} parameters, the adapter merged in")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("merge", _ABOUT)
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("source", type=Path, metavar="RUN_OR_ADAPTER", help="a run, or a folder that peft reads")
+    add("--out", type=Path, required=True, metavar="DIR", help="where to write the model")
+    add(
+        "--model",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Hugging Face directory or run to merge into (default: the one that it names)",
+    )
+    add(
+        "--base",
+        choices=("fp32", "nf4"),
+        default=None,
+        help="weights as stored, or what is left of them in 4 bits (default: as it was trained)",
+    )
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the weights written (default: fp32)",
+    )
+    return parser

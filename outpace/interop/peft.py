@@ -1,0 +1,280 @@
+"""Adapters as PEFT keeps them: adapter_config.json and adapter_model.safetensors.
+
+Written so that `peft.PeftModel.from_pretrained(base, folder)` computes the same. GPT-2 keeps the
+matrices of q, k and v as one, so their adapters become one of the sum of their ranks: the A's lie
+above one another, the B's along the diagonal, and alpha grows with the rank. Beside them
+outpace.json says what PEFT's config has no place for.
+
+Legend: r rank; A (r, in), B (out, r).
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from outpace.interop.config import read_config
+from outpace.interop.folder import whole_folder
+from outpace.interop.names import Naming, group, naming
+from outpace.interop.weights import expected_shapes, fingerprint
+from outpace.nn.lora import PLACES, adapters
+from outpace.nn.nf4 import dequantize, quantize
+from outpace.nn.transformer import Transformer
+from outpace.records.base import Record
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Base, Plan
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOTE = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "outpace.json",
+)
+_PREFIX = "base_model.model."
+_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?weight")
+# What PEFT's config may ask for beyond LoRA's formula, with what it has otherwise.
+_UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
+                "target_parameters": None, "trainable_token_indices": None,
+                "layer_replication": None}  # fmt: skip
+
+
+class AdapterNote(Record):
+    """What the weights were that an adapter was trained beside."""
+
+    base: Base
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An adapter of a module of theirs, and by what the product B · A is multiplied."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def write_adapter(
+    directory: Path,
+    model: Transformer,
+    plan: Plan,
+    base: Path,
+    tokenizer_save: Callable[[Path], None] | None,
+) -> None:
+    """Write the model's adapters for the weights in `base`, whole or not at all.
+
+    Raises BadInputError when the directory cannot be written.
+    """
+    used = naming(str(read_config(base).get("model_type")))
+    pairs = _their_pairs(model, used)
+    rank = plan.lora_rank
+    assert rank is not None
+    config = _config(pairs, model.spec, used, rank, plan.lora_scale)
+    config |= {
+        "base_model_name_or_path": str(base.resolve()),
+        "lora_dropout": plan.lora_dropout,
+    }
+    tensors = {}
+    for name, pair in pairs.items():
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = pair.a
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = pair.b
+    with whole_folder(directory, ADAPTER_CONFIG) as folder:
+        if tokenizer_save is not None:
+            tokenizer_save(folder)
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        AdapterNote(base=plan.base, fingerprint=fingerprint(base)).save(folder / NOTE)
+
+
+def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
+    """The model's adapters by the names of modules of theirs, those of one joined."""
+    shapes, ours = expected_shapes(model.spec), adapters(model)
+    pairs = {}
+    for stored, names in group(shapes, used).items():
+        modules = [name.removesuffix(".weight") for name in names]
+        if any(module in ours for module in modules):
+            parts = [ours.get(module) for module in modules]
+            rows = [shapes[name][0] for name in names]
+            pairs[stored.removesuffix(".weight")] = _join(parts, rows)
+    return pairs
+
+
+def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
+    """One adapter of those of matrices that lie above one another; None: a matrix without."""
+    there = [part for part in parts if part is not None]
+    a = torch.cat([a for a, _, _ in there]).detach().float().cpu()
+    b = torch.zeros(sum(rows), len(a))
+    row = column = 0
+    for part, height in zip(parts, rows, strict=True):
+        if part is not None:
+            width = part[1].shape[1]
+            b[row : row + height, column : column + width] = part[1].detach()
+            column += width
+        row += height
+    return Pair(a.contiguous(), b, there[0][2])
+
+
+def _config(
+    pairs: Mapping[str, Pair], spec: ModelSpec, used: Naming | None, rank: int, scale: float
+) -> dict[str, Any]:
+    known = [name.removesuffix(".weight") for name in group(expected_shapes(spec), used)]
+    joined: dict[int, list[str]] = {}
+    for name, pair in pairs.items():
+        if len(pair.a) != rank:
+            joined.setdefault(len(pair.a), []).append(name)
+    ranks = {end: r for r, names in joined.items() for end in endings(names, known)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if spec.causal else None,
+        "r": rank,
+        "lora_alpha": _plain(scale * rank),
+        "rank_pattern": ranks,
+        "alpha_pattern": {end: _plain(scale * r) for end, r in ranks.items()},
+        "target_modules": endings(pairs, known),
+        # Of modules that keep a matrix as in × out, which are all of a family's or none.
+        "fan_in_fan_out": used is not None and bool(used.transposed),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _plain(number: float) -> int | float:
+    """PEFT's alphas are whole numbers where they can be."""
+    return int(number) if number == int(number) else number
+
+
+def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
+    """The shortest ends of names by which PEFT finds the modules `chosen` among those `known`."""
+    found = set()
+    for name in chosen:
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            end = ".".join(parts[-count:])
+            others = (k for k in known if k not in chosen)
+            if not any(other == end or other.endswith(f".{end}") for other in others):
+                found.add(end)
+                break
+    return sorted(found)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The values of adapter_config.json. Raises BadInputError for what is not plain LoRA."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadInputError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
+        kind = values.get("peft_type") if isinstance(values, dict) else None
+        raise BadInputError(
+            f"{path} describes an adapter of type {kind}; LORA is read here. Merge it into its "
+            "base model with peft (merge_and_unload)."
+        )
+    for name, plain in _UNSUPPORTED.items():
+        if values.get(name, plain) not in (plain, None, [], {}, False):
+            raise BadInputError(
+                f"{path}: {name} is {values[name]!r}, which is not read here. Merge the adapter "
+                "into its base model with peft (merge_and_unload)."
+            )
+    return values
+
+
+def base_of(folder: Path) -> Path:
+    """The directory of the weights that an adapter belongs to. Raises BadInputError."""
+    named = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
+    base = Path(named).expanduser()
+    if not named or not base.is_dir():
+        raise BadInputError(
+            f"{folder} is an adapter of {named or 'a model that it does not name'}, which is no "
+            "directory here. Fetch that model, and merge with outpace merge --model DIR."
+        )
+    return base
+
+
+def merge(
+    weights: dict[str, Tensor],
+    folder: Path,
+    spec: ModelSpec,
+    base: Path,
+    form: Base | None = None,
+) -> None:
+    """Add an adapter to the `weights` read from `base` (our names), in place: W + scale · B · A.
+
+    `form` is that of W; by default the one that the adapter was trained beside, so that the result
+    computes what was trained: weights in 4 bits are then those that they stand for. Raises
+    BadInputError for an adapter of another model.
+    """
+    note = _note(folder)
+    if note is not None and form is None and note.fingerprint != fingerprint(base):
+        raise BadInputError(
+            f"the weights in {base} are not those that the adapter in {folder} was trained beside. "
+            "Bring them back, or add it to these nevertheless: outpace merge --base fp32."
+        )
+    if (form or (note.base if note else "fp32")) == "nf4":
+        _round(weights)
+    used = naming(str(read_config(base).get("model_type")))
+    groups = group(weights, used)
+    for module, pair in _read_pairs(folder):
+        stored = f"{module}.weight" if used is None else used.canonical(f"{module}.weight")
+        names = groups.get(stored)
+        rows = [weights[name].shape[0] for name in names or ()]
+        inner = weights[names[0]].shape[1:] if names else None
+        if names is None or pair.b.shape[0] != sum(rows) or pair.a.shape[1:] != inner:
+            raise BadInputError(
+                f"{folder} has an adapter of {module}, {tuple(pair.b.shape)} · "
+                f"{tuple(pair.a.shape)}, which does not fit the model in {base}."
+            )
+        for name, part in zip(names, pair.b.split(rows), strict=True):
+            weights[name] += (pair.scale * part @ pair.a).to(weights[name].dtype)
+
+
+def _note(folder: Path) -> AdapterNote | None:
+    path = folder / NOTE
+    return AdapterNote.load(path) if path.is_file() else None
+
+
+def _round(weights: dict[str, Tensor]) -> None:
+    """What the blocks' matrices are in 4 bits, in place."""
+    ends = tuple(f".{place}.weight" for place in PLACES.values())
+    for name, weight in weights.items():
+        if name.startswith("blocks.") and name.endswith(ends):
+            parts = list(quantize(weight).values())
+            weights[name] = dequantize(parts, weight.shape, weight.dtype)
+
+
+def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
+    """The adapters in a folder, by the names of their modules."""
+    config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
+    try:
+        tensors = load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise BadInputError(f"{path} cannot be read: {error}") from None
+    halves: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise BadInputError(f"{path} holds {key}, which is no part of a LoRA adapter.")
+        halves.setdefault(found[1], {})[found[2]] = tensor.float()
+    for module, held in halves.items():
+        if held.keys() != {"A", "B"}:
+            raise BadInputError(f"{path} holds a half of the adapter of {module} only.")
+        yield module, Pair(held["A"], held["B"], _scale(config, module, len(held["A"])))
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """α/r, or α/√r where the config says so (Kalajdzievski, arXiv 2312.03732)."""
+    patterns: Mapping[str, float] = config.get("alpha_pattern") or {}
+    own = [alpha for end, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({end})", module)]
+    alpha = float(own[0] if own else config.get("lora_alpha", 8))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

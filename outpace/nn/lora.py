@@ -1,0 +1,161 @@
+"""Adapters of low rank beside frozen weights: LoRA, and QLoRA where these are in 4 bits.
+
+Hu et al., "LoRA", arXiv 2106.09685, §4.1: h = W x + (α/r) · B A x, with A (r × in) drawn at random
+and B (out × r) zero at the beginning. Dettmers et al., "QLoRA", arXiv 2305.14314, eq. 5.
+
+Adapters are parameters of the module whose matrix they go with, `lora_a` and `lora_b`; all others
+keep their names.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.nn.block import Linear
+from outpace.nn.nf4 import PARTS, NF4Product, dequantize, quantize
+from outpace.nn.transformer import Transformer, stream
+from outpace.records.errors import BadInputError
+from outpace.records.plan import LoraTarget, Plan
+
+# Where a target's matrix is in a block.
+PLACES: Mapping[LoraTarget, str] = {
+    "q": "attention.q",
+    "k": "attention.k",
+    "v": "attention.v",
+    "out": "attention.out",
+    "gate": "mlp.gate",
+    "up": "mlp.up",
+    "down": "mlp.down",
+}
+
+
+class LoraLinear(Linear):
+    """A frozen linear layer, taken over from `base`, with an adapter; none where `rank` is 0."""
+
+    lora_a: nn.Parameter | None
+    lora_b: nn.Parameter | None
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+        has_bias = base.bias is not None
+        super().__init__(base.in_features, base.out_features, bias=has_bias, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = scale, dropout
+        zeros = base.weight.detach().new_zeros
+        a = nn.Parameter(zeros(rank, base.in_features)) if rank else None
+        b = nn.Parameter(zeros(base.out_features, rank)) if rank else None
+        self.register_parameter("lora_a", a)
+        self.register_parameter("lora_b", b)
+
+    def frozen(self, x: Tensor) -> Tensor:
+        """W x + b."""
+        return F.linear(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) to (…, out)."""
+        if self.lora_a is None or self.lora_b is None:
+            return self.frozen(x)
+        low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a)
+        return self.frozen(x) + F.linear(low * self.scale, self.lora_b)
+
+    def base_weight(self) -> Tensor:
+        """W, (out, in)."""
+        return self.weight
+
+
+class NF4Linear(LoraLinear):
+    """The same over a matrix in 4 bits. Its parts are parameters, so that ZeRO-3 shards them."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+        super().__init__(base, rank, scale, dropout)
+        self.shape, self.dtype = base.weight.shape, base.weight.dtype
+        self.register_parameter("weight", None)
+        for name, tensor in quantize(base.weight).items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def _parts(self) -> list[Tensor]:
+        return [self.get_parameter(name) for name in PARTS]
+
+    def frozen(self, x: Tensor) -> Tensor:
+        """W x + b."""
+        product: Tensor = NF4Product.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias.to(product.dtype)
+
+    def base_weight(self) -> Tensor:
+        """W, (out, in), as it is computed with."""
+        return dequantize(self._parts(), self.shape, self.dtype)
+
+
+def adapt(
+    model: Transformer, plan: Plan, seed: int, device: torch.device | None = None
+) -> Transformer:
+    """Freeze a model and add the plan's adapters, in place; nothing where the plan has none.
+
+    With base nf4 the blocks' matrices are quantized, each on `device`, where it stays: so the whole
+    model need not fit there. Raises BadInputError for a target that the model does not have.
+    """
+    if plan.lora_rank is None:
+        return model
+    model.requires_grad_(False)
+    targets = _targets(model, plan)
+    kind = NF4Linear if plan.base == "nf4" else LoraLinear
+    for name, target, linear in list(_matrices(model)):
+        rank = plan.lora_rank if target in targets else 0
+        if not rank and plan.base == "fp32":
+            continue
+        parent, _, leaf = name.rpartition(".")
+        adapted = kind(linear.to(device), rank, plan.lora_scale, plan.lora_dropout)
+        if adapted.lora_a is not None:
+            _draw(adapted.lora_a, seed, f"{name}.lora_a")
+        setattr(model.get_submodule(parent), leaf, adapted)
+    return model
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
+    """A transformer's matrices that adapters can go with, by name; those of absent blocks not."""
+    for name, module in model.named_modules():
+        for target, place in PLACES.items():
+            if isinstance(module, nn.Linear) and name.endswith(f".{place}"):
+                yield name, target, module
+
+
+def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
+    there = {target for _, target, _ in _matrices(model)}
+    if "all" in plan.lora_targets:
+        return there
+    for target in plan.lora_targets:
+        if target not in there:
+            raise BadInputError(
+                f"--lora-targets {target}: the model's MLP has no gate. Use some of "
+                f"{', '.join(name for name in PLACES if name in there)}, or all."
+            )
+    return set(plan.lora_targets)
+
+
+@torch.no_grad()
+def _draw(a: Tensor, seed: int, name: str) -> None:
+    """U(−1/√in, 1/√in), as in the code that came with the paper; each from its own stream."""
+    bound = 1 / math.sqrt(a.shape[1])
+    drawn = torch.empty(a.shape, dtype=torch.float32, device="cpu")
+    a.copy_(drawn.uniform_(-bound, bound, generator=stream(seed, name)))
+
+
+def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """A (r, in), B (out, r) and the scale of their product, by the name of the module."""
+    found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLinear) and module.lora_a is not None:
+            assert module.lora_b is not None
+            found[name] = (module.lora_a, module.lora_b, module.scale)
+    return found
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Of all weights, whatever their form, and of those that are trained."""
+    in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
+    parts = {id(part) for module in in_4_bits for part in module._parts()}
+    counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return counted + sum(module.shape.numel() for module in in_4_bits), trained

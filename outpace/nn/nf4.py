@@ -1,0 +1,94 @@
+"""Weights in 4 bits: NF4 with double quantization, by bitsandbytes.
+
+Dettmers et al., "QLoRA", arXiv 2305.14314, §3: each block of 64 values is scaled by its largest
+and rounded to 16 levels, the quantiles of a normal distribution; the scales themselves are kept in
+8 bits, in blocks of 256. That is 4.127 bits a value.
+
+What a matrix becomes is kept as plain tensors, so that whatever splits, sends or copies a model's
+tensors does so with these. Blocks need not fit rows.
+"""
+
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from outpace.records.errors import BadInputError
+
+BLOCK, SCALES_BLOCK = 64, 256
+# Of a quantized matrix: values two a byte, a scale a block, a scale of scales and what they have
+# in common, and the 256 levels of scales.
+PARTS = ("codes", "scales", "scale_scales", "scale_mean", "scale_levels")
+
+
+def require_nf4() -> None:
+    """Raise BadInputError where bitsandbytes is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise BadInputError(
+            "--base nf4 needs bitsandbytes, which is not installed: pip install 'outpace[qlora]'. "
+            "Or use --base fp32."
+        )
+
+
+def _library() -> Any:
+    """bitsandbytes, without its advice on kernels that it would download."""
+    require_nf4()
+    speaking = logging.getLogger("bitsandbytes")
+    level = speaking.level
+    speaking.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes.functional
+    finally:
+        speaking.setLevel(level)
+    return bitsandbytes.functional
+
+
+@torch.no_grad()
+def quantize(weight: Tensor) -> dict[str, Tensor]:
+    """The PARTS of a matrix, each of one dimension, on its device. The same on every machine."""
+    codes, state = _library().quantize_4bit(
+        weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    tensors = (codes, state.absmax, state.state2.absmax, state.offset, state.state2.code)
+    return {name: held.detach().reshape(-1) for name, held in zip(PARTS, tensors, strict=True)}
+
+
+@torch.no_grad()
+def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The matrix of this shape, from its PARTS in their order; fp64 gets what fp32 would."""
+    codes, scales, scale_scales, scale_mean, scale_levels = parts
+    # The operators that `quantize` made known, themselves: compilers and fake tensors know them.
+    blocks = torch.ops.bitsandbytes
+    scales = blocks.dequantize_blockwise.default(
+        scales, scale_scales.float(), scale_levels.float(), SCALES_BLOCK, torch.float32
+    )
+    low = torch.float32 if dtype == torch.float64 else dtype
+    made: Tensor = blocks.dequantize_4bit.default(
+        codes.view(-1, 1), scales + scale_mean.float(), BLOCK, "nf4", list(shape), low
+    )
+    return made.to(dtype)
+
+
+class NF4Product(torch.autograd.Function):
+    """x · Wᵀ of a frozen W in 4 bits, which is made anew in the backward and never kept.
+
+    bitsandbytes has the like for 16 and 32 bits; this one also computes in fp64, so that what is
+    proved is what trains.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: torch.Size, *parts: Tensor) -> Tensor:
+        """(…, in) to (…, out)."""
+        ctx.save_for_backward(*parts)
+        ctx.shape = shape
+        return F.linear(x, dequantize(list(parts), shape, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of x alone."""
+        parts = ctx.saved_tensors
+        made = dequantize(list(parts), ctx.shape, grad.dtype)
+        return grad @ made, None, *(None for _ in parts)

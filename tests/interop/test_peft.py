@@ -1,0 +1,150 @@
+"""Adapters cross to PEFT and back: the same logits on both sides."""
+
+import json
+
+import peft
+import pytest
+import torch
+
+from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
+from outpace.interop.models import open_model
+from outpace.interop.peft import endings, merge, write_adapter
+from outpace.nn.lora import adapt, adapters
+from outpace.nn.transformer import Transformer
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+
+# PEFT asks transformers by a name that is deprecated there.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
+PLAN = Plan(lora_rank=2, lora_alpha=3)
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture
+def adapted(make_theirs, tmp_path):
+    """Their model in a folder, and ours with adapters beside its weights."""
+
+    def make(variant, **lora):
+        theirs = make_theirs(variant)
+        base = tmp_path / "base"
+        theirs.save_pretrained(base)
+        spec = spec_from_hf(base)
+        ours = Transformer(spec)
+        ours.load_state_dict(read_weights(base, spec))
+        plan = PLAN.model_copy(update=lora)
+        adapt(ours, plan, 1)
+        with torch.no_grad():
+            for _, b, _ in adapters(ours).values():
+                b.normal_(0, 0.3)
+        write_adapter(tmp_path / "adapter", ours, plan, base, None)
+        return theirs, ours.eval(), base, tmp_path / "adapter"
+
+    return make
+
+
+def merged(adapter, base, form=None):
+    spec = spec_from_hf(base)
+    weights = read_weights(base, spec)
+    merge(weights, adapter, spec, base, form)
+    model = Transformer(spec)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("variant", "targets"),
+    [
+        ("gpt2", ("all",)),
+        ("gpt2", ("q", "v")),
+        ("gpt2", ("k", "out")),
+        ("llama-tied-biased", ("all",)),
+        ("qwen3", ("q", "v")),
+        ("bert", ("all",)),
+        ("bert", ("v", "down")),
+    ],
+)
+@torch.no_grad()
+def test_peft_computes_what_was_trained_and_so_does_the_merged_model(
+    adapted, tokens, load_theirs, tmp_path, variant, targets
+):
+    theirs, ours, base, adapter = adapted(variant, lora_targets=targets)
+    before = theirs(tokens).logits
+    wanted = ours.logits(ours(tokens))
+    assert (wanted - before).abs().max() > 0.1
+    found = peft.PeftModel.from_pretrained(theirs, adapter).eval()
+    torch.testing.assert_close(found(tokens).logits, wanted, **CLOSE)
+    model = merged(adapter, base)
+    torch.testing.assert_close(model.logits(model(tokens)), wanted, **CLOSE)
+    write_model(tmp_path / "merged", model.spec, model.state_dict(), None)
+    torch.testing.assert_close(load_theirs(tmp_path / "merged")(tokens).logits, wanted, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("variant", "modules"), [("gpt2", ["c_attn", "c_fc"]), ("llama-mha", None)]
+)
+@torch.no_grad()
+def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, variant, modules):
+    theirs = make_theirs(variant)
+    theirs.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, use_rslora=True, target_modules=modules or "all-linear",
+        init_lora_weights=False, fan_in_fan_out=variant == "gpt2", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    found = peft.get_peft_model(theirs, config).eval()
+    found.save_pretrained(tmp_path / "adapter")
+    model = merged(tmp_path / "adapter", tmp_path / "base")
+    torch.testing.assert_close(model.logits(model(tokens)), found(tokens).logits, **CLOSE)
+
+
+@torch.no_grad()
+def test_beside_weights_in_4_bits_the_merged_model_is_what_was_trained(adapted, tokens):
+    _, ours, base, adapter = adapted("llama-mha", base="nf4")
+    wanted = ours.logits(ours(tokens))
+    model = merged(adapter, base)
+    torch.testing.assert_close(model.logits(model(tokens)), wanted, **CLOSE)
+    stored = merged(adapter, base, "fp32")
+    assert (stored.logits(stored(tokens)) - wanted).abs().max() > 0.05
+
+
+def test_the_files_are_small_and_named_as_peft_does(adapted):
+    _, _, base, adapter = adapted("gpt2", lora_targets=("q", "v"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["c_attn"]
+    assert config["rank_pattern"] == {"c_attn": 4} and config["alpha_pattern"] == {"c_attn": 6}
+    assert config["base_model_name_or_path"] == str(base)
+    opened = open_model(str(adapter))
+    assert (opened.weights, opened.adapter) == (base, adapter)
+    assert opened.spec == spec_from_hf(base)
+
+
+def test_names_end_where_no_other_does():
+    known = ["a.0.x.dense", "a.0.dense", "a.1.x.dense", "a.1.dense", "a.0.q"]
+    assert endings(["a.0.q"], known) == ["q"]
+    assert endings(["a.0.x.dense", "a.1.x.dense"], known) == ["x.dense"]
+    assert endings(["a.0.dense", "a.1.dense"], known) == ["0.dense", "1.dense"]
+
+
+def test_what_is_refused(adapted, tmp_path):
+    _, _, base, adapter = adapted("llama-mha")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+
+    def said(**values):
+        (adapter / "adapter_config.json").write_text(json.dumps({**config, **values}))
+        with pytest.raises(BadInputError) as caught:
+            open_model(str(adapter))
+        return str(caught.value)
+
+    assert "adapter of type IA3" in said(peft_type="IA3")
+    assert "use_dora is True" in said(use_dora=True)
+    assert "bias is 'all'" in said(bias="all")
+    assert "is no directory here" in said(base_model_name_or_path="meta-llama/Llama-2-7b")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    other = Transformer(spec_from_hf(base), seed=3)
+    write_model(base, other.spec, other.state_dict(), None)
+    with pytest.raises(BadInputError, match=r"are not those that the adapter .* trained beside"):
+        merged(adapter, base)
+    merged(adapter, base, "fp32")
+    narrow = other.spec.model_copy(update={"hidden": 16, "head_dim": 4})
+    write_model(tmp_path / "narrow", narrow, Transformer(narrow).state_dict(), None)
+    with pytest.raises(BadInputError, match="does not fit the model"):
+        merged(adapter, tmp_path / "narrow", "fp32")
