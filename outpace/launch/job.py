@@ -21,7 +21,7 @@ from outpace.launch.describe import claim, run_info, run_record, with_earlier_pr
 from outpace.launch.finish import finish
 from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
-from outpace.launch.materials import Materials, build_objective, gather
+from outpace.launch.materials import Materials, build_objective, gather, weights_of
 from outpace.launch.micro_batch import TRIAL_STEPS, Try
 from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
@@ -43,6 +43,7 @@ from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
+from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import place_optimizer, require
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
@@ -255,6 +256,8 @@ def _prepare(
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
+    if job.materials.is_transformer and fills_later(plan):
+        fill(layout, device, weights_of(job.materials, settings))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
     checkpointer = _checkpointer(job)

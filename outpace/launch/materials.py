@@ -24,7 +24,9 @@ from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.nf4 import require_nf4
-from outpace.nn.transformer import Transformer
+from outpace.nn.transformer import Transformer, initial_value
+from outpace.parallel.fill import fills_later
+from outpace.planner.shapes import parameter_shapes
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -59,6 +61,11 @@ class Materials:
             if self.own is None
             else self.opened.kind == "run"
         )
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether it is a transformer with its vocabulary, not a classifier or a person's own."""
+        return self.own is None and self.labels is None
 
     @property
     def targets_per_sample(self) -> int | None:
@@ -241,7 +248,10 @@ def build_objective(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
-    """The model with its loss, on the device, with the weights to start from."""
+    """The model with its loss, on the device, with the weights to start from.
+
+    Where no rank has the whole model it has no memory: lay it out, and `fill` it then.
+    """
     if materials.own is not None:
         return OwnObjective(materials.own).to(device)
     assert materials.spec is not None and materials.opened is not None
@@ -250,9 +260,23 @@ def build_objective(
             materials.opened, materials.spec, materials.labels, settings
         )
         return ClassificationObjective(classifier).to(device)
+    if materials.is_transformer and fills_later(plan):
+        with torch.device("meta"):
+            hollow = Transformer(materials.spec)
+        return LanguageModelObjective(hollow, plan.loss, dtype)
     model = initial_model(materials.opened, materials.spec, settings)
     adapt(model, plan, settings.seed, device)
     return LanguageModelObjective(model, plan.loss, dtype).to(device)
+
+
+def weights_of(materials: Materials, settings: TrainSettings) -> Callable[[str], torch.Tensor]:
+    """The weights to start from, whole, by their names: stored ones, or drawn from the seed."""
+    spec, opened = materials.spec, materials.opened
+    assert spec is not None and opened is not None
+    if not _starts_pretrained(opened, settings):
+        shapes = parameter_shapes(spec)
+        return lambda name: initial_value(spec, settings.seed, name, shapes[name])
+    return stored_weights(opened, spec).pop
 
 
 def initial_model(opened: OpenedModel, spec: ModelSpec, settings: TrainSettings) -> Transformer:
@@ -273,15 +297,20 @@ def _initial_classifier(
 
 
 def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
-    """Stored weights in our model, without drawing random ones first; an adapter is merged in."""
-    assert opened.weights is not None
+    """Stored weights in our model, without drawing random ones first."""
     with torch.device("meta"):
         model = Transformer(spec)
+    model.load_state_dict(stored_weights(opened, spec), assign=True)
+    return model
+
+
+def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
+    """By our names; an adapter is merged in."""
+    assert opened.weights is not None
     weights = read_weights(opened.weights, spec)
     if opened.adapter is not None:
         merge(weights, opened.adapter, spec, opened.weights)
-    model.load_state_dict(weights, assign=True)
-    return model
+    return weights
 
 
 def _starts_pretrained(opened: OpenedModel, settings: TrainSettings) -> bool:

@@ -61,7 +61,7 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
     if task == "classify" and plan.lora_rank is not None:
         raise BadInputError(
             f"--lora-rank {plan.lora_rank} --task classify: a classifier's new layers are trained "
-            "whole, which an adapter alone does not hold. Leave --lora-rank out, or use --task chat."
+            "whole, which an adapter does not hold. Leave --lora-rank out, or use --task chat."
         )
     if settings.padding == "dynamic" and plan.strategy in _ONE_SHAPE:
         raise BadInputError(

@@ -5,6 +5,7 @@ Legend: B batch, S sequence, D hidden width, V vocabulary.
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,24 @@ class HeadTransform(nn.Module):
         return transformed
 
 
+def initial_value(spec: ModelSpec, seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """A parameter's first value: N(0, 0.02), on the CPU, from the parameter's own stream of `seed`.
+
+    So it depends on no device, rank or order. Biases are 0, norms 1, and the projections into the
+    residual stream are divided by √(2·layers) (Radford et al. 2019, §2.3).
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape, device="cpu")
+    if "norm" in name:
+        return torch.ones(shape, device="cpu")
+    into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    std = INIT_STD
+    if into_stream and spec.norm_first:
+        std /= math.sqrt(2 * spec.layers)
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return drawn.normal_(0.0, std, generator=stream(seed, name))
+
+
 class Transformer(nn.Module):
     """A transformer with its head. Parameters are fp32; autocast lowers the computation.
 
@@ -94,22 +113,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Draw all weights from N(0, 0.02), on the CPU, each from its own stream of `seed`.
-
-        So they depend on no device, rank or order. Biases are 0, norms 1, and the projections
-        into the residual stream are divided by √(2·layers) (Radford et al. 2019, §2.3).
-        """
-        residual_std = INIT_STD / math.sqrt(2 * self.spec.layers)
+        """Give all weights their `initial_value`."""
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                std = residual_std if into_stream and self.spec.norm_first else INIT_STD
-                drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(drawn.normal_(0.0, std, generator=stream(seed, name)))
+            parameter.copy_(initial_value(self.spec, seed, name, parameter.shape))
 
     @property
     def head_weight(self) -> nn.Parameter:

@@ -17,7 +17,8 @@ from outpace.records.memory import KINDS, Kind, Part
 from outpace.trace.watch import Segment
 
 _BLOCK = re.compile(r"(?<=blocks\.)\d+")
-_ALIKE = 500  # that many changes which are the same leave no doubt
+# Little, next to bytes that differ: of equal ways the one in the fewest places.
+_INSERTION = 0.01
 
 
 class IrregularError(Exception):
@@ -104,19 +105,13 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int) -> Strip:
     a, b = shallow.entries, deeper.entries
     entries: list[Entry] = []
     repeats: list[tuple[int, int, int]] = []
-    i = j = 0
-    while i < len(a) or j < len(b):
-        piece = 0
-        if i == len(a) or j == len(b) or a[i].key != b[j].key:
-            piece = _inserted(a, i, b, j)
-        if piece:
-            begin = len(entries)
-            entries.extend(b[j : j + piece])
-            repeats.append((begin, begin + piece, times + 1))
-            j += piece
-        else:
-            entries.append(_grown(a[i], b[j], times))
-            i, j = i + 1, j + 1
+    for i, more in enumerate(_inserted(a, b)):
+        if more:
+            j = len(entries)
+            entries.extend(b[j : j + more])
+            repeats += [(*piece, times + 1) for piece in _apart(b, j, j + more)]
+        if i < len(a):
+            entries.append(_grown(a[i], b[len(entries)], times))
     return Strip(
         step=deeper.step,
         part=deeper.part,
@@ -127,40 +122,69 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int) -> Strip:
     )
 
 
-def _inserted(a: Sequence[Entry], i: int, b: Sequence[Entry], j: int) -> int:
-    """How many changes the deeper model makes here that the shallow one does not.
+def _inserted(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
+    """How many changes `b` has before each of `a`, and after the last, that `a` has not.
 
-    As many as let the most of what follows agree; 0 where a change has its counterpart with other
-    bytes.
+    The cheapest way to have `a` within `b`: changes of other bytes cost, and so does each place of
+    insertion; changes of another sort are never taken for each other.
     """
-    best, length = -1, -1
-    if i < len(a) and j < len(b) and a[i].loose == b[j].loose:
-        best, length = _agreeing(a, i + 1, b, j + 1), 0
-    for piece in range(1, len(b) - j - (len(a) - i) + 1):
-        score = _agreeing(a, i, b, j + piece)
-        if score > max(best, 0):
-            best, length = score, piece
-    if length < 0:
-        raise IrregularError(
-            f"changes {i} of {len(a)} and {j} of {len(b)} differ by no period of layers"
-        )
-    return length
+    extra = len(b) - len(a)
+    if extra < 0:
+        raise IrregularError("the deeper model does less")
+    numbers: dict[object, int] = {}
+    sort_of_a = [numbers.setdefault(entry.loose, len(numbers)) for entry in a]
+    sorts = np.array([numbers.setdefault(entry.loose, len(numbers)) for entry in b])
+    sizes = np.array([float(entry.nbytes) for entry in b])
+    cost = np.full(extra + 1, np.inf)  # by how many were inserted so far
+    cost[0] = 0
+    came_from = np.empty((len(a) + 1, extra + 1), dtype=np.int32)
+    for i in range(len(a) + 1):
+        cost = _opened(cost, came_from[i])
+        if i < len(a):
+            window = slice(i, i + extra + 1)
+            cost = cost + _unlikeness(sizes[window], a[i].nbytes)
+            cost[sorts[window] != sort_of_a[i]] = np.inf
+    if not np.isfinite(cost[extra]):
+        raise IrregularError("the depths differ by more than repeated layers")
+    counts, k = [], extra
+    for i in range(len(a), -1, -1):
+        counts.append(k - int(came_from[i, k]))
+        k = int(came_from[i, k])
+    return counts[::-1]
 
 
-def _agreeing(a: Sequence[Entry], i: int, b: Sequence[Entry], j: int) -> int:
-    """How many changes from here are the same, up to the first that is of another sort.
+def _apart(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
+    """Pieces of what was inserted, cut where it goes from the last layer to the first again.
 
-    At most `_ALIKE` are looked at; so many if both end before.
+    A list of all layers' matrices, and behind it one of their vectors, have a layer more each.
     """
-    same = 0
-    for ahead in range(_ALIKE):
-        over = (i + ahead >= len(a)) + (j + ahead >= len(b))
-        if over == 2:
-            return _ALIKE
-        if over or a[i + ahead].loose != b[j + ahead].loose:
-            break
-        same += a[i + ahead].nbytes == b[j + ahead].nbytes
-    return same
+    pieces, last = [begin], -1
+    for n in range(begin, end):
+        if b[n].block >= 0:
+            if last >= 0 and abs(b[n].block - last) > 1:
+                pieces.append(n)
+            last = b[n].block
+    return list(zip(pieces, [*pieces[1:], end], strict=True))
+
+
+def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """From 0, the same, to 1: by which part of the larger they differ."""
+    larger = np.maximum(np.abs(sizes), abs(size))
+    apart: NDArray[np.float64] = np.abs(sizes - size) / np.maximum(larger, 1)
+    return apart
+
+
+def _opened(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
+    """The costs when something may be inserted here; `came_from` is told what was inserted before.
+
+    Of equal ways the one that inserts here least.
+    """
+    least = np.minimum.accumulate(cost)
+    numbers = np.arange(len(cost))
+    where = np.maximum.accumulate(np.where(cost == least, numbers, 0))
+    stays = cost <= least + _INSERTION
+    came_from[:] = np.where(stays, numbers, where)
+    return np.where(stays, cost, least + _INSERTION)
 
 
 def _grown(one: Entry, other: Entry, times: int) -> Entry:

@@ -15,7 +15,9 @@ from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Pass, Request
+from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import place_optimizer
+from outpace.planner.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -53,13 +55,18 @@ def run_steps(
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, settings = work.plan, work.settings
     mixed = make_mixed(plan.precision, CPU, settings.autocast_cache)
-    model = Transformer(work.spec)
-    adapt(model, plan, settings.seed, CPU)
+    later = fills_later(plan)
+    with torch.device("meta" if later else CPU):
+        model = Transformer(work.spec)
+    adapt(model, plan, settings.seed)
     objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
     rules.prepare(objective)
     watch.keep(rules.workspaces(), "workspaces")
     apply_levers(objective.model, plan, scratch=scratch)
     layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
+    if later:
+        shapes = parameter_shapes(work.spec)
+        fill(layout, CPU, lambda name: torch.empty(shapes[name]))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
     watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))

@@ -82,6 +82,10 @@ class Watch(TorchDispatchMode):
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)
         self.call(self._parameters, "weights")
+        for name, module in root.named_modules():
+            for parameter in module.parameters(recurse=False):
+                for storage in _storages(parameter):
+                    self._piece(storage).module = name
 
     def begin_step(self, number: int) -> None:
         """What was done before is the preparation, what follows is of step `number`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from outpace.parallel import Layout, Request, apply, ring
@@ -48,6 +49,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """What would wait for an answer, or look into memory that is not there."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_reduce", _with_future(dist.all_reduce)
+    # It compares sizes, in a tensor that grows with their number.
+    yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known, which they are told.
     yield PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(1)
     # Its buckets take the place of the parameters' memory, which fake tensors cannot change.
