@@ -46,7 +46,8 @@ def _export(job: Job, model: nn.Module) -> None:
     tokenizer, directory = job.materials.tokenizer, job.run_dir.model
     if isinstance(model, Transformer):
         save = tokenizer.save if tokenizer else None
-        write_model(directory, model.spec, model.state_dict(), save)
+        dtype = model.head_weight.dtype  # 16 bits are not made more of
+        write_model(directory, model.spec, model.state_dict(), save, dtype)
         return
     write_own(directory, model, job.settings.model)
     if tokenizer is not None:

@@ -168,8 +168,9 @@ def _prepare(
 ) -> Prepared:
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
-    mixed = make_mixed(plan.precision, device, settings.autocast_cache)
-    objective = build_objective(job.materials, settings, plan.loss, mixed.dtype, device)
+    own = job.materials.own is not None
+    mixed = make_mixed(plan.precision, device, settings.autocast_cache, unknown_code=own)
+    objective = build_objective(job.materials, settings, plan.loss, mixed, device)
     parameters = sum(p.numel() for p in objective.model.parameters())
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record))
@@ -180,8 +181,15 @@ def _prepare(
     apply_levers(objective.model, plan)
     layout = apply(Request(objective, plan, job.ranks, device))
     optimizer = make_optimizer(
-        layout.named_parameters(), plan.optimizer, settings, layout.make_optimizer
+        layout.named_parameters(),
+        plan.optimizer,
+        settings,
+        layout.make_optimizer,
+        master_weights=plan.precision == "fp16-master",
     )
+    if plan.optimizer_in_backward:
+        _require_known_targets(job)
+        layout.step_in_backward(optimizer)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
@@ -254,6 +262,16 @@ def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: 
         expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
         targets_known=targets is not None,
     )
+
+
+def _require_known_targets(job: Job) -> None:
+    """The gradients' scale has to be right before the first parameter is stepped."""
+    if job.materials.targets_per_sample is None:
+        raise BadInputError(
+            "--optimizer-in-backward: how many targets a batch has, by which gradients are "
+            "divided, is known after its backward only with masked tokens and with losses of one's "
+            "own. Leave it out."
+        )
 
 
 def _checkpointer(job: Job) -> Checkpointer:

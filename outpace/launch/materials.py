@@ -17,6 +17,7 @@ from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions
 from outpace.launch.resolve import resolve_seq_len
 from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.loss import LanguageModelObjective, LossKind
+from outpace.nn.mixed import Mixed
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -187,15 +188,15 @@ def build_objective(
     materials: Materials,
     settings: TrainSettings,
     loss: LossKind,
-    dtype: torch.dtype | None,
+    mixed: Mixed,
     device: torch.device,
 ) -> LanguageModelObjective | OwnObjective:
     """The model with its loss, on the device, with the weights to start from."""
     if materials.own is not None:
-        return OwnObjective(materials.own).to(device)
+        return OwnObjective(materials.own).to(device, mixed.weights)
     assert materials.spec is not None and materials.opened is not None
     model = initial_model(materials.opened, materials.spec, settings)
-    return LanguageModelObjective(model, loss, dtype).to(device)
+    return LanguageModelObjective(model, loss, mixed.dtype).to(device, mixed.weights)
 
 
 def initial_model(opened: OpenedModel, spec: ModelSpec, settings: TrainSettings) -> Transformer:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from outpace.nn.fp8 import apply_fp8
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Checkpointing, Plan
 
@@ -112,6 +113,8 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 def apply_levers(module: nn.Module, plan: Plan, blocks: Sequence[nn.Module] | None = None) -> None:
     """What a plan says of the blocks of a model, in the one order in which it works."""
+    if plan.precision == "fp8":
+        apply_fp8(blocks or find_blocks(module))
     if plan.checkpointing != "none":
         apply_checkpointing(module, plan.checkpointing, blocks)
     if plan.compile:

@@ -1,4 +1,4 @@
-"""A tensor that may be spread over ranks: its part here, and the whole."""
+"""Tensors of several ranks: copies of the same values, messages made of many."""
 
 import copy
 import math
@@ -8,25 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from outpace.nn.spread import local, whole
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor. Collective over the ranks that hold a part of it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = list(tensor.placements)
-    # What was split last is put together first: torch would do the same, with a warning.
-    for axis in range(len(placements)):
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+__all__ = [
+    "by_dtype", "copies", "drop_all_but", "hollow", "joined", "local", "make_equal", "spread",
+    "square_sum", "whole",
+]  # fmt: skip
 
 
 def copies(tensor: Tensor, ranks: int) -> int:

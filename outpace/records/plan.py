@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
+from outpace.records.optimizers import LOW, PURE, SCALED, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
@@ -17,10 +18,8 @@ Strategy = Literal[
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 # Of a pipeline that is one axis of several.
 ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Checkpointing = Literal["none", "selective", "full"]
 Compression = Literal["none", "bf16", "powersgd"]
-OptimizerName = Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"]
 
 # In the order in which ranks are laid out on them, the last closest together.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -54,6 +53,8 @@ COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
     "bf16": ("ddp", "zero1", "cp", "ring"),  # not Horovod: github.com/horovod/horovod/issues/4047
     "powersgd": ("ddp", "zero1", "cp"),
 }
+# Where a gradient that is made is whole, and nothing else holds its memory.
+IN_BACKWARD: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp")
 # DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2
 
@@ -85,6 +86,7 @@ class Plan(Record):
     checkpointing: Checkpointing = "none"
     compile: bool = False
     optimizer: OptimizerName = "adamw-fused"
+    optimizer_in_backward: bool = False
     loss: Literal["auto", "plain", "chunked"] = "auto"
     compress_gradients: Compression = "none"
     powersgd_rank: PositiveInt = 1
@@ -105,6 +107,7 @@ class Plan(Record):
         if why_not is not None:
             raise ValueError(why_not)
         self._check_compression()
+        self._check_optimizer()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
         asked = self.servers or self.server_updates or self.worker_devices > 1
@@ -139,10 +142,36 @@ class Plan(Record):
                 f"compress_gradients {kind}: strategy {self.strategy} has no such exchange. Use "
                 f"strategy {' or '.join(able)}, or leave it out"
             )
-        if kind == "powersgd" and self.precision == "fp16":
+        if kind == "powersgd" and self.precision in ("fp16", "fp16-master", "fp16-pure"):
             raise ValueError(
                 "compress_gradients powersgd keeps what it left out for the next step, and in fp16 "
                 "an overflow would stay there for good. Use precision bf16 or fp32"
+            )
+
+    def _check_optimizer(self) -> None:
+        if self.precision in PURE and self.optimizer not in LOW:
+            raise ValueError(
+                f"precision {self.precision} keeps weights in 16 bits only, where optimizer "
+                f"{self.optimizer} loses updates and moments. Use optimizer {' or '.join(LOW)}"
+            )
+        if self.precision == "fp8" and (self.tp > 1 or self.strategy == "tp"):
+            raise ValueError(
+                "precision fp8 scales each matrix by its largest value, which ranks of tp that "
+                "have parts of it do not know. Use precision bf16, or zero3 in place of tp"
+            )
+        if not self.optimizer_in_backward:
+            return
+        if self.strategy not in IN_BACKWARD:
+            raise ValueError(
+                f"optimizer_in_backward steps a parameter when its gradient is whole, but strategy "
+                f"{self.strategy} keeps all gradients until the end of backward (in buckets that "
+                "are exchanged, or to add micro-batches up). Use strategy "
+                f"{' or '.join(IN_BACKWARD)}, or leave it out"
+            )
+        if self.precision in SCALED:
+            raise ValueError(
+                f"optimizer_in_backward has stepped some parameters before precision "
+                f"{self.precision} sees an overflow in others. Use precision bf16, or leave it out"
             )
 
     @property

@@ -42,7 +42,8 @@ def plan_of(name: str, samples: int = 16, **levers: Any) -> Plan:
     share = samples // (2 * sizes["dp_replicate"] * sizes["dp_shard"])
     schedule = "1f1b" if strategy == "3d" and sizes["pp"] > 1 else strategy
     parts = default_microbatches(schedule, sizes["pp"], share)
-    values = {"micro_batch": share // parts, "pp_microbatches": parts, "precision": "fp64"}
+    values = {"micro_batch": share // parts, "pp_microbatches": parts, "precision": "fp64",
+              "optimizer": "adamw-for-loop"}  # fmt: skip
     own = {"strategy": strategy, "servers": servers, "server_updates": by_servers}
     return Plan.parse({**own, **sizes, **values, **levers}, "test")
 
@@ -63,7 +64,11 @@ class Run:
         self.layout = apply(Request(objective, plan, groups.ranks, CPU))
         settings = TrainSettings(lr=trial.lr)
         self.optimizer = make_optimizer(
-            self.layout.named_parameters(), "adamw-for-loop", settings, self.layout.make_optimizer
+            self.layout.named_parameters(),
+            plan.optimizer,
+            settings,
+            self.layout.make_optimizer,
+            master_weights=plan.precision == "fp16-master",
         )
         spoil(self.layout)
         self.mixed = make_mixed(plan.precision, CPU, True)
