@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.optim.build import Build, step_alone
-from outpace.parallel.tensors import local, square_sum, whole
+from outpace.parallel.tensors import local, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -105,7 +105,7 @@ class Layout:
         def on_gradient(parameter: nn.Parameter) -> None:
             assert parameter.grad is not None
             look(parameter)
-            norms.append(nn.utils.get_total_norm([local(parameter.grad)]))
+            norms.append(total_norm([local(parameter.grad)]))
             step_alone(optimizer, parameter)
             parameter.grad = None
 
@@ -176,7 +176,7 @@ class Layout:
 
     def total_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
-        return nn.utils.get_total_norm([*self._norms_of_stepped(), *self.local_gradients()])
+        return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float) -> Tensor:
         """Scale the gradients so that their norm is at most `limit`; 0 leaves them.
@@ -196,12 +196,19 @@ class Layout:
             torch._foreach_mul_(gradients, factor.to(precise))
 
     def widen_gradients(self) -> None:
-        """Make gradients of 16 bits fp32."""
+        """Make gradients of 16 bits fp32, until they are dropped."""
         for _, parameter in self.named_parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
-                parameter.grad_dtype = None  # of any dtype
+                parameter.grad = None  # or no other dtype may follow
+                parameter.grad_dtype = gradient.dtype
                 parameter.grad = gradient
+
+    def drop_wide_gradients(self) -> None:
+        """Drop all gradients; the next ones are of the weights' dtype."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
 
     def exposed_communication_s(self) -> float:
         """The part of the last backward in which only communication was going on."""

@@ -167,6 +167,8 @@ class Stepper:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        if self.mixed.wide_gradients:
+            self._layout.drop_wide_gradients()
         return norm, used_scale, scaler.get_scale() < used_scale
 
 
