@@ -8,8 +8,10 @@ OptimizerName = Literal[
     "adafactor", "muon", "sgd",
 ]  # fmt: skip
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8"]
-# NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
-Level = Literal["O0", "O1", "O2", "O3"]
+# What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
+AskedPrecision = Literal[
+    "fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8", "O0", "O1", "O2", "O3",
+]  # fmt: skip
 
 LEVELS: Mapping[str, Precision] = {
     "O0": "fp32",

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
-from outpace.records.optimizers import Level, OptimizerName
+from outpace.records.optimizers import AskedPrecision, OptimizerName
 from outpace.records.plan import (
     AXES,
     POWERSGD_LEAST_START,
@@ -152,11 +152,7 @@ class TrainSettings(Record):
     )
     clip: NonNegativeFloat = _field("optimization", "largest gradient norm; 0 = no clipping", 1.0)
 
-    precision: (
-        Literal["fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8"]
-        | Level
-        | None
-    ) = _field(
+    precision: AskedPrecision | None = _field(
         "computation",
         "of matrix products (default: bf16 where the device has it, else fp32); bf16-pure and "
         "fp16-pure: of weights too; fp16-master: fp16 weights, fp32 copies in the optimizer; fp8: "
