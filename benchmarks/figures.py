@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/benchmarks.md", "docs/strategies.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/optimizers.md", "docs/strategies.md")
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -203,10 +203,59 @@ def intermediate(result: dict[str, Any]) -> str:
     return table(head, rows) + about + stand(result)
 
 
+def convergence(result: dict[str, Any]) -> str:
+    """Held-out losses beside AdamW's."""
+    rows = []
+    for name, case in result["cases"].items():
+        if "left_out" in case:
+            rows.append([f"`{name}`", "–", "–", case["left_out"]])
+            continue
+        apart = case["differences"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{statistics.fmean(case['losses']):.4f}",
+                f"{case['mean_difference']:+.4f}",
+                f"{min(apart):+.4f} to {max(apart):+.4f}",
+            ]
+        )
+    shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
+    return (
+        table(["case", "loss", "from AdamW in fp32", "by seed"], rows)
+        + f"\nMeans of {result['seeds']} seeds after {result['steps']} steps, in nats; {shape}. "
+        + f"AdamW's own losses are {result['spread_of_seeds']:.4f} apart.\n"
+        + stand(result)
+    )
+
+
+def optimizers(result: dict[str, Any]) -> str:
+    """A step of each implementation."""
+    head = ["optimizer"]
+    for name, one in result["sets"].items():
+        head += [f"{name}: {one['tensors']:,} tensors, {one['values'] / 1e6:.1f} M", "for-loop = 1"]
+    rows = []
+    for optimizer in next(iter(result["sets"].values()))["optimizers"]:
+        row = [f"`{optimizer}`"]
+        for one in result["sets"].values():
+            case = one["optimizers"][optimizer]
+            low, high = case["quartiles"]
+            row += [
+                f"{case['median_s'] * 1e3:.2f} ms",
+                f"{case['ratio']:.2f} ({low:.2f} – {high:.2f})",
+            ]
+        rows.append(row)
+    about = f"\nMedians of {result['rounds']} rounds, quartiles in brackets; fp32.\n"
+    return table(head, rows) + about + stand(result)
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "convergence": convergence,
+    "convergence_gpu": convergence,
     "idle": idle,
     "intermediate": intermediate,
     "memory_loss": memory_loss,
+    "optimizers": optimizers,
+    "optimizers_gpu": optimizers,
     "overhead": overhead,
     "overhead_engines": overhead,
     "quickstart": quickstart,
