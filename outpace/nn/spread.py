@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -21,6 +21,14 @@ def whole(tensor: Tensor) -> Tensor:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def splits(placement: Placement, dim: int) -> bool:
+    """Whether a placement splits a tensor along `dim`, at one stretch or in strides.
+
+    torch's `is_shard` does not count the latter, in which a tensor lies that was split twice.
+    """
+    return getattr(placement, "dim", None) == dim
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from outpace.nn.spread import local
+from outpace.nn.spread import local, splits
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -87,7 +87,7 @@ def _summed(value: Tensor, of: Tensor, *dims: int) -> Tensor:
     """`value` added up over the ranks that `of` is split over along one of `dims`; in place."""
     if isinstance(of, DTensor):
         for axis, placed in enumerate(of.placements):
-            if any(placed.is_shard(dim) for dim in dims):
+            if any(splits(placed, dim) for dim in dims):
                 dist.all_reduce(value, group=of.device_mesh.get_group(axis))
     return value
 
@@ -99,7 +99,7 @@ def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
     if not isinstance(parameter, DTensor):
         return here
     whole_shape = [1 if d == dim else size for d, size in enumerate(parameter.shape)]
-    placements = [Replicate() if p.is_shard(dim) else p for p in parameter.placements]
+    placements = [Replicate() if splits(p, dim) else p for p in parameter.placements]
     stride = torch.empty(whole_shape, device="meta").stride()
     return DTensor.from_local(
         here, parameter.device_mesh, placements, run_check=False,

@@ -37,9 +37,11 @@ def make_optimizer(
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
     build = partial(_build, name=name, settings=settings, noise=noise)
+    groups = _groups(trainable, name, settings.weight_decay)
     if master_weights:
-        build = partial(MasterWeights, build=build, initial_state=initial_state)  # type: ignore[assignment]
-    return place(_groups(trainable, name, settings.weight_decay), build)
+        made = partial(MasterWeights, build=build, initial_state=initial_state, noise=noise)
+        return place(groups, made)
+    return place(groups, build)
 
 
 def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float) -> Groups:

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from outpace.nn.spread import as_spread, local
+from outpace.nn.spread import as_spread, local, splits
 from outpace.nn.torchao import torchao_module
 from outpace.optim.rounding import Noise, rounded
 from outpace.optim.stored import OwnDtypes
@@ -33,12 +34,13 @@ class Table:
 
     def __init__(self, bits: Literal[4, 8], signed: bool, device: torch.device) -> None:
         made = torchao_module("optim.quant_utils", f"--optimizer adamw-{bits}bit")
-        if bits == 8:
-            values = made.create_dynamic_map(signed)
-        elif signed:
-            values = made.create_dynamic_map(True, 3, 4)
-        else:
-            values = torch.linspace(0, 1, 17)[1:].tolist()
+        with unset_fake_temporarily():  # values are read on the way
+            if bits == 8:
+                values = made.create_dynamic_map(signed)
+            elif signed:
+                values = made.create_dynamic_map(True, 3, 4)
+            else:
+                values = torch.linspace(0, 1, 17)[1:].tolist()
         self.bits = bits
         self.values = torch.tensor(values, device=device)
         self._between = (self.values[1:] + self.values[:-1]) / 2
@@ -179,4 +181,4 @@ def _columns_over(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return math.prod(size for placed, size in sizes if placed.is_shard(parameter.ndim - 1))
+    return math.prod(size for placed, size in sizes if splits(placed, parameter.ndim - 1))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from outpace.nn.spread import local
+from outpace.optim.rounding import Noise
 from outpace.optim.stored import OwnDtypes
 
 
@@ -25,9 +26,13 @@ class MasterWeights(OwnDtypes):
         groups: list[dict[str, Any]],
         build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         initial_state: Callable[[torch.optim.Optimizer, dict[str, Any], nn.Parameter], Any],
+        noise: Noise,
     ) -> None:
         super().__init__(groups, {})
         self._masters = {p: _master(p) for group in groups for p in group["params"]}
+        self._views = {p: master.detach() for p, master in self._masters.items()}
+        for parameter, master in self._masters.items():
+            noise.names[master] = noise.names.get(parameter, "")
         self._inner = build(
             [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         )
@@ -38,7 +43,7 @@ class MasterWeights(OwnDtypes):
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         """The inner optimizer's, and the copy."""
         master = self._masters[parameter]
-        return {**self._inner_state(self._inner, group, master), "master": master.detach()}
+        return {**self._inner_state(self._inner, group, master), "master": self._views[parameter]}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -62,8 +67,9 @@ class MasterWeights(OwnDtypes):
         master, state = self._masters[parameter], self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter, group))
-        if local(state["master"]).data_ptr() != local(master).data_ptr():  # loaded
-            master.data = state["master"]
+        if state["master"] is not self._views[parameter]:  # but loaded
+            master.copy_(state["master"])
+            state["master"] = self._views[parameter]
         assert parameter.grad is not None
         master.grad = parameter.grad.float()
         self._inner.state[master] = state

@@ -1,6 +1,5 @@
 """Stochastic rounding to bf16, the same on every rank that holds the same values."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -36,7 +35,7 @@ class Noise:
     """
 
     seed: int = 0
-    names: Mapping[Tensor, str] = field(default_factory=dict)
+    names: dict[Tensor, str] = field(default_factory=dict)
 
     def of(self, parameter: nn.Parameter, step: int, what: str) -> torch.Generator:
         """For `what` is rounded of a parameter in a step."""

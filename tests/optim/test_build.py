@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_utils import set_default_dtype
 
 from outpace.nn.transformer import Transformer
 from outpace.optim.adafactor import Adafactor
@@ -70,6 +72,18 @@ def test_states_weigh_what_the_formula_says(name, precision):
         optimizer_bytes(p.shape, name, precision, hidden=is_hidden_matrix(n, p))
         for n, p in model.named_parameters()
     )
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_a_step_can_be_traced_without_memory(name, precision):
+    """No value is looked at: a trace under fake tensors has none."""
+    dtypes = {"fp32": torch.float32, "bf16-pure": torch.bfloat16, "fp16-master": torch.float16}
+    with FakeTensorMode(), set_default_dtype(dtypes[precision]):
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        master = precision == "fp16-master"
+        optimizer = make_optimizer(model.named_parameters(), name, SETTINGS, master_weights=master)
+        train(model, optimizer, steps=2)
+    assert len(optimizer.state) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (12,), (2, 3, 4)])
