@@ -119,6 +119,7 @@ def initial_state(
     if isinstance(optimizer, torch.optim.SGD) or group.get("orthogonal"):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     device = parameter.device if group.get("fused") else "cpu"
-    state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+    # From a number, so that a trace under fake tensors can read it again, as AdamW's for-loop does.
+    state = {"step": torch.tensor(0.0, dtype=torch.float32, device=device)}
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return {**state, **moments}

@@ -40,9 +40,9 @@ class Table:
             elif signed:
                 values = made.create_dynamic_map(True, 3, 4)
             else:
-                values = torch.linspace(0, 1, 17)[1:].tolist()
+                values = [number / 16 for number in range(1, 17)]
         self.bits = bits
-        self.values = torch.tensor(values, device=device)
+        self.values = torch.tensor(values, dtype=torch.float32, device=device)
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:

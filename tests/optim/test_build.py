@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.common_utils import set_default_dtype
 
 from outpace.nn.transformer import Transformer
 from outpace.optim.adafactor import Adafactor
@@ -75,10 +74,12 @@ def test_states_weigh_what_the_formula_says(name, precision):
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
-def test_a_step_can_be_traced_without_memory(name, precision):
+def test_a_step_can_be_traced_without_memory(name, precision, request):
     """No value is looked at: a trace under fake tensors has none."""
     dtypes = {"fp32": torch.float32, "bf16-pure": torch.bfloat16, "fp16-master": torch.float16}
-    with FakeTensorMode(), set_default_dtype(dtypes[precision]):
+    torch.set_default_dtype(dtypes[precision])
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    with FakeTensorMode():
         model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
         master = precision == "fp16-master"
         optimizer = make_optimizer(model.named_parameters(), name, SETTINGS, master_weights=master)
@@ -152,7 +153,7 @@ def test_loaded_states_keep_their_dtypes(name, precision):
     again, other = copy.deepcopy(model), None
     master = precision == "fp16-master"
     other = make_optimizer(again.named_parameters(), name, SETTINGS, master_weights=master)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
         for kind, tensor in optimizer.state[mine].items():
             assert torch.equal(other.state[theirs][kind], tensor)
