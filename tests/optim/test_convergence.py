@@ -8,11 +8,11 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 STEPS = 40
-# In nats, of a held-out loss that has fallen by about one. docs/optimizers.md has the figures of
+# In nats, of a held-out loss that has fallen by 0.7. docs/optimizers.md has the figures of
 # longer runs.
 NEAR = {
-    "adamw-bf16": 0.01, "adamw-8bit": 0.01, "adamw-4bit": 0.03, "bf16": 0.01, "bf16-pure": 0.02,
-    "bf16-pure, adamw-8bit": 0.02, "bf16-pure, adamw-4bit": 0.04,
+    "adamw-bf16": 0.005, "adamw-8bit": 0.005, "adamw-4bit": 0.1, "bf16": 0.005,
+    "bf16-pure": 0.005, "bf16-pure, adamw-8bit": 0.005, "bf16-pure, adamw-4bit": 0.1,
 }  # fmt: skip
 OTHERS = ("adafactor", "muon", "sgd")  # are to train, not to be near
 

@@ -3,10 +3,11 @@
 python tests/parallel/optimizer_crossings.py FOLDER OPTIMIZER,PRECISION,BEFORE,AFTER [...]
 
 A line of JSON for each case: `changed`, names of tensors that are not bit for bit what the files
-hold after loading, and `off`, the largest relative difference of the losses that follow from those
-of a single process without a break.
+hold after loading, `off`, the largest relative difference of the losses that follow from those of a
+single process without a break, and `ends`, what tensors are at the end.
 """
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -23,6 +24,11 @@ from outpace.records.errors import BadInputError
 
 STEPS = 4
 TRIAL = Trial(SPEC, steps=STEPS, lr=1e-3)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    values = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def crossed(folder: Path, optimizer: str, precision: str, before: str, after: str) -> dict:
@@ -43,10 +49,10 @@ def crossed(folder: Path, optimizer: str, precision: str, before: str, after: st
             loader.close()
         held = run.held()
         changed = sorted(name for name in held if not torch.equal(held[name], files[name]))
-        kinds = {str(tensor.dtype) for tensor in held.values()}
         losses = [loss_of(run.step(number)) for number in range(SAVED_AT + 1, STEPS + 1)]
         off = [abs(x / one.loss - 1) for x, one in zip(losses, known[SAVED_AT:], strict=True)]
-        return {"changed": changed, "off": max(off), "kinds": sorted(kinds)}
+        ends = {name: digest(tensor) for name, tensor in run.held().items()}
+        return {"changed": changed, "off": max(off), "ends": ends}
 
     return {"case": [optimizer, precision, before, after], "ranks": world(second.world_size, go_on)}
 
