@@ -20,7 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "docs/benchmarks.md", "docs/folklore.md", "docs/strategies.md")
+PAGES = ("README.md", *(f"docs/{page}.md" for page in
+         ("benchmarks", "folklore", "optimizers", "strategies")))  # fmt: skip
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -389,10 +390,57 @@ def low_precision(result: dict[str, Any]) -> str:
     )) + stand(result)  # fmt: skip
 
 
+def convergence(result: dict[str, Any]) -> str:
+    """Held-out losses beside AdamW's."""
+    rows = []
+    for name, case in result["cases"].items():
+        if "left_out" in case:
+            rows.append([f"`{name}`", "–", "–", case["left_out"]])
+            continue
+        apart = case["differences"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{statistics.fmean(case['losses']):.4f}",
+                f"{case['mean_difference']:+.4f}",
+                f"{min(apart):+.4f} to {max(apart):+.4f}",
+            ]
+        )
+    shape = ", ".join(f"{name} {value}" for name, value in result["shape"].items())
+    return (
+        table(["case", "loss", "from AdamW in fp32", "by seed"], rows)
+        + f"\nMeans of {result['seeds']} seeds after {result['steps']} steps, in nats; {shape}. "
+        + f"AdamW's own losses are {result['spread_of_seeds']:.4f} apart.\n"
+        + stand(result)
+    )
+
+
+def optimizers(result: dict[str, Any]) -> str:
+    """A step of each implementation."""
+    head = ["optimizer"]
+    for name, one in result["sets"].items():
+        head += [f"{name}: {one['tensors']:,} tensors, {one['values'] / 1e6:.1f} M", "for-loop = 1"]
+    rows = []
+    for optimizer in next(iter(result["sets"].values()))["optimizers"]:
+        row = [f"`{optimizer}`"]
+        for one in result["sets"].values():
+            case = one["optimizers"][optimizer]
+            low, high = case["quartiles"]
+            row += [
+                f"{case['median_s'] * 1e3:.2f} ms",
+                f"{case['ratio']:.2f} ({low:.2f} – {high:.2f})",
+            ]
+        rows.append(row)
+    about = f"\nMedians of {result['rounds']} rounds, quartiles in brackets; fp32.\n"
+    return table(head, rows) + about + stand(result)
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "autocast_cache": autocast_cache,
     "checkpointing_price": checkpointing_price,
     "forward_backward": forward_backward,
+    "convergence": convergence,
+    "convergence_gpu": convergence,
     "idle": idle,
     "intermediate": intermediate,
     "low_precision": low_precision,
@@ -400,6 +448,8 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "mixed_precision_cpu": mixed_precision_cpu,
     "mixed_precision_speed": mixed_precision_speed,
     "mixed_precision_traced": mixed_precision_traced,
+    "optimizers": optimizers,
+    "optimizers_gpu": optimizers,
     "overhead": overhead,
     "overhead_engines": overhead,
     "quickstart": quickstart,

@@ -10,7 +10,8 @@ from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
 from outpace.records.model import ModelSpec
-from outpace.records.plan import Plan, Precision, Strategy
+from outpace.records.optimizers import Precision
+from outpace.records.plan import Plan, Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 

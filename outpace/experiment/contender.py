@@ -16,7 +16,7 @@ from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed import keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
@@ -142,7 +142,7 @@ class Contender:
         plan, course, device = self.plan, self._course, torch.device("cpu")
         ranks = Ranks() if plan.world_size == 1 else self._groups.ranks
         settings = TrainSettings(lr=1e-3)
-        mixed = make_mixed(plan.precision, device, settings.autocast_cache)
+        mixed = make_mixed(plan.precision, device, keeps_casts(settings.autocast_cache, False))
         objective = LanguageModelObjective(
             Transformer(course.spec, course.seed), plan.loss, mixed.dtype
         )

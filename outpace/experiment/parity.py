@@ -22,7 +22,7 @@ from outpace.experiment.wire import Wire
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt, adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
-from outpace.nn.mixed import DTYPES, make_mixed
+from outpace.nn.mixed import DTYPES, make_mixed, weights_dtype
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, stream
 from outpace.optim.build import Build, make_optimizer
@@ -30,6 +30,7 @@ from outpace.parallel import Layout, Request, apply
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
+from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -39,7 +40,12 @@ Batch = dict[str, Tensor]
 # Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
 # In the order in which a step makes them: what goes wrong first makes the rest wrong.
-KINDS = ("used parameter", "loss", "gradient", "norm", "exp_avg", "exp_avg_sq", "parameter")
+# AdamW's, SGD's and Adafactor's.
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
+KINDS = ("used parameter", "loss", "gradient", "norm", *MOMENTS, "parameter")
+
+
+LIMIT = 0.05  # far below the norm of every step, so that clipping is always active
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Trial:
     global_batch: int = 16
     seq_len: int = 16
     lr: float = 1e-2
-    clip: float = 0.05  # far below the norm of every step, so that clipping is always active
+    clip: float = LIMIT  # 0: none
+    padded: bool = True
     seed: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # this rank's
 
@@ -67,10 +74,10 @@ class Trial:
         stepped by its rounding errors a million times enlarged; and a wrong factor, which cancels
         in m̂/√v̂, would go unseen.
         """
-        return 2 * self.steps * self.lr * self.clip
+        return 2 * self.steps * self.lr * LIMIT
 
     def batches(self) -> list[Batch]:
-        """A global batch for each step; the ends of samples are padding, unevenly."""
+        """A global batch for each step; the ends of samples are padding, unevenly, if any is."""
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         made = []
@@ -78,7 +85,7 @@ class Trial:
             tokens = torch.randint(0, self.spec.vocab, shape, generator=drawn)
             lengths = torch.randint(1, self.seq_len + 1, (self.global_batch, 1), generator=drawn)
             padded = torch.arange(self.seq_len) >= lengths
-            targets = tokens[:, 1:].masked_fill(padded, IGNORED)
+            targets = tokens[:, 1:].masked_fill(padded & self.padded, IGNORED)
             batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets}
             made.append({name: part.to(self.device) for name, part in batch.items()})
         return made
@@ -93,7 +100,8 @@ class Trial:
                     parameter.mul_(4)
         adapt(model, plan, self.seed)
         self._begin_adapters(model)
-        return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
+        objective = LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
+        return objective.to(dtype=weights_dtype(plan.precision))
 
     @torch.no_grad()
     def _begin_adapters(self, model: Transformer) -> None:
@@ -106,12 +114,14 @@ class Trial:
         self,
         named: Iterable[tuple[str, nn.Parameter]],
         place: Place = lambda groups, build: build(groups),
+        name: OptimizerName = "adamw-for-loop",
     ) -> torch.optim.Optimizer:
-        """AdamW, whose for-loop has no kernels of its own."""
+        """By default AdamW's for-loop, which has no kernels of its own."""
         settings = TrainSettings(lr=self.lr, clip=self.clip)
-        optimizer = make_optimizer(named, "adamw-for-loop", settings, place)
+        optimizer = make_optimizer(named, name, settings, place)
         for group in optimizer.param_groups:
-            group["eps"] = self.eps
+            if name.startswith("adamw"):
+                group["eps"] = self.eps
         return optimizer
 
 
@@ -130,7 +140,9 @@ def reference(trial: Trial, plan: Plan) -> Trace:
     """Train on one process, each global batch at once."""
     objective = trial.objective(plan)
     parameters = dict(objective.model.named_parameters())
-    optimizer = trial.optimizer(parameters.items())
+    adamw = plan.optimizer.startswith("adamw")
+    name: OptimizerName = "adamw-for-loop" if adamw else plan.optimizer
+    optimizer = trial.optimizer(parameters.items(), name=name)
     mixed = make_mixed(plan.precision, trial.device, True)
     trace = Trace()
     for batch in trial.batches():
@@ -139,7 +151,7 @@ def reference(trial: Trial, plan: Plan) -> Trace:
             loss_sum, count = objective(batch)
         (loss_sum / count).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        norm = nn.utils.clip_grad_norm_(parameters.values(), trial.clip)
+        norm = nn.utils.clip_grad_norm_(parameters.values(), trial.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         held = _step_of(used, loss_sum.detach(), count, gradients, norm)
@@ -166,13 +178,13 @@ def _state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
     """Copies of all parameters and of the optimizer's moments, whole. Collective."""
-    found: dict[str, dict[str, Tensor]] = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
     for name, parameter in named:
         found["parameter"][name] = whole(parameter.detach()).clone()
-        for kind in ("exp_avg", "exp_avg_sq"):
-            if parameter in state:
-                found[kind][name] = whole(state[parameter][kind]).clone()
+        for kind in MOMENTS:
+            if kind in state.get(parameter, {}):
+                found.setdefault(kind, {})[name] = whole(state[parameter][kind]).clone()
     return found
 
 
@@ -194,18 +206,24 @@ def planned(
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
-    optimizer = trial.optimizer(layout.named_parameters(), place)
+    optimizer = trial.optimizer(layout.named_parameters(), place, plan.optimizer)
     spoil(layout)
     seen: dict[str, Tensor] = {}
     use = Use(wire)
     use.watch(cast(Transformer, layout.model))
 
-    def look() -> None:
-        with wire.paused():
-            for name, parameter in layout.named_parameters():
-                if parameter.grad is not None:
-                    seen[name] = whole(parameter.grad).clone()
+    def look_at(name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            with wire.paused():
+                seen[name] = whole(parameter.grad).clone()
 
+    def look() -> None:
+        for name, parameter in layout.named_parameters():
+            look_at(name, parameter)
+
+    if plan.optimizer_in_backward:
+        names = {parameter: name for name, parameter in layout.named_parameters()}
+        layout.step_in_backward(optimizer, lambda parameter: look_at(names[parameter], parameter))
     stepper = Stepper(
         layout=layout,
         optimizer=optimizer,
@@ -215,7 +233,7 @@ def planned(
         device=device,
         control=control,
         expected_targets=trial.global_batch * trial.seq_len,
-        targets_known=False,
+        targets_known=not trial.padded,
         on_gradients=look,
     )
     trace = Trace()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from outpace.planner.flops import parameter_count
 from outpace.records.model import ModelSpec
-from outpace.records.plan import Precision
+from outpace.records.optimizers import Precision
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}

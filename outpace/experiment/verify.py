@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import combinations
 from types import MappingProxyType
@@ -21,11 +22,11 @@ from outpace.probe.versions import commit, versions
 from outpace.records.certificate import Certificate, Verdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.optimizers import EXACT, Precision
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import (
     AXES,
     Plan,
-    Precision,
     Strategy,
     count_servers,
     fill_axes,
@@ -84,6 +85,8 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
         "precision": precision,
         "compress_gradients": "none",
         "compile": False,
+        "optimizer": plan.optimizer if plan.optimizer in EXACT else "adamw-fused",
+        "optimizer_in_backward": False,
     }
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
@@ -132,7 +135,7 @@ def plan_for(
 
 def verify(
     plans: Sequence[Plan],
-    trial: Trial,
+    given: Trial,
     groups: Groups,
     spoil: Callable[[Layout], None] = lambda layout: None,
     skipped: Mapping[str, str] = MappingProxyType({}),
@@ -148,9 +151,16 @@ def verify(
                 f"compress_gradients {plan.compress_gradients} leaves a part of the gradients out: "
                 "no step of it is a single process's. Verify the plan with compress_gradients none."
             )
+        if plan.optimizer not in EXACT:
+            raise BadInputError(
+                f"optimizer {plan.optimizer} rounds what it keeps or computes, and no two plans "
+                f"round alike. Verify the plan with optimizer {' or '.join(EXACT)}; how far it "
+                "trains from AdamW is in docs/optimizers.md."
+            )
     expected = {}
     verdicts = []
     for plan in plans:
+        plan, trial = _fitting(plan, given)
         of = _trained(plan)
         if of not in expected:
             expected[of] = reference(trial, plan)
@@ -173,11 +183,11 @@ def verify(
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
-        model=trial.spec,
+        model=given.spec,
         processes=groups.ranks.world_size,
-        steps=trial.steps,
-        global_batch=trial.global_batch,
-        seq_len=trial.seq_len,
+        steps=given.steps,
+        global_batch=given.global_batch,
+        seq_len=given.seq_len,
         versions=versions(),
         commit=head,
         uncommitted_changes=bool(dirty),
@@ -190,7 +200,16 @@ def verify(
 def _trained(plan: Plan) -> tuple[Any, ...]:
     """What of a plan changes what a single process computes."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
-    return (plan.precision, *lora)
+    return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
+
+
+def _fitting(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
+    """With the optimizer in backward: one micro-batch, whole samples, and no clipping."""
+    if not plan.optimizer_in_backward:
+        return plan, trial
+    whole = plan.micro_batch * plan.accumulation(trial.global_batch)
+    plan = plan.model_copy(update={"micro_batch": whole})
+    return plan, replace(trial, clip=0.0, padded=False)
 
 
 def _judge(

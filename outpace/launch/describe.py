@@ -8,6 +8,7 @@ from outpace.launch.context import Job
 from outpace.probe.versions import commit, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import RunInfo
+from outpace.records.optimizers import MEANS
 from outpace.records.plan import POWERSGD_LEAST_START
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
@@ -101,7 +102,7 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
     parameters = record.parameters
     hints = [*job.materials.hints]
     hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
-    slow = job.plan.precision == "fp16" and job.device.type == "cpu"
+    slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(
             "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
@@ -112,6 +113,12 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         hints.append(
             f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
             f"({trained / parameters:.2%}); the weights in {_base(job)} stay {form}"
+        )
+    level = job.settings.precision
+    if level is not None and level in MEANS:
+        hints.append(
+            f"--precision {level} stands for {job.plan.precision} with {job.plan.optimizer}: "
+            f"{MEANS[level]}"
         )
     warmup = warmup_steps(job.settings, job.total_steps)
     if warmup > job.total_steps:

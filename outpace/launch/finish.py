@@ -60,7 +60,8 @@ def _export(job: Job, model: nn.Module) -> None:
             assert opened is not None and opened.weights is not None
             write_adapter(directory, model, job.plan, opened.weights, save)
             return
-        write_model(directory, model.spec, model.state_dict(), save)
+        dtype = model.head_weight.dtype  # 16 bits are not made more of
+        write_model(directory, model.spec, model.state_dict(), save, dtype)
         return
     write_own(directory, model, job.settings.model)
     if tokenizer is not None:

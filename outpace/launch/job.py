@@ -38,7 +38,7 @@ from outpace.launch.tasks import check_task, step_costs
 from outpace.launch.tracing import find_tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
-from outpace.nn.mixed import Mixed, make_mixed
+from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
@@ -243,8 +243,11 @@ def _prepare(
 ) -> Prepared:
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
-    mixed = make_mixed(plan.precision, device, settings.autocast_cache)
-    objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
+    own = job.materials.own is not None
+    mixed = make_mixed(
+        plan.precision, device, keeps_casts(settings.autocast_cache, own), unknown_code=own
+    )
+    objective = build_objective(job.materials, settings, plan, mixed, device)
     parameters, trained = parameter_counts(objective.model)
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record))
@@ -259,7 +262,16 @@ def _prepare(
     if job.materials.is_transformer and fills_later(plan):
         fill(layout, device, weights_of(job.materials, settings))
     place = partial(place_optimizer, layout, plan, scratch)
-    optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
+    optimizer = make_optimizer(
+        layout.named_parameters(),
+        plan.optimizer,
+        settings,
+        place,
+        master_weights=plan.precision == "fp16-master",
+    )
+    if plan.optimizer_in_backward:
+        _require_known_targets(job)
+        layout.step_in_backward(optimizer)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
@@ -343,6 +355,16 @@ def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: 
         expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
         targets_known=targets is not None,
     )
+
+
+def _require_known_targets(job: Job) -> None:
+    """The gradients' scale has to be right before the first parameter is stepped."""
+    if job.materials.targets_per_sample is None:
+        raise BadInputError(
+            "--optimizer-in-backward: how many targets a batch has, by which gradients are "
+            "divided, is known after its backward only with masked tokens and with losses of one's "
+            "own. Leave it out."
+        )
 
 
 def _checkpointer(job: Job) -> Checkpointer:

@@ -23,6 +23,7 @@ from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import Mixed
 from outpace.nn.nf4 import require_nf4
 from outpace.nn.transformer import Transformer, initial_value
 from outpace.parallel.fill import fills_later
@@ -245,7 +246,7 @@ def build_objective(
     materials: Materials,
     settings: TrainSettings,
     plan: Plan,
-    dtype: torch.dtype | None,
+    mixed: Mixed,
     device: torch.device,
 ) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
     """The model with its loss, on the device, with the weights to start from.
@@ -253,20 +254,20 @@ def build_objective(
     Where no rank has the whole model it has no memory: lay it out, and `fill` it then.
     """
     if materials.own is not None:
-        return OwnObjective(materials.own).to(device)
+        return OwnObjective(materials.own).to(device, mixed.weights)
     assert materials.spec is not None and materials.opened is not None
     if materials.labels is not None:
         classifier = _initial_classifier(
             materials.opened, materials.spec, materials.labels, settings
         )
-        return ClassificationObjective(classifier).to(device)
+        return ClassificationObjective(classifier).to(device, mixed.weights)
     if materials.is_transformer and fills_later(plan):
         with torch.device("meta"):
             hollow = Transformer(materials.spec)
-        return LanguageModelObjective(hollow, plan.loss, dtype)
+        return LanguageModelObjective(hollow, plan.loss, mixed.dtype).to(mixed.weights)
     model = initial_model(materials.opened, materials.spec, settings)
     adapt(model, plan, settings.seed, device)
-    return LanguageModelObjective(model, plan.loss, dtype).to(device)
+    return LanguageModelObjective(model, plan.loss, mixed.dtype).to(device, mixed.weights)
 
 
 def weights_of(materials: Materials, settings: TrainSettings) -> Callable[[str], torch.Tensor]:

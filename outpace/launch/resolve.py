@@ -4,13 +4,15 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.nn.fp8 import require_fp8
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
+from outpace.records.optimizers import LEVELS, Precision, default_optimizer
 from outpace.records.pipelines import default_microbatches
 from outpace.records.plan import (
     AXES,
@@ -35,6 +37,9 @@ DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
 RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # what transformers.Trainer takes too
 LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: for 7B and 13B
+# Of those whose steps are not of AdamW's size, in units of its learning rate: Adafactor's is
+# relative to a weight's size, SGD's to a gradient's.
+LR_FACTORS: Mapping[str, float] = {"adafactor": 30.0, "sgd": 100.0}
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
@@ -84,6 +89,7 @@ def resolve_plan(
             f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has a schedule of its own, "
             f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and others."
         )
+    precision = resolve_precision(settings, device, machine)
     asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
     sizes = fill_axes(strategy, ranks.world_size - servers, asked)
@@ -95,14 +101,34 @@ def resolve_plan(
             **sizes,
             "servers": servers,
             **_micro_batches(settings, strategy, sizes),
-            "precision": settings.precision or default_precision(device, machine),
+            "precision": precision,
+            "optimizer": settings.optimizer or default_optimizer(precision),
             "pp_schedule": _axis_schedule(settings),
             "powersgd_start": None,  # known with the run's length
         },
         "plan",
     )
-    plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
+    parts = plan.accumulation(settings.global_batch)  # refuses sizes that don't divide
+    if plan.optimizer_in_backward and parts > 1:
+        raise BadInputError(
+            f"--optimizer-in-backward: a gradient is whole after {parts} micro-batches only, and "
+            f"would be kept until then. Use --micro-batch {plan.micro_batch * parts}, or leave it "
+            "out."
+        )
     return plan
+
+
+def resolve_precision(settings: TrainSettings, device: torch.device, machine: Machine) -> Precision:
+    """As asked, one of Apex's levels by what it stands for; else what suits the device.
+
+    Raises BadInputError for fp8 on a device without it.
+    """
+    asked = settings.precision
+    if asked is None:
+        return default_precision(device, machine)
+    if asked == "fp8":
+        require_fp8(device)
+    return LEVELS.get(asked) or cast(Precision, asked)
 
 
 def _as_asked(settings: TrainSettings) -> dict[str, Any]:
@@ -196,8 +222,10 @@ def resolve_lr(settings: TrainSettings, stored: bool) -> float:
     if settings.lr is not None:
         return settings.lr
     if settings.lora_rank is not None:
-        return LORA_LR
-    return STORED_LR if stored else RANDOM_LR
+        lr = LORA_LR
+    else:
+        lr = STORED_LR if stored else RANDOM_LR
+    return lr * LR_FACTORS.get(settings.optimizer or "", 1.0)
 
 
 def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
@@ -247,7 +275,7 @@ def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> floa
     known = find_accelerator(present.name, present.memory_bytes)
     if known is None:
         return None
-    dtype: str = plan.precision
+    dtype = plan.precision.split("-")[0]
     if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"
     rates: Mapping[str, float] = {str(key): rate for key, rate in known.peak.flops_per_s.items()}

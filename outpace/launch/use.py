@@ -88,7 +88,8 @@ def evaluate(
     settings = settings.model_copy(update={"text_field": text_field or settings.text_field})
     opened = open_model(str(run))
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
-    mixed = make_mixed(record.plan.precision if record else "fp32", target, True)
+    precision = record.plan.precision if record else "fp32"
+    mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
     objective: LanguageModelObjective | OwnObjective | ClassificationObjective
     dataset: Any
     if settings.task != "pretrain":
@@ -105,7 +106,7 @@ def evaluate(
         dataset = _samples(opened, record, data, settings)
     size = min(batch_size or settings.global_batch, len(dataset))
     return measure(
-        Layout(objective.to(target)),
+        Layout(objective.to(target, mixed.weights)),
         _batches(dataset, size, batches, settings.seed, target),
         step=record.total_steps if record else 0,
         mixed=mixed,
@@ -137,7 +138,7 @@ def _task(
     cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
     materials = gather(settings, None, cache_dir, usable_cores(), ())
     cpu = torch.device("cpu")
-    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
+    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed, cpu)
     assert isinstance(materials.eval_data, PaddedDataset)
     return objective, materials.eval_data
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from outpace.nn.fp8 import apply_fp8
 from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
 from outpace.nn.scratch import Scratch
 from outpace.records.errors import BadInputError
@@ -134,6 +135,8 @@ def apply_levers(
 
     `scratch` takes what is offloaded to disk (None: the system's place for temporary files).
     """
+    if plan.precision == "fp8":
+        apply_fp8(blocks or find_blocks(module))
     if plan.recomputes:
         blocks = blocks or find_blocks(module)
         apply_checkpointing(module, plan.modes(len(blocks)), blocks)

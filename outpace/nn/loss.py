@@ -119,9 +119,9 @@ def linear_loss_sum(
         with torch.autocast(device.type, enabled=False):
             return F.linear_cross_entropy(
                 raised(hidden_ND),
-                weight_VD,
+                raised(weight_VD),
                 targets_N,
-                linear_bias=bias_V,
+                linear_bias=None if bias_V is None else raised(bias_V),
                 reduction="sum",
                 ignore_index=IGNORED,
                 options=_OPTIONS,

@@ -9,22 +9,59 @@ from dataclasses import dataclass
 
 import torch
 
-from outpace.records.plan import Precision
+from outpace.records.optimizers import SCALED, WEIGHTS, Precision
 
-DTYPES = {"fp64": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of matrix products, None for that of the weights.
+DTYPES: dict[Precision, torch.dtype | None] = {
+    "fp64": None,
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "bf16-pure": torch.bfloat16,
+    "fp8": torch.bfloat16,  # of all that is not in blocks
+    "fp16": torch.float16,
+    "fp16-master": torch.float16,
+    "fp16-pure": torch.float16,
+}
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """`cast()` is entered around each forward; `scaler` is None unless the precision is fp16."""
+    """`cast()` is entered around each forward; `scaler` is None unless the loss is scaled.
+
+    `weights` is the dtype to keep weights in, None for as they are. `wide_gradients`: whether
+    gradients of 16 bits are to be made fp32 before their scale is taken from them.
+    """
 
     dtype: torch.dtype | None
     cast: Callable[[], AbstractContextManager[None]]
     scaler: torch.amp.GradScaler | None
+    weights: torch.dtype | None = None
+    wide_gradients: bool = False
 
 
-def make_mixed(precision: Precision, device: torch.device, cache: bool) -> Mixed:
-    """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward."""
+def weights_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype in which weights are kept, None where it is the model's own."""
+    name = WEIGHTS.get(precision)
+    return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
+    """Whether autocast keeps the casts of weights until a forward ends: as asked, or where it pays.
+
+    A transformer uses each matrix once in a forward: kept, casts save no time, and hold the memory
+    of all weights in 16 bits where backward computes them again or gathers them anew.
+    """
+    return unknown_code if asked is None else asked
+
+
+def make_mixed(
+    precision: Precision, device: torch.device, cache: bool, unknown_code: bool = False
+) -> Mixed:
+    """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
+
+    With weights of 16 bits all is computed in their dtype, without autocast; but under it where
+    code is unknown, which may bring tensors of other dtypes to them.
+    """
     dtype = DTYPES[precision]
     if dtype is None:
         return Mixed(None, nullcontext, None)
@@ -32,5 +69,8 @@ def make_mixed(precision: Precision, device: torch.device, cache: bool) -> Mixed
     def cast() -> AbstractContextManager[None]:
         return torch.autocast(device.type, dtype=dtype, cache_enabled=cache)
 
-    scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-    return Mixed(dtype, cast, scaler)
+    scaler = torch.amp.GradScaler(device.type) if precision in SCALED else None
+    weights = weights_dtype(precision)
+    alone = weights is not None and not unknown_code
+    master = precision == "fp16-master"
+    return Mixed(dtype, nullcontext if alone else cast, scaler, weights, master)

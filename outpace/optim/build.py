@@ -1,12 +1,20 @@
-"""AdamW with the usual groups: matrices decay, vectors (biases, norms) do not."""
+"""Optimizers by name, with the usual groups: matrices decay, vectors (biases, norms) do not."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from outpace.records.plan import OptimizerName
+from outpace.optim.adafactor import Adafactor
+from outpace.optim.low import LowAdamW
+from outpace.optim.master import MasterWeights
+from outpace.optim.muon import Muon, is_hidden_matrix
+from outpace.optim.rounding import Noise
+from outpace.optim.stored import OwnDtypes
+from outpace.planner.optimizer_bytes import Kept
+from outpace.records.optimizers import OptimizerName
 from outpace.records.settings import TrainSettings
 
 Groups = list[dict[str, Any]]
@@ -19,46 +27,99 @@ def make_optimizer(
     name: OptimizerName,
     settings: TrainSettings,
     place: Callable[[Groups, Build], torch.optim.Optimizer] = lambda groups, build: build(groups),
+    master_weights: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) in the implementation asked for.
+    """The optimizer asked for, over the parameters that train.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
+    `master_weights` puts fp32 copies of the parameters into the optimizer.
     """
-    assert settings.lr is not None  # settled before the first step
-    trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
-    groups = [
-        {
-            "params": [p for p in trainable if p.ndim >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    trainable = {n: p for n, p in named_parameters if p.requires_grad}
+    noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
+    build = partial(_build, name=name, settings=settings, noise=noise)
+    groups = _groups(trainable, name, settings.weight_decay)
+    if master_weights:
+        made = partial(MasterWeights, build=build, initial_state=initial_state, noise=noise)
+        return place(groups, made)
+    return place(groups, build)
+
+
+def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float) -> Groups:
+    matrices = {n: p for n, p in trainable.items() if p.ndim >= 2}
+    hidden = {n for n, p in matrices.items() if name == "muon" and is_hidden_matrix(n, p)}
+    groups: Groups = [
+        {"params": [p for n, p in matrices.items() if n not in hidden], "weight_decay": decay},
+        {"params": [p for p in trainable.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if hidden:
+        params = [matrices[n] for n in matrices if n in hidden]
+        groups.insert(0, {"params": params, "weight_decay": decay, "orthogonal": True})
+    return [group for group in groups if group["params"]]
 
-    def build(groups: Groups) -> torch.optim.Optimizer:
-        assert settings.lr is not None
-        return torch.optim.AdamW(
-            groups,
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            fused=name == "adamw-fused",
-            foreach=name == "adamw-foreach",
-        )
 
-    return place([group for group in groups if group["params"]], build)
+def _build(
+    groups: Groups, *, name: OptimizerName, settings: TrainSettings, noise: Noise
+) -> torch.optim.Optimizer:
+    """AdamW is Loshchilov and Hutter's (ICLR 2019), Adafactor Shazeer and Stern's (ICML 2018)."""
+    lr, betas = settings.lr, (settings.beta1, settings.beta2)
+    assert lr is not None  # settled before the first step
+    kind = name.removeprefix("adamw-")
+    if kind in ("bf16", "8bit", "4bit"):
+        return LowAdamW(groups, cast(Kept, kind), noise, lr=lr, betas=betas)
+    if name == "adafactor":
+        return Adafactor(groups, lr=lr)
+    if name == "muon":
+        return Muon(groups, lr=lr, betas=betas)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=settings.beta1, foreach=False)
+    return torch.optim.AdamW(
+        groups, lr=lr, betas=betas, fused=name == "adamw-fused", foreach=name == "adamw-foreach"
+    )
+
+
+def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
+    """Tell an optimizer which step comes, from 1 (what it draws depends on it), and its rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        if "number" in group:
+            group["number"] = number
+
+
+def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
+    """Step one parameter only, as a step of all would."""
+    groups = optimizer.param_groups
+    group = next(g for g in groups if any(p is parameter for p in g["params"]))
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
 
 
 @torch.no_grad()
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give parameters that have not been updated yet the state from which AdamW begins.
+    """Give parameters that have not been updated yet the state from which they begin.
 
     So that a checkpoint has the state of all. torch's own way is a step with lr 0, which counts.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
-                device = parameter.device if group.get("fused") else "cpu"
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+                optimizer.state[parameter] = initial_state(optimizer, group, parameter)
+
+
+def initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    """What a parameter's state is before its first step."""
+    if isinstance(optimizer, OwnDtypes):
+        return optimizer.initial_state(parameter, group)
+    if isinstance(optimizer, Adafactor):
+        return optimizer.initial_state(parameter)
+    if isinstance(optimizer, torch.optim.SGD) or group.get("orthogonal"):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    device = parameter.device if group.get("fused") else "cpu"
+    # From a number, so that a trace under fake tensors can read it again, as AdamW's for-loop does.
+    state = {"step": torch.tensor(0.0, dtype=torch.float32, device=device)}
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return {**state, **moments}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.scratch import Scratch
-from outpace.optim.build import Build
-from outpace.parallel.tensors import local, square_sum, whole
+from outpace.optim.build import Build, step_alone
+from outpace.parallel.tensors import local, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -76,6 +76,7 @@ class Layout:
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
         self.module = objective if module is None else module
+        self._stepped: list[Tensor] | None = None  # norms of gradients that are gone
 
     @property
     def model(self) -> nn.Module:
@@ -90,6 +91,38 @@ class Layout:
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """The optimizer of this rank; `build` makes one of groups of its parameters."""
         return build(groups)
+
+    def step_in_backward(
+        self,
+        optimizer: torch.optim.Optimizer,
+        look: Callable[[nn.Parameter], None] = lambda parameter: None,
+    ) -> None:
+        """Let each parameter be stepped as soon as its gradient is there, which is then dropped.
+
+        As in Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. Norms are kept. `look` sees
+        a parameter before. Only for plans of one backward a step (see `records.plan.IN_BACKWARD`).
+        """
+        norms: list[Tensor] = []
+        self._stepped = norms
+
+        def on_gradient(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            look(parameter)
+            norms.append(total_norm([local(parameter.grad)]))
+            step_alone(optimizer, parameter)
+            parameter.grad = None
+
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _norms_of_stepped(self) -> list[Tensor]:
+        """Of this step's gradients that are gone already; forgets them."""
+        norms = list(self._stepped or ())
+        if self._stepped:
+            self._stepped.clear()
+        return norms
 
     def saved(
         self, optimizer: torch.optim.Optimizer
@@ -150,7 +183,7 @@ class Layout:
 
     def total_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
-        return nn.utils.get_total_norm(self.local_gradients())
+        return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float) -> Tensor:
         """Scale the gradients so that their norm is at most `limit`; 0 leaves them.
@@ -168,6 +201,21 @@ class Layout:
         if gradients:
             precise = torch.promote_types(gradients[0].dtype, torch.float32)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
+
+    def widen_gradients(self) -> None:
+        """Make gradients of 16 bits fp32, until they are dropped."""
+        for _, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.float()
+                parameter.grad = None  # or no other dtype may follow
+                parameter.grad_dtype = gradient.dtype
+                parameter.grad = gradient
+
+    def drop_wide_gradients(self) -> None:
+        """Drop all gradients; the next ones are of the weights' dtype."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
 
     def exposed_communication_s(self) -> float:
         """The part of the last backward in which only communication was going on."""
@@ -197,6 +245,8 @@ class Spread(Layout):
     def total_norm(self) -> Tensor:
         """Each rank's share of the squares, added up over the group."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
+        for norm in self._norms_of_stepped():  # of parts that no other rank of the group has
+            square += norm.double().square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 

@@ -20,7 +20,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.optim.build import Build
 from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import fuse
-from outpace.parallel.tensors import by_dtype, joined, spread
+from outpace.parallel.tensors import by_dtype, joined, norm_dtype, spread
 from outpace.parallel.witness import Witness
 from outpace.records.errors import BadInputError
 
@@ -181,7 +181,10 @@ class DataParallel(Layout):
 
     def total_norm(self) -> Tensor:
         """Rank 0's, told to the others."""
-        norm = super().total_norm() if self._first else self._fused[0].buffer.new_zeros(())
+        dtype = norm_dtype(self._fused[0].buffer.dtype)
+        norm = (
+            super().total_norm() if self._first else torch.zeros((), dtype=dtype, device=self._on)
+        )
         dist.broadcast(norm, 0)
         return norm
 

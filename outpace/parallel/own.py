@@ -22,6 +22,7 @@ from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronis
 from outpace.parallel.blocks import flat, named_blocks
 from outpace.parallel.offload import place_optimizer
 from outpace.records.errors import BadInputError
+from outpace.records.optimizers import SCALED, WEIGHTS
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 
@@ -218,9 +219,21 @@ def _check(module: nn.Module, plan: Plan) -> None:
     why_not = _REFUSED.get(plan.strategy)
     if why_not is not None:
         raise BadInputError(f"parallelize does not take strategy {plan.strategy}: {why_not}.")
-    if plan.precision == "fp16":
+    if plan.precision in SCALED:
         raise BadInputError(
-            "precision fp16 needs a loss scaler in the training loop. Use bf16, or outpace train."
+            f"precision {plan.precision} needs a loss scaler in the training loop. Use bf16, or "
+            "outpace train."
+        )
+    if plan.precision in WEIGHTS or plan.precision == "fp8":
+        raise BadInputError(
+            f"parallelize lays out the module as it is, so precision {plan.precision} has to be in "
+            "it already: convert it before (module.bfloat16(), torchao's float8), with precision "
+            "fp32, or use outpace train."
+        )
+    if plan.optimizer_in_backward:
+        raise BadInputError(
+            "optimizer_in_backward steps the optimizer, which is the caller's in parallelize. Use "
+            "outpace train, or leave it out."
         )
     if plan.loss != "auto":
         raise BadInputError(

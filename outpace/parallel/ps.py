@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outpace.optim.build import Build
 from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.fusion import Fused, fuse
-from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, spread
+from outpace.parallel.tensors import by_dtype, drop_all_but, joined, make_equal, norm_dtype, spread
 from outpace.parallel.witness import Witness
 from outpace.planner.wire import share_by_size
 from outpace.records.errors import BadInputError
@@ -47,7 +47,7 @@ class Role(Layout):
         super().__init__(request.objective)
         self._plan = request.plan
         self._on = request.device
-        self._dtype = next(request.objective.parameters()).dtype
+        self._dtype = norm_dtype(next(request.objective.parameters()).dtype)
         self._witness = Witness(request.device)
         self._devices = request.plan.worker_devices
         # The first device of each.

@@ -1,32 +1,21 @@
-"""A tensor that may be spread over ranks: its part here, and the whole."""
+"""Tensors of several ranks: copies of the same values, messages made of many."""
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from outpace.nn.spread import local, whole
 
-def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor. Collective over the ranks that hold a part of it."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = list(tensor.placements)
-    # What was split last is put together first: torch would do the same, with a warning.
-    for axis in range(len(placements)):
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+__all__ = [
+    "by_dtype", "copies", "drop_all_but", "hollow", "joined", "local", "make_equal", "norm_dtype",
+    "spread", "square_sum", "total_norm", "whole",
+]  # fmt: skip
 
 
 def copies(tensor: Tensor, ranks: int) -> int:
@@ -47,8 +36,25 @@ def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
         alike.setdefault(copies(gradient, ranks), []).append(local(gradient))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for held_by, some in alike.items():
-        total += nn.utils.get_total_norm(some).double().square() / held_by
+        total += total_norm(some).double().square() / held_by
     return total
+
+
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the norm of tensors of a dtype: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all values of plain tensors, as torch's `get_total_norm`, in `norm_dtype`."""
+    if all(norm_dtype(tensor.dtype) == tensor.dtype for tensor in tensors):
+        return nn.utils.get_total_norm(tensors)
+    norms = [
+        norm
+        for alike in by_dtype(tensors)
+        for norm in torch._foreach_norm(alike, 2, dtype=norm_dtype(alike[0].dtype))
+    ]
+    return nn.utils.get_total_norm(norms)
 
 
 def hollow(module: nn.Module) -> nn.Module:

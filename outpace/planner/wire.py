@@ -26,6 +26,7 @@ from itertools import pairwise
 
 from outpace.planner.shapes import Shape, parameter_shapes
 from outpace.records.model import ModelSpec
+from outpace.records.optimizers import WEIGHTS
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
@@ -86,12 +87,14 @@ class Work:
     @property
     def item(self) -> int:
         """Bytes of a number of parameters, gradients and sums."""
+        if self.plan.precision in WEIGHTS:
+            return 2
         return 8 if self.plan.precision == "fp64" else 4
 
     @property
     def low_item(self) -> int:
         """Bytes of a number of what matrix products read."""
-        return 2 if self.plan.precision in ("bf16", "fp16") else self.item
+        return 2 if self.plan.precision in ("bf16", "fp16", "fp8") else self.item
 
     @property
     def exchanged_item(self) -> int:

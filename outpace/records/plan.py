@@ -16,6 +16,7 @@ from pydantic import (
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
+from outpace.records.optimizers import LOW, PURE, SCALED, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
@@ -25,7 +26,6 @@ Strategy = Literal[
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 # Of a pipeline that is one axis of several.
 ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 # In the order of what they keep, the most first.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
@@ -38,7 +38,6 @@ def _at_plus(value: object) -> object:
 LayerModes = Annotated[tuple[Checkpointing, ...], BeforeValidator(_at_plus)]
 Compression = Literal["none", "bf16", "powersgd"]
 Offload = Literal["none", "cpu", "disk"]
-OptimizerName = Literal["adamw-fused", "adamw-foreach", "adamw-for-loop"]
 # The matrices of a block, by their names in `nn.block`.
 LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
 Base = Literal["fp32", "nf4"]
@@ -77,6 +76,8 @@ COMPRESSES: Mapping[Compression, tuple[Strategy, ...]] = {
 }
 # What gathers parameters before their use, and so can keep them elsewhere; one process as well.
 GATHERS: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp", "3d")
+# Where a gradient that is made is whole, and nothing else holds its memory.
+IN_BACKWARD: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp")
 # DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2
 
@@ -123,6 +124,7 @@ class Plan(Record):
     empty_cache: bool = False
     compile: bool = False
     optimizer: OptimizerName = "adamw-fused"
+    optimizer_in_backward: bool = False
     loss: Literal["auto", "plain", "chunked"] = "auto"
     compress_gradients: Compression = "none"
     powersgd_rank: PositiveInt = 1
@@ -151,6 +153,7 @@ class Plan(Record):
         self._check_checkpointing()
         self._check_offload()
         self._check_lora()
+        self._check_optimizer()
         if self.strategy == "ps" and self.servers == 0:
             raise ValueError("strategy ps has 0 servers. Use servers 1 or more")
         asked = self.servers or self.server_updates or self.worker_devices > 1
@@ -182,6 +185,18 @@ class Plan(Record):
                 f"they lie, none is gathered before its use. Use strategy {' or '.join(GATHERS)}, "
                 "or offload_optimizer, which works here too"
             )
+        elsewhere = self.offload_optimizer != "none" or self.offload_parameters != "none"
+        if elsewhere and (self.optimizer_in_backward or self.precision == "fp16-master"):
+            what = "optimizer_in_backward" if self.optimizer_in_backward else "fp16-master"
+            raise ValueError(
+                f"{what} does not go with offloading: the step is taken unit by unit, on weights "
+                "that the optimizer keeps itself. Use one of the two"
+            )
+        if elsewhere and not self.optimizer.startswith("adamw-f"):
+            raise ValueError(
+                f"offloading steps AdamW in fp32, whose state is known beforehand; optimizer is "
+                f"{self.optimizer}. Use adamw-fused, adamw-foreach or adamw-for-loop with it"
+            )
         if self.offload_activations != "none" and self.compile:
             raise ValueError(
                 f"offload_activations {self.offload_activations} moves what autograd saves of a "
@@ -203,7 +218,7 @@ class Plan(Record):
                 f"compress_gradients {kind}: strategy {self.strategy} has no such exchange. Use "
                 f"strategy {' or '.join(able)}, or leave it out"
             )
-        if kind == "powersgd" and self.precision == "fp16":
+        if kind == "powersgd" and self.precision in ("fp16", "fp16-master", "fp16-pure"):
             raise ValueError(
                 "compress_gradients powersgd keeps what it left out for the next step, and in fp16 "
                 "an overflow would stay there for good. Use precision bf16 or fp32"
@@ -277,6 +292,32 @@ class Plan(Record):
         if self.lora_rank is None or self.lora_alpha is None:
             return 1.0
         return self.lora_alpha / self.lora_rank
+
+    def _check_optimizer(self) -> None:
+        if self.precision in PURE and self.optimizer not in LOW:
+            raise ValueError(
+                f"precision {self.precision} keeps weights in 16 bits only, where optimizer "
+                f"{self.optimizer} loses updates and moments. Use optimizer {' or '.join(LOW)}"
+            )
+        if self.precision == "fp8" and (self.tp > 1 or self.strategy == "tp"):
+            raise ValueError(
+                "precision fp8 scales each matrix by its largest value, which ranks of tp that "
+                "have parts of it do not know. Use precision bf16, or zero3 in place of tp"
+            )
+        if not self.optimizer_in_backward:
+            return
+        if self.strategy not in IN_BACKWARD:
+            raise ValueError(
+                f"optimizer_in_backward steps a parameter when its gradient is whole, but strategy "
+                f"{self.strategy} keeps all gradients until the end of backward (in buckets that "
+                "are exchanged, or to add micro-batches up). Use strategy "
+                f"{' or '.join(IN_BACKWARD)}, or leave it out"
+            )
+        if self.precision in SCALED:
+            raise ValueError(
+                f"optimizer_in_backward has stepped some parameters before precision "
+                f"{self.precision} sees an overflow in others. Use precision bf16, or leave it out"
+            )
 
     @property
     def schedule(self) -> str:

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
+from outpace.records.optimizers import AskedPrecision, OptimizerName
 from outpace.records.plan import (
     AXES,
     POWERSGD_LEAST_START,
@@ -26,7 +27,6 @@ from outpace.records.plan import (
     Compression,
     LoraTarget,
     Offload,
-    OptimizerName,
     ProductSchedule,
     Strategy,
 )
@@ -153,15 +153,28 @@ class TrainSettings(Record):
         description="final over peak learning rate",
         json_schema_extra={"group": "optimization"},
     )
-    optimizer: OptimizerName = _field("optimization", "implementation of AdamW", "adamw-fused")
+    optimizer: OptimizerName | None = _field(
+        "optimization",
+        "AdamW in three implementations, or with moments in 16, 8 or 4 bits; Adafactor; Muon for "
+        "hidden matrices and AdamW for the rest; SGD with momentum (default: adamw-fused, or "
+        "adamw-bf16 for weights in 16 bits)",
+    )
+    optimizer_in_backward: bool = _field(
+        "optimization",
+        "step each parameter in backward and drop its gradient; needs --clip 0 (single, zero2, "
+        "zero3, hsdp)",
+        False,
+    )
     weight_decay: NonNegativeFloat = _field(
-        "optimization", "decoupled; not on biases, norms and embeddings of one dimension", 0.1
+        "optimization",
+        "decoupled, but for sgd; not on biases, norms and embeddings of one dimension",
+        0.1,
     )
     beta1: float = Field(
         default=0.9,
         ge=0,
         lt=1,
-        description="AdamW's first moment",
+        description="AdamW's first moment; SGD's momentum",
         json_schema_extra={"group": "optimization"},
     )
     beta2: float = Field(
@@ -195,11 +208,16 @@ class TrainSettings(Record):
         "fp32",
     )
 
-    precision: Literal["fp32", "bf16", "fp16"] | None = _field(
-        "computation", "of matrix products (default: bf16 where the device has it, else fp32)"
+    precision: AskedPrecision | None = _field(
+        "computation",
+        "of matrix products (default: bf16 where the device has it, else fp32); bf16-pure and "
+        "fp16-pure: of weights too; fp16-master: fp16 weights, fp32 copies in the optimizer; fp8: "
+        "in blocks, on hardware that has it; O0 to O3: Apex's levels",
     )
-    autocast_cache: bool = _field(
-        "computation", "cast each weight once per forward, not at each use", True
+    autocast_cache: bool | None = _field(
+        "computation",
+        "keep each weight's cast until the forward's end (default: for models of one's own, which "
+        "may use a weight twice)",
     )
     checkpointing: Checkpointing = _field(
         "computation",
@@ -338,6 +356,11 @@ class TrainSettings(Record):
                 raise ValueError(
                     f"memory_budget chooses what is recomputed, and so does {name}. Leave one out"
                 )
+        if self.optimizer_in_backward and self.clip > 0:
+            raise ValueError(
+                f"clip is {self.clip}, but optimizer_in_backward steps parameters before the norm "
+                "of all gradients is known. Use --clip 0, or leave it out"
+            )
         if self.data_weights is not None and len(self.data_weights) != len(self.data):
             raise ValueError(
                 f"data_weights has {len(self.data_weights)} values for {len(self.data)} sources"

@@ -10,10 +10,10 @@ from torch import Tensor
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
-from outpace.optim.build import make_optimizer
+from outpace.optim.build import begin_step, make_optimizer
 from outpace.parallel import Layout, Pass, Request
 from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import place_optimizer
@@ -54,25 +54,42 @@ def run_steps(
 ) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, settings = work.plan, work.settings
-    mixed = make_mixed(plan.precision, CPU, settings.autocast_cache)
-    later = fills_later(plan)
-    with torch.device("meta" if later else CPU):
-        model = Transformer(work.spec)
-    adapt(model, plan, settings.seed)
-    objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
+    mixed = make_mixed(plan.precision, CPU, keeps_casts(settings.autocast_cache, False))
+    objective = _objective(work, mixed)
     rules.prepare(objective)
     watch.keep(rules.workspaces(), "workspaces")
     apply_levers(objective.model, plan, scratch=scratch)
     layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
-    if later:
-        shapes = parameter_shapes(work.spec)
-        fill(layout, CPU, lambda name: torch.empty(shapes[name]))
-    place = partial(place_optimizer, layout, plan, scratch)
-    optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings, place)
+    if fills_later(plan):
+        shapes, dtype = parameter_shapes(work.spec), mixed.weights or torch.float32
+        fill(layout, CPU, lambda name: torch.empty(shapes[name], dtype=dtype))
+    optimizer = make_optimizer(
+        layout.named_parameters(),
+        plan.optimizer,
+        settings,
+        partial(place_optimizer, layout, plan, scratch),
+        master_weights=plan.precision == "fp16-master",
+    )
+    if plan.optimizer_in_backward:
+        layout.step_in_backward(optimizer)
     watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
     for step in range(1, STEPS + 1):
         watch.begin_step(step)
-        _step(work, ranks, watch, layout, optimizer, Pass(mixed.cast, _scaled, watch.mark))
+        begin_step(optimizer, step, settings.lr or 1e-3)
+        _step(work, ranks, watch, layout, optimizer, mixed)
+
+
+def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
+    """The model in the dtype of its weights; without memory where it is filled later."""
+    plan, before = work.plan, torch.get_default_dtype()
+    torch.set_default_dtype(mixed.weights or before)  # casts of modules are not for fake tensors
+    try:
+        with torch.device("meta" if fills_later(plan) else CPU):
+            model = Transformer(work.spec)
+    finally:
+        torch.set_default_dtype(before)
+    adapt(model, plan, work.settings.seed)
+    return LanguageModelObjective(model, plan.loss, mixed.dtype)
 
 
 def _step(
@@ -81,19 +98,24 @@ def _step(
     watch: Watch,
     layout: Layout,
     optimizer: torch.optim.Optimizer,
-    given: Pass,
+    mixed: Mixed,
 ) -> None:
     reads = work.plan.data_rank(ranks.rank) is not None
     batches = [work.batch() for _ in range(work.accumulation)] if reads else []
     for batch in batches:
         watch.call(batch.values(), "inputs")
     watch.mark("data")
+    given = Pass(mixed.cast, _scaled, watch.mark)
     layout.gradients(batches or [None] * work.accumulation, given)
+    if mixed.wide_gradients:
+        layout.widen_gradients()
     watch.mark("communication")
     layout.clip(work.settings.clip)
     optimizer.step()
     watch.call(_states(optimizer), "optimizer state")
     optimizer.zero_grad(set_to_none=True)
+    if mixed.wide_gradients:
+        layout.drop_wide_gradients()
     watch.mark("optimizer")
 
 

@@ -4,7 +4,8 @@ import torch
 
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
-from outpace.records.plan import Plan, Precision
+from outpace.records.optimizers import Precision
+from outpace.records.plan import Plan
 
 # CPU features with which bf16 matrix products run faster than fp32's. With avx512_bf16 alone they
 # took 1.3 to 1.7 times as long (docs/log.md).

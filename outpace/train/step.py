@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.nn.mixed import Mixed
+from outpace.optim.build import begin_step
 from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
 from outpace.train.memory import CacheFreer, peak_memory_bytes
@@ -102,9 +103,12 @@ class Stepper:
         """
         timer = self._timer
         timer.mark("data")
+        begin_step(self._optimizer, step, lr)
         given = Pass(self.mixed.cast, self._scaled, self._mark)
         totals = self._layout.gradients(list(batches), given)
         communication_s = self._layout.exposed_communication_s()
+        if self.mixed.wide_gradients:
+            self._layout.widen_gradients()
         gathered, pending = self._exchange(totals, stop())
         if not self._targets_known:
             _wait(pending)
@@ -114,7 +118,7 @@ class Stepper:
         if self._on_gradients is not None:
             self._on_gradients()
         timer.mark("communication")
-        grad_norm, loss_scale, skipped = self._update(lr)
+        grad_norm, loss_scale, skipped = self._update()
         self._mark("optimizer")
         _wait(pending)
         timer.mark("communication")
@@ -160,11 +164,9 @@ class Stepper:
         ]
         return Gathered(heard), works
 
-    def _update(self, lr: float) -> tuple[Tensor, float | None, bool]:
+    def _update(self) -> tuple[Tensor, float | None, bool]:
         """Clip, step, zero. Returns the norm before clipping, loss scale, and whether skipped."""
         optimizer, scaler = self._optimizer, self.mixed.scaler
-        for group in optimizer.param_groups:
-            group["lr"] = lr
         if scaler is None:
             norm = self._layout.clip(self._clip)
             optimizer.step()
@@ -179,6 +181,8 @@ class Stepper:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
+        if self.mixed.wide_gradients:
+            self._layout.drop_wide_gradients()
         return norm, used_scale, scaler.get_scale() < used_scale
 
 

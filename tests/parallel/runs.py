@@ -45,7 +45,8 @@ def plan_of(name: str, samples: int = 16, **levers: Any) -> Plan:
     share = samples // (2 * sizes["dp_replicate"] * sizes["dp_shard"])
     schedule = "1f1b" if strategy == "3d" and sizes["pp"] > 1 else strategy
     parts = default_microbatches(schedule, sizes["pp"], share)
-    values = {"micro_batch": share // parts, "pp_microbatches": parts, "precision": "fp64"}
+    values = {"micro_batch": share // parts, "pp_microbatches": parts, "precision": "fp64",
+              "optimizer": "adamw-for-loop"}  # fmt: skip
     own = {"strategy": strategy, "servers": servers, "server_updates": by_servers}
     return Plan.parse({**own, **sizes, **values, **levers}, "test")
 
@@ -68,7 +69,11 @@ class Run:
         settings = TrainSettings(lr=trial.lr)
         place = partial(place_optimizer, self.layout, plan, self.scratch)
         self.optimizer = make_optimizer(
-            self.layout.named_parameters(), "adamw-for-loop", settings, place
+            self.layout.named_parameters(),
+            plan.optimizer,
+            settings,
+            place,
+            master_weights=plan.precision == "fp16-master",
         )
         spoil(self.layout)
         self.mixed = make_mixed(plan.precision, CPU, True)

@@ -1,0 +1,60 @@
+"""Matrix products of blocks in float8, by torchao.
+
+Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433: e4m3 for weights and
+activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, found anew for
+each product ("dynamic" scaling).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from outpace.nn.torchao import torchao_module
+from outpace.records.errors import BadInputError
+
+_LEAST = (8, 9)  # compute capability: Ada Lovelace and Hopper
+_MULTIPLE = 16  # of both sizes of a matrix, for the hardware's kernels
+
+
+def require_fp8(device: torch.device) -> None:
+    """Raises BadInputError where the device has no float8 products."""
+    if device.type != "cuda":
+        raise BadInputError(
+            f"--precision fp8 needs a GPU with float8 matrix products (NVIDIA, compute capability "
+            f"{'.'.join(map(str, _LEAST))} or more), but the device is {device.type}. Use "
+            "--precision bf16."
+        )
+    found = torch.cuda.get_device_capability(device)
+    if found < _LEAST:
+        raise BadInputError(
+            f"--precision fp8 needs a GPU of compute capability {'.'.join(map(str, _LEAST))} or "
+            f"more (float8 matrix products); this one has {'.'.join(map(str, found))}. Use "
+            "--precision bf16."
+        )
+
+
+def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
+    """Put float8 products in the place of the blocks' linear layers; names and weights stay.
+
+    Layers with a size that is no multiple of 16 stay as they are. `emulate` computes in fp32 what
+    the hardware would, for tests.
+    """
+    float8 = torchao_module("float8", "--precision fp8")
+    config = float8.Float8LinearConfig(emulate=emulate)
+    changed = 0
+    for block in blocks:
+        float8.convert_to_float8_training(block, config=config, module_filter_fn=_fits)
+        changed += sum(
+            isinstance(part, float8.float8_linear.Float8Linear) for part in block.modules()
+        )
+    if not changed:
+        raise BadInputError(
+            "--precision fp8: no linear layer of the model's blocks has sizes that are multiples "
+            f"of {_MULTIPLE}. Use --precision bf16."
+        )
+
+
+def _fits(layer: nn.Module, name: str) -> bool:
+    assert isinstance(layer, nn.Linear)
+    return layer.in_features % _MULTIPLE == 0 and layer.out_features % _MULTIPLE == 0

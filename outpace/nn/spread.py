@@ -1,0 +1,52 @@
+"""A tensor that may be spread over ranks: its part here, the whole, a part of the whole."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor. Collective over the ranks that hold a part of it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    # What was split last is put together first: torch would do the same, with a warning.
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+def splits(placement: Placement, dim: int) -> bool:
+    """Whether a placement splits a tensor along `dim`, at one stretch or in strides.
+
+    torch's `is_shard` does not count the latter, in which a tensor lies that was split twice.
+    """
+    return getattr(placement, "dim", None) == dim
+
+
+@torch.no_grad()
+def part_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor, the part that this rank has of `like`. Nothing is sent."""
+    if not isinstance(like, DTensor):
+        return tensor
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    spread = DTensor.from_local(tensor, like.device_mesh, everywhere, run_check=False)
+    return spread.redistribute(placements=like.placements).to_local()
+
+
+def as_spread(part: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A part as that of a tensor of `shape`, spread as `like` is; itself where that is not."""
+    if not isinstance(like, DTensor):
+        return part
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False,
+        shape=torch.Size(shape), stride=stride,
+    )  # fmt: skip

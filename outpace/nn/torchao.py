@@ -1,0 +1,29 @@
+"""torchao, an optional package: low-bit formats and float8 matrix products."""
+
+import logging
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from outpace.records.errors import BadInputError
+
+# Their loggers say at import which of torchao's kernels do not fit this machine; none is used.
+_CHATTY = ("torchao", "torch.utils._pytree")
+
+
+def torchao_module(name: str, asked: str) -> Any:
+    """`torchao.NAME`. Raises BadInputError, for what was `asked`, where it is not installed."""
+    if find_spec("torchao") is None:
+        raise BadInputError(
+            f"{asked} needs torchao, which is not installed. Install it with pip install "
+            "'outpace[lowbit]'."
+        )
+    loggers = [logging.getLogger(one) for one in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        return import_module(f"torchao.{name}")
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

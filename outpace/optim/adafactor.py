@@ -1,0 +1,107 @@
+"""Adafactor over tensors that may be spread over ranks.
+
+Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
+algorithms 4 and 5, in the form of torch.optim.Adafactor: the learning rate is the upper bound of
+the relative step. torch's own asks DTensors for operations that they do not have, and reads numbers
+back from the device for each parameter.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from outpace.nn.spread import local, splits
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch's settings and states; sums over rows and columns are over the ranks that have them."""
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Zeros: means of squares over the columns and over the rows of a matrix."""
+        state = {"step": torch.zeros((), dtype=torch.float32)}
+        if parameter.ndim < 2:
+            return {**state, "variance": torch.zeros_like(parameter)}
+        last = parameter.ndim - 1
+        return {
+            **state,
+            "row_var": _zeros_without(parameter, last),
+            "col_var": _zeros_without(parameter, last - 1),
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient. Collective where tensors are spread."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(self.initial_state(parameter))
+                state["step"] += 1
+                self._update(parameter, state, group)
+
+    def _update(
+        self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
+        least = group["eps"][0] or torch.finfo(parameter.dtype).eps
+        weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
+        new = state["step"] ** group["beta2_decay"]  # 1 − β̂₂
+        bound = (state["step"] ** -0.5).clamp(max=group["lr"])
+        rate = _root_mean_square(weight, parameter).clamp(min=group["eps"][1]) * bound
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        estimate = self._estimate(parameter, gradient.square(), state, new, least)
+        update = estimate.clamp_(min=least**2).rsqrt_().mul_(gradient)
+        size = _root_mean_square(update, parameter).div_(group["d"]).clamp_(min=1.0)
+        weight.sub_(update.mul_(rate / size))
+
+    def _estimate(
+        self, parameter: Tensor, square: Tensor, state: dict[str, Tensor], new: Tensor, least: float
+    ) -> Tensor:
+        """Of the squares' running mean, from its means over rows and over columns."""
+        if parameter.ndim < 2:
+            return _blend(local(state["variance"]), square, new).clone()
+        rows, last = parameter.shape[-2], parameter.ndim - 1
+        over_columns = _summed(square.sum(-1, keepdim=True), parameter, last) / parameter.shape[-1]
+        over_rows = _summed(square.sum(-2, keepdim=True), parameter, last - 1) / rows
+        row = _blend(local(state["row_var"]), over_columns, new)
+        column = _blend(local(state["col_var"]), over_rows, new)
+        mean = _summed(row.sum(-2, keepdim=True), parameter, last - 1) / rows
+        return (row @ column).div_(mean.clamp_(min=least))
+
+
+def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
+    """`running`, of which the share `new` becomes `value`; in place."""
+    return running.mul_(1 - new).add_(value * new)
+
+
+def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
+    """Of all parts of a tensor that is spread as `of` is."""
+    return (_summed(part.square().sum(), of, *range(of.ndim)) / of.numel()).sqrt_()
+
+
+def _summed(value: Tensor, of: Tensor, *dims: int) -> Tensor:
+    """`value` added up over the ranks that `of` is split over along one of `dims`; in place."""
+    if isinstance(of, DTensor):
+        for axis, placed in enumerate(of.placements):
+            if any(splits(placed, dim) for dim in dims):
+                dist.all_reduce(value, group=of.device_mesh.get_group(axis))
+    return value
+
+
+def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
+    """Zeros of the parameter's shape with 1 in `dim`, spread as it is along the others."""
+    shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
+    here = local(parameter).new_zeros(shape)
+    if not isinstance(parameter, DTensor):
+        return here
+    whole_shape = [1 if d == dim else size for d, size in enumerate(parameter.shape)]
+    placements = [Replicate() if splits(p, dim) else p for p in parameter.placements]
+    stride = torch.empty(whole_shape, device="meta").stride()
+    return DTensor.from_local(
+        here, parameter.device_mesh, placements, run_check=False,
+        shape=torch.Size(whole_shape), stride=stride,
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""Optimizers that hold states in dtypes of their own."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class OwnDtypes(torch.optim.Optimizer):
+    """An optimizer whose loaded states keep their dtypes; torch casts them to the parameter's."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with the states' own dtypes."""
+        super().load_state_dict(state_dict)
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        held = [p for group in self.param_groups for p in group["params"]]
+        for number, parameter in zip(numbers, held, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and name != "step":
+                    self.state[parameter][name] = value.to(parameter.device)
+
+    def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        """What a parameter's state is before its first step."""
+        raise NotImplementedError

@@ -1,0 +1,51 @@
+"""Optimizers and precisions by name, with what is known of each before anything runs."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+OptimizerName = Literal[
+    "adamw-fused", "adamw-foreach", "adamw-for-loop", "adamw-bf16", "adamw-8bit", "adamw-4bit",
+    "adafactor", "muon", "sgd",
+]  # fmt: skip
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8"]
+# What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
+AskedPrecision = Literal[
+    "fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8", "O0", "O1", "O2", "O3",
+]  # fmt: skip
+
+LEVELS: Mapping[str, Precision] = {
+    "O0": "fp32",
+    "O1": "fp16",
+    "O2": "fp16-master",
+    "O3": "fp16-pure",
+}
+MEANS: Mapping[str, str] = {
+    "O0": "everything in fp32",
+    "O1": "weights in fp32, matrix products in fp16 by autocast, a dynamic loss scale",
+    "O2": "weights and gradients in fp16, fp32 master weights in the optimizer, a dynamic loss "
+    "scale (norms are fp16 here, with fp32 inside)",
+    "O3": "weights and gradients in fp16, no loss scale; AdamW's moments in bf16, which has the "
+    "range that fp16 lacks",
+}
+
+# The same numbers from any number of processes, and nothing drawn: what `verify` can prove.
+EXACT: tuple[OptimizerName, ...] = (
+    "adamw-fused", "adamw-foreach", "adamw-for-loop", "adafactor", "sgd",
+)  # fmt: skip
+# Compute in fp32, whatever weights and states are kept in, and round bf16 weights stochastically.
+LOW: tuple[OptimizerName, ...] = ("adamw-bf16", "adamw-8bit", "adamw-4bit")
+# Whose 16-bit weights are the only ones: small updates would be lost by rounding to nearest.
+PURE: tuple[Precision, ...] = ("bf16-pure", "fp16-pure")
+# The dtype in which weights are kept, where it is not fp32 (or fp64).
+WEIGHTS: Mapping[Precision, Literal["bf16", "fp16"]] = {
+    "bf16-pure": "bf16",
+    "fp16-pure": "fp16",
+    "fp16-master": "fp16",
+}
+# A dynamic loss scale.
+SCALED: tuple[Precision, ...] = ("fp16", "fp16-master")
+
+
+def default_optimizer(precision: Precision) -> OptimizerName:
+    """AdamW in the form that a precision needs."""
+    return "adamw-bf16" if precision in PURE else "adamw-fused"

@@ -1,0 +1,163 @@
+"""Every optimizer by its name: the states it begins with, and what they weigh."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outpace.nn.transformer import Transformer
+from outpace.optim.adafactor import Adafactor
+from outpace.optim.build import begin_step, fill_state, make_optimizer
+from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
+from outpace.planner.optimizer_bytes import optimizer_bytes
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import OptimizerName
+from outpace.records.settings import TrainSettings
+
+NAMES = OptimizerName.__args__
+SPEC = ModelSpec.parse(
+    {"family": "gpt2", "layers": 2, "hidden": 64, "heads": 2, "ffn": 192, "vocab": 100,
+     "max_positions": 32},
+    "test",
+)  # fmt: skip
+SETTINGS = TrainSettings(lr=1e-2)
+
+
+def made(name, precision="fp32"):
+    model = Transformer(SPEC)
+    if precision != "fp32":
+        model.to(torch.bfloat16 if precision == "bf16-pure" else torch.float16)
+    master = precision == "fp16-master"
+    return model, make_optimizer(model.named_parameters(), name, SETTINGS, master_weights=master)
+
+
+def train(model, optimizer, steps=3):
+    torch.manual_seed(0)
+    for number in range(1, steps + 1):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        begin_step(optimizer, number, 1e-2)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_filled_states_are_those_from_which_a_first_step_begins(name):
+    known = train(*made(name))
+    model, optimizer = made(name)
+    fill_state(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(train(model, optimizer), known, strict=True))
+
+
+CASES = [(name, "fp32") for name in NAMES] + [
+    ("adamw-bf16", "bf16-pure"), ("adamw-4bit", "bf16-pure"), ("adamw-fused", "fp16-master"),
+    ("muon", "fp16-master"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_states_weigh_what_the_formula_says(name, precision):
+    model, optimizer = made(name, precision)
+    train(model, optimizer, steps=1)
+    found = sum(
+        tensor.nbytes
+        for state in optimizer.state.values()
+        for kind, tensor in state.items()
+        if kind != "step"
+    )
+    assert found == sum(
+        optimizer_bytes(p.shape, name, precision, hidden=is_hidden_matrix(n, p))
+        for n, p in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_a_step_can_be_traced_without_memory(name, precision, request):
+    """No value is looked at: a trace under fake tensors has none."""
+    dtypes = {"fp32": torch.float32, "bf16-pure": torch.bfloat16, "fp16-master": torch.float16}
+    torch.set_default_dtype(dtypes[precision])
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        master = precision == "fp16-master"
+        optimizer = make_optimizer(model.named_parameters(), name, SETTINGS, master_weights=master)
+        train(model, optimizer, steps=2)
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (12,), (2, 3, 4)])
+def test_adafactor_is_torchs(shape):
+    torch.manual_seed(0)
+    known = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    found = nn.Parameter(known.detach().clone())
+    theirs = torch.optim.Adafactor([known], lr=0.02, weight_decay=0.1)
+    ours = Adafactor([found], lr=0.02, weight_decay=0.1)
+    for _ in range(4):
+        known.grad = torch.randn_like(known)
+        found.grad = known.grad.clone()
+        theirs.step()
+        ours.step()
+    torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-8)
+    for name, tensor in theirs.state[known].items():
+        torch.testing.assert_close(ours.state[found][name], tensor, rtol=1e-5, atol=1e-8)
+
+
+def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest():
+    model, optimizer = made("muon")
+    assert isinstance(optimizer, Muon)
+    other = copy.deepcopy(model)
+    hidden = {n for n, p in model.named_parameters() if is_hidden_matrix(n, p)}
+    assert "blocks.0.mlp.up.weight" in hidden
+    assert not {n for n in hidden if n.startswith("embed") or n.endswith("bias") or "norm" in n}
+    named = dict(other.named_parameters())
+    matrices = [p for n, p in named.items() if n in hidden]
+    rest = [
+        {"params": [p for n, p in named.items() if n not in hidden and p.ndim > 1],
+         "weight_decay": SETTINGS.weight_decay},
+        {"params": [p for n, p in named.items() if p.ndim < 2], "weight_decay": 0.0},
+    ]  # fmt: skip
+    muon = torch.optim.Muon(matrices, lr=1e-2, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=1e-2, betas=(SETTINGS.beta1, SETTINGS.beta2), foreach=False)
+    found = train(model, optimizer)
+    torch.manual_seed(0)
+    for _ in range(3):
+        for parameter in other.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        muon.step()
+        adamw.step()
+    for one, known in zip(found, other.parameters(), strict=True):
+        torch.testing.assert_close(one, known.detach(), rtol=0, atol=0)
+
+
+def test_master_weights_remember_what_fp16_rounds_away():
+    """300 updates of 1e-5, each less than half of the last bit of 1 in fp16 (4.9e-4)."""
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.float16))
+    settings = TrainSettings(lr=1e-5, weight_decay=0.0)
+    optimizer = make_optimizer([("w", weight)], "adamw-foreach", settings, master_weights=True)
+    for number in range(1, 301):
+        weight.grad = torch.ones_like(weight)
+        begin_step(optimizer, number, 1e-5)
+        optimizer.step()
+    assert weight.dtype == torch.float16
+    assert float(weight.detach().float().mean()) == pytest.approx(0.997, abs=5e-4)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("adamw-8bit", "bf16-pure"),
+                                                 ("adamw-bf16", "fp32"),
+                                                 ("adamw-fused", "fp16-master")])  # fmt: skip
+def test_loaded_states_keep_their_dtypes(name, precision):
+    model, optimizer = made(name, precision)
+    train(model, optimizer, steps=2)
+    again, other = copy.deepcopy(model), None
+    master = precision == "fp16-master"
+    other = make_optimizer(again.named_parameters(), name, SETTINGS, master_weights=master)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        for kind, tensor in optimizer.state[mine].items():
+            assert torch.equal(other.state[theirs][kind], tensor)
+            assert other.state[theirs][kind].dtype == tensor.dtype
+    assert all(
+        torch.equal(a, b) for a, b in zip(train(model, optimizer), train(again, other), strict=True)
+    )

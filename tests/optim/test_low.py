@@ -1,0 +1,119 @@
+"""AdamW with moments of few bits: the formats are torchao's, the steps are AdamW's."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.optim.build import begin_step
+from outpace.optim.low import LowAdamW, Table
+from outpace.optim.rounding import Noise, rounded
+from outpace.planner.optimizer_bytes import LONGEST_BLOCK, block
+
+CPU = torch.device("cpu")
+HOW = {"lr": 1e-2, "betas": (0.9, 0.95)}
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_and_values_are_torchaos(signed):
+    from torchao.optim.quant_utils import quantize_4bit_with_qmap, quantize_8bit_with_qmap
+
+    x = torch.rand(8, 256) * (2 if signed else 1) - int(signed)
+    x[0, 0] = 1.0
+    eight, four = Table(8, signed, CPU), Table(4, signed, CPU)
+    assert torch.equal(eight.codes(x), quantize_8bit_with_qmap(x, eight.values))
+    numbers = quantize_4bit_with_qmap(x, four.values)
+    assert four.codes(x).shape == (8, 128)  # two in a byte
+    assert torch.equal(four.read(four.codes(x)), four.values[numbers.int()])
+
+
+def pair(kept, shape=(64, 128), dtype=torch.float32):
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    known, found = nn.Parameter(start.clone()), nn.Parameter(start.to(dtype))
+    low = LowAdamW([{"params": [found], "weight_decay": 0.1}], kept, Noise(), **HOW)
+    return known, found, torch.optim.AdamW([known], weight_decay=0.1, **HOW), low
+
+
+def test_steps_are_torchaos_where_its_blocks_are_rows():
+    from torchao.optim import AdamW4bit, AdamW8bit
+
+    for kept, theirs in (("8bit", AdamW8bit), ("4bit", AdamW4bit)):
+        width = LONGEST_BLOCK[kept]
+        known, found, _, low = pair(kept, (64, width))
+        other = theirs([known], weight_decay=0.1, **HOW)
+        for step in range(1, 4):
+            known.grad = torch.randn_like(known)
+            found.grad = known.grad.clone()
+            with torch.compiler.set_stance("force_eager"):
+                other.step()
+            begin_step(low, step, HOW["lr"])
+            low.step()
+        torch.testing.assert_close(found.detach(), known.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kept", "after"), [("bf16", 5e-3), ("8bit", 0.03), ("4bit", 0.3)])
+def test_the_first_step_is_adamws_and_the_next_ones_nearly(kept, after):
+    known, found, adamw, low = pair(kept)
+    moved = known.detach().clone()
+    for step in range(1, 11):
+        known.grad = torch.randn_like(known)
+        found.grad = known.grad.clone()
+        adamw.step()
+        begin_step(low, step, HOW["lr"])
+        low.step()
+        if step == 1:
+            # What is kept of the moments is rounded, what is stepped by is not.
+            torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-7)
+    apart = float((found - known).detach().norm() / (known - moved).detach().norm())
+    assert apart < after
+
+
+def test_blocks_are_parts_of_rows_and_small_tensors_stay_fp32():
+    assert block((64, 256), "8bit") == 256
+    assert block((64, 384), "8bit") == 128  # 384 = 3 · 128
+    assert block((64, 256), "4bit") == 128
+    assert block((64, 256), "8bit", split=8) == 32  # each rank has 32 columns
+    assert block((64, 48), "8bit") is None and block((4096,), "8bit") is None
+    assert block((8, 256), "8bit") is None  # 2,048 values
+
+
+def test_rounding_is_right_on_average_and_keeps_what_bf16_has():
+    drawn = torch.Generator().manual_seed(0)
+    last = 2.0**-7  # of 1 in bf16
+    x = torch.full((200_000,), 1 + 0.25 * last)
+    up = rounded(x, drawn)
+    assert set(up.unique().tolist()) == {1.0, 1 + last}
+    assert float((up > 1).float().mean()) == pytest.approx(0.25, abs=0.005)
+    special = torch.tensor([0.0, -1.5, math.inf, -math.inf, math.nan])
+    torch.testing.assert_close(rounded(special, drawn).float(), special, equal_nan=True)
+
+
+def test_small_updates_of_bf16_weights_are_not_lost():
+    weight = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    low = LowAdamW([{"params": [weight]}], "bf16", Noise(), lr=1e-4, betas=(0.9, 0.95))
+    for step in range(1, 21):
+        weight.grad = torch.ones_like(weight)
+        begin_step(low, step, 1e-4)
+        low.step()
+    # Each step is 1e-4, and half of the last bit below 1 is 2e-3.
+    assert float(weight.detach().float().mean()) == pytest.approx(1 - 20 * 1e-4, abs=5e-4)
+
+
+def test_what_is_drawn_depends_on_seed_name_step_and_kind_only():
+    one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    noise = Noise(1, {one: "a.weight", other: "a.weight"})
+
+    def drawn(noise, parameter, *key):
+        return torch.rand(4, generator=noise.of(parameter, *key)).tolist()
+
+    known = drawn(noise, one, 3, "weight")
+    assert drawn(noise, other, 3, "weight") == known
+    for wrong in (
+        drawn(noise, one, 4, "weight"),
+        drawn(noise, one, 3, "exp_avg"),
+        drawn(Noise(2, {one: "a.weight"}), one, 3, "weight"),
+        drawn(Noise(1, {one: "b.weight"}), one, 3, "weight"),
+    ):
+        assert wrong != known
