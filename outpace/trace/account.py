@@ -57,7 +57,7 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
     low, high = depths
     shallow, deeper = (traced(at_depth(work, depth)) for depth in depths)
     try:
-        return extend(shallow, deeper, (work.spec.layers - high) // (high - low))
+        return extend(shallow, deeper, (work.spec.layers - high) // (high - low), high - low)
     except IrregularError:
         return traced(work)
 

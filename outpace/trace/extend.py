@@ -55,6 +55,7 @@ class Strip:
     part: Part
     entries: tuple[Entry, ...]
     repeats: tuple[tuple[int, int, int], ...]  # entries from, to, and how often they come
+    period: int  # the layers of a repeated piece
     flops: float
     bytes_moved: float
 
@@ -79,6 +80,7 @@ def strip_of(segment: Segment) -> Strip:
         part=segment.part,
         entries=tuple(_in_order(entries)),
         repeats=(),
+        period=1,
         flops=segment.flops,
         bytes_moved=segment.bytes_moved,
     )
@@ -91,17 +93,23 @@ def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
 
 
-def extend(shallow: Sequence[Strip], deeper: Sequence[Strip], times: int) -> list[Strip]:
+def extend(
+    shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
+) -> list[Strip]:
     """What a model would do that is `times` as much deeper than `deeper` as that is than `shallow`.
+
+    They are `period` layers apart.
 
     Raises IrregularError.
     """
     if [(s.step, s.part) for s in shallow] != [(s.step, s.part) for s in deeper]:
         raise IrregularError("the parts of a step differ")
-    return [_extend_one(one, other, times) for one, other in zip(shallow, deeper, strict=True)]
+    return [
+        _extend_one(one, other, times, period) for one, other in zip(shallow, deeper, strict=True)
+    ]
 
 
-def _extend_one(shallow: Strip, deeper: Strip, times: int) -> Strip:
+def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip:
     a, b = shallow.entries, deeper.entries
     entries: list[Entry] = []
     repeats: list[tuple[int, int, int]] = []
@@ -117,6 +125,7 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int) -> Strip:
         part=deeper.part,
         entries=tuple(entries),
         repeats=tuple(repeats),
+        period=period,
         flops=deeper.flops + times * (deeper.flops - shallow.flops),
         bytes_moved=deeper.bytes_moved + times * (deeper.bytes_moved - shallow.bytes_moved),
     )
@@ -240,7 +249,7 @@ def course_of(strips: Sequence[Strip]) -> Course:
         origins.append(indices + begin)
         numbers.append(np.full(len(indices), number))
         held = np.array([entry.block for entry in strip.entries], dtype=np.int64)[indices]
-        blocks.append(np.where(held < 0, -1, held + shifts))
+        blocks.append(np.where(held < 0, -1, held + strip.period * shifts))
         begin += len(strip.entries)
     origin = np.concatenate(origins)
     nbytes = np.array([entry.nbytes for entry in entries], dtype=np.int64)[origin]
@@ -269,12 +278,8 @@ def _written_out(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     at = 0
     for begin, end, times in strip.repeats:
         once(at, begin, 0)
-        layers = {entry.block for entry in strip.entries[begin:end]} - {-1}
-        period = len(layers) or 1
-        before = [entry.block for entry in strip.entries[:begin] if entry.block >= 0]
-        backwards = bool(before) and bool(layers) and before[-1] > max(layers)
         for turn in range(times):
-            once(begin, end, period * (times - 1 - turn if backwards else turn))
+            once(begin, end, times - 1 - turn if strip.part == "backward" else turn)
         at = end
     once(at, len(strip.entries), 0)
     return np.concatenate(indices), np.concatenate(shifts)
