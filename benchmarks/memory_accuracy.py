@@ -1,0 +1,208 @@
+"""How far `outpace memory`'s trace is from what two real steps take.
+
+    python benchmarks/memory_accuracy.py            # records results/memory_accuracy.json
+    python benchmarks/memory_accuracy.py --only gpt2-full,bert-ddp      # some, recorded nowhere
+
+Each case is a command, `outpace memory --measure`, in fresh processes: the traced peak against the
+most that torch's allocator had given out. The list was fixed before anything was measured.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from recording import save
+
+# Wide: few tokens, many weights. The others: few weights, many tokens.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {"family": "gpt2", "layers": 4, "hidden": 512, "heads": 8, "vocab": 8192},
+    "llama": {"family": "llama", "layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4,
+              "vocab": 8192, "tied": True},
+    "qwen3": {"family": "qwen3", "layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4,
+              "vocab": 8192},
+    "bert": {"family": "bert", "layers": 4, "hidden": 512, "heads": 8, "vocab": 8192},
+    "deep": {"family": "llama", "layers": 10, "hidden": 256, "heads": 8, "kv_heads": 8,
+             "vocab": 4096},
+    "wide": {"family": "gpt2", "layers": 2, "hidden": 384, "heads": 6, "vocab": 50257},
+}  # fmt: skip
+_TOKENS = "--seq-len 512 --micro-batch 4"
+_FEW = "--seq-len 64 --micro-batch 1"
+_PIPE = "--seq-len 512 --micro-batch 2 --pp-microbatches 4"
+_MORE = "--seq-len 512 --micro-batch 8"
+
+# model, what is asked; named by both.
+CASES: dict[str, tuple[str, str]] = {
+    # families and losses
+    "gpt2": ("gpt2", _TOKENS),
+    "llama": ("llama", _TOKENS),
+    "qwen3": ("qwen3", _TOKENS),
+    "bert": ("bert", _TOKENS),
+    "wide": ("wide", _FEW),
+    "gpt2-plain-loss": ("gpt2", f"{_TOKENS} --loss plain"),
+    "qwen3-plain-loss": ("qwen3", f"{_TOKENS} --loss plain"),
+    # strategies
+    "gpt2-ddp": ("gpt2", f"{_TOKENS} --strategy ddp --nproc 2"),
+    "bert-ddp": ("bert", f"{_TOKENS} --strategy ddp --nproc 2"),
+    "wide-ring": ("wide", f"{_FEW} --strategy ring --nproc 2"),
+    "wide-zero1": ("wide", f"{_FEW} --strategy zero1 --nproc 2"),
+    "llama-zero2": ("llama", f"{_TOKENS} --strategy zero2 --nproc 2"),
+    "wide-zero2": ("wide", f"{_FEW} --strategy zero2 --nproc 2"),
+    "qwen3-zero3": ("qwen3", f"{_TOKENS} --strategy zero3 --nproc 2"),
+    "deep-zero3-4": ("deep", f"{_MORE} --strategy zero3 --nproc 4"),
+    "gpt2-hsdp": ("gpt2", f"{_TOKENS} --strategy hsdp --nproc 4"),
+    "deep-gpipe": ("deep", f"{_PIPE} --strategy gpipe --nproc 2"),
+    "deep-1f1b": ("deep", f"{_PIPE} --strategy 1f1b --nproc 2"),
+    "deep-interleaved": ("deep", f"{_PIPE} --strategy interleaved --nproc 2"),
+    "llama-tp": ("llama", f"{_MORE} --strategy tp --nproc 2"),
+    "llama-cp": ("llama", f"{_MORE} --strategy cp --nproc 2"),
+    "llama-3d": ("llama", f"{_MORE} --strategy 3d --nproc 4 --tp 2 --dp-shard 2"),
+    "wide-dp": ("wide", f"{_FEW} --strategy dp --nproc 2"),
+    "wide-ps": ("wide", f"{_FEW} --strategy ps --nproc 3"),
+    # recomputation
+    "gpt2-full": ("gpt2", f"{_MORE} --checkpointing full"),
+    "deep-zero3-full": ("deep", f"{_MORE} --checkpointing full --strategy zero3 --nproc 2"),
+    "llama-selective": ("llama", f"{_TOKENS} --checkpointing selective"),
+    "gpt2-ddp-selective": ("gpt2", f"{_TOKENS} --checkpointing selective --nproc 2"),
+    "qwen3-attention": ("qwen3", f"{_MORE} --checkpointing attention"),
+    "deep-attention": ("deep", f"{_MORE} --checkpointing attention"),
+    "deep-every-2": ("deep", f"{_TOKENS} --checkpointing full --checkpoint-every 2"),
+    "deep-zero2-every-3": (
+        "deep",
+        f"{_TOKENS} --checkpointing full --checkpoint-every 3 --strategy zero2 --nproc 2",
+    ),
+    "gpt2-layers": ("gpt2", f"{_TOKENS} --checkpoint-layers full,selective,attention,none"),
+    "llama-layers": ("llama", f"{_TOKENS} --checkpoint-layers full,full,none,none"),
+    # precision
+    "gpt2-bf16": ("gpt2", f"{_TOKENS} --precision bf16"),
+    "qwen3-zero3-bf16": ("qwen3", f"{_TOKENS} --precision bf16 --strategy zero3 --nproc 2"),
+    "bert-bf16-pure": ("bert", f"{_MORE} --precision bf16-pure"),
+    "wide-bf16-pure": ("wide", f"{_FEW} --precision bf16-pure --optimizer adamw-8bit --loss plain"),
+    "wide-fp16": ("wide", f"{_FEW} --precision fp16"),
+    "wide-ddp-fp16": ("wide", f"{_FEW} --precision fp16 --nproc 2"),
+    # optimizers
+    "wide-foreach": ("wide", f"{_FEW} --optimizer adamw-foreach"),
+    "wide-zero2-foreach": ("wide", f"{_FEW} --optimizer adamw-foreach --strategy zero2 --nproc 2"),
+    "wide-for-loop": ("wide", f"{_FEW} --optimizer adamw-for-loop"),
+    "wide-ddp-for-loop": ("wide", f"{_FEW} --optimizer adamw-for-loop --nproc 2"),
+    "gpt2-8bit": ("gpt2", f"{_TOKENS} --optimizer adamw-8bit"),
+    "llama-zero3-8bit": ("llama", f"{_TOKENS} --optimizer adamw-8bit --strategy zero3 --nproc 2"),
+    "bert-4bit": ("bert", f"{_TOKENS} --optimizer adamw-4bit"),
+    "gpt2-ddp-4bit": ("gpt2", f"{_TOKENS} --optimizer adamw-4bit --nproc 2"),
+    "wide-adamw-bf16": ("wide", f"{_FEW} --optimizer adamw-bf16"),
+    "gpt2-zero2-adamw-bf16": (
+        "gpt2",
+        f"{_TOKENS} --optimizer adamw-bf16 --strategy zero2 --nproc 2",
+    ),
+    "llama-adafactor": ("llama", f"{_TOKENS} --optimizer adafactor"),
+    "qwen3-zero3-adafactor": (
+        "qwen3",
+        f"{_TOKENS} --optimizer adafactor --strategy zero3 --nproc 2",
+    ),
+    "llama-muon": ("llama", f"{_TOKENS} --optimizer muon"),
+    "gpt2-zero3-muon": ("gpt2", f"{_TOKENS} --optimizer muon --strategy zero3 --nproc 2"),
+    "bert-sgd": ("bert", f"{_TOKENS} --optimizer sgd"),
+    "gpt2-ddp-sgd": ("gpt2", f"{_TOKENS} --optimizer sgd --nproc 2"),
+    "gpt2-in-backward": ("gpt2", f"{_TOKENS} --optimizer-in-backward --clip 0"),
+    "wide-in-backward": ("wide", f"{_FEW} --optimizer-in-backward --clip 0"),
+    # offloading
+    "gpt2-states-disk": ("gpt2", f"{_TOKENS} --offload-optimizer disk"),
+    "llama-zero3-states-disk": (
+        "llama",
+        f"{_TOKENS} --offload-optimizer disk --strategy zero3 --nproc 2",
+    ),
+    "wide-states-cpu": ("wide", f"{_FEW} --offload-optimizer cpu"),
+    "gpt2-ddp-states-cpu": ("gpt2", f"{_TOKENS} --offload-optimizer cpu --nproc 2"),
+    "gpt2-all-disk": ("gpt2", f"{_TOKENS} --offload disk"),
+    "qwen3-zero3-all-disk": ("qwen3", f"{_TOKENS} --offload disk --strategy zero3 --nproc 2"),
+    "llama-parameters-cpu": ("llama", f"{_TOKENS} --offload-parameters cpu"),
+    "gpt2-zero3-parameters-cpu": (
+        "gpt2",
+        f"{_TOKENS} --offload-parameters cpu --strategy zero3 --nproc 2",
+    ),
+    "wide-activations-disk": ("wide", f"{_FEW} --offload-activations disk"),
+    "deep-ddp-activations-disk": ("deep", f"{_MORE} --offload-activations disk --nproc 2"),
+    # adapters
+    "gpt2-lora": ("gpt2", f"{_TOKENS} --lora-rank 8"),
+    "llama-zero3-lora": ("llama", f"{_TOKENS} --lora-rank 8 --strategy zero3 --nproc 2"),
+    "gpt2-nf4": ("gpt2", f"{_TOKENS} --lora-rank 8 --base nf4"),
+    "llama-ddp-nf4": ("llama", f"{_TOKENS} --lora-rank 8 --base nf4 --nproc 2"),
+    # exchanges and accumulation
+    "wide-ddp-compress-bf16": ("wide", f"{_FEW} --compress-gradients bf16 --nproc 2"),
+    "gpt2-ddp-powersgd": ("gpt2", f"{_TOKENS} --compress-gradients powersgd --nproc 2"),
+    "llama-accumulate": ("llama", f"{_TOKENS} --global-batch 12"),
+    "wide-ddp-accumulate": ("wide", f"{_FEW} --global-batch 6 --nproc 2"),
+}
+LEAST_BYTES = 300 * 2**20
+TARGET_MEAN, TARGET_WORST = 0.02, 0.05
+
+
+def run_case(name: str, folder: Path, device: str) -> dict[str, Any]:
+    """The command's document, shortened. Raises CalledProcessError."""
+    model, asked = CASES[name]
+    spec = folder / f"{model}.json"
+    spec.write_text(json.dumps({"max_positions": 512, **MODELS[model]}))
+    precision = "" if "--precision" in asked else "--precision fp32"
+    words = f"memory --measure --json --device {device} {precision} {asked}".split()
+    command = [sys.executable, "-m", "outpace", *words, "--model", str(spec)]
+    environ = {**os.environ, "KINETO_LOG_LEVEL": "5"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr.strip()[-500:]}")
+    said = json.loads(done.stdout)
+    measured = said["measured"]
+    return {
+        "command": ["outpace", *words, "--model", json.dumps(MODELS[model])],
+        "traced_bytes": said["peak_memory_bytes"],
+        "measured_bytes": measured["allocated_bytes"],
+        "error": said["relative_error"],
+        "resident_bytes": measured["resident_bytes"],
+        "reserved_bytes": measured["reserved_bytes"],
+        "unseen_bytes": measured["unseen_bytes"],
+        "peak_at": said["peak_at"]["where"],
+        "rank": said["rank"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="names, comma-separated")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    arguments = parser.parse_args()
+    names = arguments.only.split(",") if arguments.only else list(CASES)
+    rows: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            try:
+                row = rows[name] = run_case(name, Path(folder), arguments.device)
+            except RuntimeError as error:
+                failed[name] = str(error)
+                print(failed[name], flush=True)
+                continue
+            print(f"{name:28} {row['traced_bytes'] / 2**20:8.1f} MiB traced "
+                  f"{row['measured_bytes'] / 2**20:8.1f} measured {row['error']:+.2%}", flush=True)  # fmt: skip
+    errors = [abs(row["error"]) for row in rows.values()]
+    small = [name for name, row in rows.items() if row["measured_bytes"] < LEAST_BYTES]
+    summary = {
+        "mean_absolute_error": statistics.fmean(errors),
+        "worst_error": max(errors),
+        "target_mean": TARGET_MEAN,
+        "target_worst": TARGET_WORST,
+        "cases": len(rows),
+        "below_300_mib": small,
+        "failed": failed,
+    }
+    print(json.dumps(summary, indent=1))
+    if not arguments.only:
+        suffix = "" if arguments.device == "cpu" else "_gpu"
+        print(save(f"memory_accuracy{suffix}", {**summary, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
