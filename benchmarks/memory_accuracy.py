@@ -169,6 +169,11 @@ def run_case(name: str, folder: Path, device: str) -> dict[str, Any]:
     }
 
 
+def _line(name: str, row: dict[str, Any]) -> str:
+    traced, measured = (row[f"{key}_bytes"] / 2**20 for key in ("traced", "measured"))
+    return f"{name:28} {traced:8.1f} MiB traced {measured:8.1f} measured {row['error']:+.2%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names, comma-separated")
@@ -185,8 +190,7 @@ def main() -> None:
                 failed[name] = str(error)
                 print(failed[name], flush=True)
                 continue
-            print(f"{name:28} {row['traced_bytes'] / 2**20:8.1f} MiB traced "
-                  f"{row['measured_bytes'] / 2**20:8.1f} measured {row['error']:+.2%}", flush=True)  # fmt: skip
+            print(_line(name, row), flush=True)
     errors = [abs(row["error"]) for row in rows.values()]
     small = [name for name, row in rows.items() if row["measured_bytes"] < LEAST_BYTES]
     summary = {

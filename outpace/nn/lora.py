@@ -106,7 +106,8 @@ def adapt(
         if not rank and plan.base == "fp32":
             continue
         parent, _, leaf = name.rpartition(".")
-        adapted = kind(linear.to(device), rank, plan.lora_scale, plan.lora_dropout)
+        placed = linear if device is None else linear.to(device)
+        adapted = kind(placed, rank, plan.lora_scale, plan.lora_dropout)
         if adapted.lora_a is not None:
             _draw(adapted.lora_a, seed, f"{name}.lora_a")
         setattr(model.get_submodule(parent), leaf, adapted)

@@ -7,7 +7,7 @@ needs beside its parts is the memory of the largest parameter.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from outpace.parallel.api import Layout
@@ -36,7 +36,7 @@ def fill(layout: Layout, device: torch.device, value_of: Callable[[str], Tensor]
 
     `value_of` gives a whole parameter by its name in a single process.
     """
-    layout.objective.to_empty(device=device)
+    _take_memory(layout.objective, device)
     for name, parameter in layout.named_parameters():
         whole = value_of(name)
         if isinstance(parameter, DTensor):
@@ -44,3 +44,21 @@ def fill(layout: Layout, device: torch.device, value_of: Callable[[str], Tensor]
             # Every rank has the values: nothing is sent.
             whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         local(parameter).copy_(local(whole))
+
+
+def _take_memory(objective: nn.Module, device: torch.device) -> None:
+    """Memory for all parameters, of no particular values.
+
+    `fully_shard` and tensor parallelism know how to move their own. Plain ones are made anew, as
+    a module would do it, but for fake tensors too.
+    """
+    made: dict[Tensor, nn.Parameter] = {}
+    for module in objective.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not isinstance(parameter, DTensor):
+                if parameter not in made:
+                    empty = torch.empty_like(parameter, device=device)
+                    made[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                module.register_parameter(name, made[parameter])
+    if any(isinstance(parameter, DTensor) for parameter in objective.parameters()):
+        objective.to_empty(device=device)
