@@ -1,5 +1,6 @@
 """One rank of a world that is not there: process groups that exchange nothing."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -53,6 +53,9 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known, which they are told.
     yield PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(1)
+    with warnings.catch_warnings():  # of torch.jit, which this import still uses
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
     # Its buckets take the place of the parameters' memory, which fake tensors cannot change.
     init = ZeroRedundancyOptimizer.__init__
 

@@ -1,0 +1,53 @@
+"""A layout that was filled later has the weights of one that had them from the start.
+
+Started on each rank with a plan; ranks compare their own parts.
+"""
+
+import json
+import os
+import sys
+
+import torch
+
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.transformer import Transformer, initial_value
+from outpace.parallel import Request, apply
+from outpace.parallel.fill import fill, fills_later
+from outpace.parallel.tensors import local
+from outpace.planner.shapes import parameter_shapes
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+def parts(layout):
+    return {name: local(p).detach().clone() for name, p in layout.named_parameters()}
+
+
+def main() -> None:
+    spec = ModelSpec.parse(json.loads(sys.argv[1]), "test")
+    shapes = parameter_shapes(spec)
+    ranks = ranks_from(os.environ)
+    with process_groups(ranks, CPU, 60.0, 0):
+        for values in json.loads(sys.argv[2]):
+            plan = Plan.parse(values, "test")
+            assert fills_later(plan), plan
+            whole = LanguageModelObjective(Transformer(spec, seed=3))
+            at_once = parts(apply(Request(whole, plan, ranks, CPU)))
+            with torch.device("meta"):
+                hollow = LanguageModelObjective(Transformer(spec))
+            layout = apply(Request(hollow, plan, ranks, CPU))
+            fill(layout, CPU, lambda name: initial_value(spec, 3, name, shapes[name]))
+            later = parts(layout)
+            assert later.keys() == at_once.keys()
+            for name, values_ in at_once.items():
+                assert torch.equal(values_, later[name]), (plan.strategy, name)
+    if ranks.rank == 0:
+        print(json.dumps("same"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The account of memory: what lies there, extended against recorded, traced against measured."""
+
+import pytest
+import torch
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.experiment.verify import plan_for
+from outpace.planner.flops import parameter_count
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.account import account, recorded, shallow_depths, summed_up
+from outpace.trace.device import Rules, attention_backward_bytes
+from outpace.trace.measure import measure
+from outpace.trace.steps import Workload
+
+pytestmark = pytest.mark.fakeworld
+
+DEEP = ModelSpec.parse(
+    {"family": "llama", "layers": 13, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 512,
+     "max_positions": 256, "tied": True},
+    "test",
+)  # fmt: skip
+SHALLOW = DEEP.model_copy(update={"layers": 3})
+SETTINGS = TrainSettings(lr=1e-3)
+
+
+def plan_of(strategy, **levers):
+    plan = plan_for(strategy, 1 if strategy == "single" else 4, "fp32")
+    return Plan.parse({**plan.model_dump(), **levers}, "test")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "levers"),
+    [
+        ("single", {"precision": "bf16", "checkpointing": "selective"}),
+        ("single", {"checkpointing": "full", "checkpoint_every": 2}),
+        ("ddp", {"optimizer": "adamw-foreach"}),
+        ("zero3", {"checkpointing": "full"}),
+        ("tp", {"optimizer": "adamw-for-loop"}),
+    ],
+)
+def test_equal_layers_are_extended_exactly(strategy, levers):
+    plan = plan_of(strategy, **levers)
+    assert shallow_depths(DEEP, plan) is not None
+    extended = account(DEEP, plan, seq_len=64, accumulation=2)
+    work = Workload(DEEP, plan, 64, 2, SETTINGS)
+    whole = summed_up(recorded(work, 0, Rules(), 8), work, 0, Rules())
+    assert extended.peak == whole.peak
+    assert extended.activations_by_module == whole.activations_by_module
+    assert (extended.flops, extended.bytes_moved) == (whole.flops, whole.bytes_moved)
+
+
+@pytest.mark.parametrize(
+    "levers",
+    [{}, {"precision": "bf16"}, {"checkpointing": "full"}, {"optimizer": "adamw-8bit"},
+     {"offload_optimizer": "disk"}],
+    ids=str,
+)  # fmt: skip
+def test_the_trace_is_what_two_real_steps_take(levers):
+    plan = Plan(micro_batch=4, **levers)
+    traced = account(SHALLOW, plan, seq_len=128)
+    measured = measure(Workload(SHALLOW, plan, 128, 1, SETTINGS), Ranks())
+    assert measured.source == "measured"
+    assert measured.resident_bytes > 0
+    assert traced.peak_memory_bytes == pytest.approx(measured.allocated_bytes, rel=0.02)
+    seen = {kind: size for kind, size in traced.peak.by_kind.items() if kind != "offloaded"}
+    assert seen == pytest.approx({kind: measured.peak.by_kind[kind] for kind in seen}, rel=0.01)
+
+
+def test_weights_and_states_are_what_the_plan_says():
+    parameters = parameter_count(SHALLOW)
+    alone = account(SHALLOW, Plan(), seq_len=32).peak.by_kind
+    assert alone["weights"] == 4 * parameters
+    assert alone["optimizer state"] == pytest.approx(8 * parameters, rel=1e-3)
+    shared = account(SHALLOW, Plan(strategy="zero3", dp_shard=16), seq_len=32).peak.by_kind
+    assert shared["weights"] == pytest.approx(4 * parameters / 16, rel=0.02)
+    disk = account(SHALLOW, Plan(offload_optimizer="disk", micro_batch=4), seq_len=256)
+    assert disk.peak.by_kind["offloaded"] == 8 * parameters
+    assert disk.peak_memory_bytes == sum(disk.peak.by_kind.values()) - 8 * parameters
+
+
+def test_no_rank_ever_has_all_weights_of_a_sharded_model():
+    deep = DEEP.model_copy(update={"layers": 60})
+    traced = account(deep, Plan(strategy="zero3", dp_shard=64, checkpointing="full"), seq_len=16)
+    assert traced.peak_memory_bytes < 4 * parameter_count(deep)
+
+
+def test_a_pipelines_first_stage_keeps_more_than_its_last():
+    plan = Plan(strategy="1f1b", pp=3, pp_microbatches=6)
+    first, last = (account(SHALLOW, plan, seq_len=64, rank=rank) for rank in (0, 2))
+    kept = [one.activations_by_module for one in (first, last)]
+    in_blocks = [sum(n for name, n in one.items() if "blocks" in name) for one in kept]
+    assert in_blocks[0] > 2 * in_blocks[1]
+
+
+def test_cuda_takes_memory_by_its_rules():
+    hopper = ACCELERATORS["H100 SXM"]
+    plan = Plan(precision="bf16", micro_batch=2)
+    cuda = account(SHALLOW, plan, seq_len=128, accelerator=hopper)
+    assert cuda.device == "cuda"
+    assert cuda.peak.by_kind["workspaces"] == 2 * 32 * 2**20
+    assert all(nbytes % 512 == 0 for nbytes in cuda.peak.by_kind.values())
+    # B 2, H 8, S 100 → 128, C 64: fp32 sums and one more a query; K 2 < H: two of (B, H, T, C).
+    query, key = torch.empty(2, 8, 100, 64), torch.empty(2, 2, 50, 64, dtype=torch.bfloat16)
+    assert attention_backward_bytes(query, key) == 4 * 2 * 8 * 128 * 65 + 2 * 2 * 8 * 50 * 64 * 2
