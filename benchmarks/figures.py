@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("README.md", *(f"docs/{page}.md" for page in
-         ("benchmarks", "folklore", "optimizers", "strategies")))  # fmt: skip
+         ("benchmarks", "folklore", "memory", "optimizers", "strategies")))  # fmt: skip
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -93,6 +93,28 @@ def tokenise(result: dict[str, Any]) -> str:
         + f"{tokens / 1e6:.1f} M tokens.\n"
         + stand(result)
     )
+
+
+def memory_accuracy(result: dict[str, Any]) -> str:
+    """Traced against measured peaks, the furthest off first."""
+    rows = sorted(result["rows"].items(), key=lambda pair: -abs(pair[1]["error"]))
+    lines = [
+        [
+            name,
+            f"{row['traced_bytes'] / 2**20:,.1f} MiB",
+            f"{row['measured_bytes'] / 2**20:,.1f} MiB",
+            f"{row['error']:+.2%}",
+            "n/a" if row["resident_bytes"] is None else f"{row['resident_bytes'] / 2**20:,.0f} MiB",
+        ]
+        for name, row in rows
+    ]
+    about = (
+        f"\n{result['cases']} configurations: off by {result['mean_absolute_error']:.2%} in the "
+        f"mean (target {result['target_mean']:.0%}), by {result['worst_error']:.2%} at most "
+        f"(target {result['target_worst']:.0%}).\n"
+    )
+    head = ["configuration", "traced", "measured", "off by", "process grew by"]
+    return table(head, lines) + about + stand(result)
 
 
 def memory_loss(result: dict[str, Any]) -> str:
@@ -444,6 +466,8 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "idle": idle,
     "intermediate": intermediate,
     "low_precision": low_precision,
+    "memory_accuracy": memory_accuracy,
+    "memory_accuracy_gpu": memory_accuracy,
     "memory_loss": memory_loss,
     "mixed_precision_cpu": mixed_precision_cpu,
     "mixed_precision_speed": mixed_precision_speed,
