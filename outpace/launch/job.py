@@ -194,10 +194,11 @@ def prepared(
         with guard:
             guard.watch(readings(settings.memory_limit, device), groups.store)
             limit_device(settings.memory_limit, device)
-            spec, seq_len = materials.spec, materials.seq_len
+            # What is traced has a head over the vocabulary.
+            spec = materials.spec if materials.is_transformer else None
             tracer = find_tracer() if foresee else None
             stack.callback(tracer.close if tracer else lambda: None)
-            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
+            fitting = Fitting(settings, ranks, device, machine, spec, materials.seq_len, tracer)
             plan = groups.once(lambda: fitting.settled(plan))
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
@@ -260,7 +261,7 @@ def _prepare(
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
     if job.materials.is_transformer and fills_later(plan):
-        fill(layout, device, weights_of(job.materials, settings))
+        fill(layout, plan, device, weights_of(job.materials, settings))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = make_optimizer(
         layout.named_parameters(),
@@ -414,8 +415,8 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     spec, seq_len = job.materials.spec, job.materials.seq_len
     samples = job.settings.global_batch
     model_flops = hardware_flops = None
+    adapters = None if job.plan.lora_rank is None else trained
     if spec is not None and seq_len is not None:
-        adapters = None if job.plan.lora_rank is None else trained
         model_flops = step_flops(spec, seq_len, samples, adapters=adapters)
         modes = job.plan.modes(spec.layers)
         hardware_flops = step_flops(spec, seq_len, samples, modes, adapters)
@@ -428,9 +429,8 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     )
     data, costs_of = job.materials.train_data, None
     if isinstance(data, PaddedDataset):
-        costs_of = step_costs(
-            data, job.settings, job.plan, spec, job.materials.labels, costs.peak_flops_per_s
-        )
+        labels, peak = job.materials.labels, costs.peak_flops_per_s
+        costs_of = step_costs(data, job.settings, job.plan, spec, labels, peak, adapters)
     if progress is None:
         return Ledger(costs, None if seq_len is None else 0, 0, costs_of=costs_of)
     return Ledger(
