@@ -44,7 +44,7 @@ from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later
-from outpace.parallel.offload import place_optimizer, require
+from outpace.parallel.offload import lies_on, place_optimizer, require
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -261,7 +261,7 @@ def _prepare(
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
     if job.materials.is_transformer and fills_later(plan):
-        fill(layout, plan, device, weights_of(job.materials, settings))
+        fill(layout, lies_on(plan, device), weights_of(job.materials, settings))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = make_optimizer(
         layout.named_parameters(),

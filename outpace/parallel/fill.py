@@ -31,17 +31,12 @@ def fills_later(plan: Plan) -> bool:
 
 
 @torch.no_grad()
-def fill(
-    layout: Layout, plan: Plan, device: torch.device, value_of: Callable[[str], Tensor]
-) -> None:
-    """Give a layout that has no memory its weights, before its optimizer is made.
-
-    They lie on `device`, or where the plan offloads them.
+def fill(layout: Layout, device: torch.device, value_of: Callable[[str], Tensor]) -> None:
+    """Give a layout that has no memory its weights on `device`, before its optimizer is made.
 
     `value_of` gives a whole parameter by its name in a single process.
     """
-    on_host = plan.offload_parameters == "cpu"
-    layout.objective.to_empty(device="cpu" if on_host else device)
+    layout.objective.to_empty(device=device)
     for name, parameter in layout.named_parameters():
         whole = value_of(name)
         if isinstance(parameter, DTensor):

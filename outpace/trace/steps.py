@@ -62,7 +62,7 @@ def run_steps(
     layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
     if fills_later(plan):
         shapes, dtype = parameter_shapes(work.spec), mixed.weights or torch.float32
-        fill(layout, plan, CPU, lambda name: torch.empty(shapes[name], dtype=dtype))
+        fill(layout, CPU, lambda name: torch.empty(shapes[name], dtype=dtype))
     optimizer = make_optimizer(
         layout.named_parameters(),
         plan.optimizer,
