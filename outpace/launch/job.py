@@ -183,6 +183,7 @@ def prepared(
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         materials = gather(settings, model, cache_dir, usable_cores(), heard, plan)
+        foresee = foresee and materials.is_transformer  # a trace's head is over the vocabulary
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
         )
@@ -194,11 +195,10 @@ def prepared(
         with guard:
             guard.watch(readings(settings.memory_limit, device), groups.store)
             limit_device(settings.memory_limit, device)
-            # What is traced has a head over the vocabulary.
-            spec = materials.spec if materials.is_transformer else None
+            spec, seq_len = materials.spec, materials.seq_len
             tracer = find_tracer() if foresee else None
             stack.callback(tracer.close if tracer else lambda: None)
-            fitting = Fitting(settings, ranks, device, machine, spec, materials.seq_len, tracer)
+            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
             plan = groups.once(lambda: fitting.settled(plan))
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
