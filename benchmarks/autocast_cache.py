@@ -21,10 +21,10 @@ from overhead import interval
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.experiment.memory import Allocations
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
+from outpace.trace.allocations import Allocations
 
 SPEC = {"family": "llama", "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1408,
         "vocab": 2048, "max_positions": 256}  # fmt: skip

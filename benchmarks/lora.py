@@ -47,10 +47,10 @@ def measure(case: str, base: Path, settings: dict[str, Any], steps: int) -> dict
     """Seconds of each step, and bytes, in this process."""
     import torch
 
-    from outpace.experiment.memory import Allocations
     from outpace.launch.job import prepared
     from outpace.records.ranks import Ranks
     from outpace.records.settings import TrainSettings
+    from outpace.trace.allocations import Allocations
 
     with tempfile.TemporaryDirectory() as out:
         asked = TrainSettings(

@@ -208,7 +208,7 @@ def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
     """In a fresh process: the peaks of a step, and those that fake tensors predict."""
     import torch
 
-    from outpace.experiment.memory import Allocations
+    from outpace.trace.allocations import Allocations
 
     model = classifier(layers)
     parameters = list(model.parameters())

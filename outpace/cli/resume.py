@@ -10,7 +10,8 @@ from outpace.cli.options import RUN_FILE, flag, show
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 
-# What determines the samples, their order, or the model: another value would be another run.
+# What determines the samples, their order, the model, or what of it is trained and with which
+# state: another value would be another run. (Precisions: see `launch.describe.claim`.)
 FIXED = (
     "model",
     "init",
@@ -31,6 +32,11 @@ FIXED = (
     "weight_decay",
     "beta1",
     "beta2",
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_dropout",
+    "base",
     "seed",
 )
 _PATHS = ("model", "data", "eval_data", "tokenizer")

@@ -74,7 +74,7 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """The layout of a run, with the micro-batches of the trial and nothing that rounds more."""
+    """A run's layout, with the trial's micro-batches and nothing that rounds more or is drawn."""
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
     parts = plan.pp_microbatches
     if samples % parts:
@@ -87,6 +87,7 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
         "compile": False,
         "optimizer": plan.optimizer if plan.optimizer in EXACT else "adamw-fused",
         "optimizer_in_backward": False,
+        "lora_dropout": 0.0,
     }
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 

@@ -8,8 +8,8 @@ from outpace.launch.context import Job
 from outpace.probe.versions import commit, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import RunInfo
-from outpace.records.optimizers import MEANS
-from outpace.records.plan import POWERSGD_LEAST_START
+from outpace.records.optimizers import MEANS, WEIGHTS
+from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_count
@@ -33,6 +33,7 @@ def claim(job: Job, record: RunRecord) -> RunRecord:
         return record
     earlier = job.run_dir.require_run()
     _require_same_materials(earlier, record, job.run_dir)
+    _require_same_weights(earlier.plan, record.plan, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
     clear_partial(job.run_dir.checkpoints)
     return record.model_copy(
@@ -57,6 +58,18 @@ def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir)
             f"the run in {run_dir.path} cannot go on as it began: since then {changed[0]} has "
             "changed. Bring it back as it was, or start another run from its weights with "
             f"--model {run_dir.path}."
+        )
+
+
+def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
+    """Refuse a precision that keeps weights, or the optimizer's state, in another form."""
+    was, is_now = earlier.precision, now.precision
+    if was != is_now and {was, is_now} & set(WEIGHTS):
+        raise BadInputError(
+            f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
+            "them keeps weights in 16 bits, the other does not or with other optimizer state. "
+            "Leave --precision out to go on, or start another run from its weights with --model "
+            f"{run_dir.path}."
         )
 
 

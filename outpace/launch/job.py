@@ -44,7 +44,7 @@ from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout, Request, apply, why_not
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later
-from outpace.parallel.offload import place_optimizer, require
+from outpace.parallel.offload import lies_on, place_optimizer, require
 from outpace.planner.flops import step_flops
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
@@ -183,6 +183,7 @@ def prepared(
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         materials = gather(settings, model, cache_dir, usable_cores(), heard, plan)
+        foresee = foresee and materials.is_transformer  # a trace's head is over the vocabulary
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
         )
@@ -260,7 +261,7 @@ def _prepare(
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
     if job.materials.is_transformer and fills_later(plan):
-        fill(layout, device, weights_of(job.materials, settings))
+        fill(layout, lies_on(plan, device), weights_of(job.materials, settings))
     place = partial(place_optimizer, layout, plan, scratch)
     optimizer = make_optimizer(
         layout.named_parameters(),
@@ -414,8 +415,8 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     spec, seq_len = job.materials.spec, job.materials.seq_len
     samples = job.settings.global_batch
     model_flops = hardware_flops = None
+    adapters = None if job.plan.lora_rank is None else trained
     if spec is not None and seq_len is not None:
-        adapters = None if job.plan.lora_rank is None else trained
         model_flops = step_flops(spec, seq_len, samples, adapters=adapters)
         modes = job.plan.modes(spec.layers)
         hardware_flops = step_flops(spec, seq_len, samples, modes, adapters)
@@ -428,9 +429,8 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     )
     data, costs_of = job.materials.train_data, None
     if isinstance(data, PaddedDataset):
-        costs_of = step_costs(
-            data, job.settings, job.plan, spec, job.materials.labels, costs.peak_flops_per_s
-        )
+        labels, peak = job.materials.labels, costs.peak_flops_per_s
+        costs_of = step_costs(data, job.settings, job.plan, spec, labels, peak, adapters)
     if progress is None:
         return Ledger(costs, None if seq_len is None else 0, 0, costs_of=costs_of)
     return Ledger(

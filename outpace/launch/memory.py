@@ -62,6 +62,7 @@ def question(
 
     Where no global batch was given, it is one micro-batch on each data-parallel rank.
     """
+    _require_traceable(settings)
     accelerator = None if node is None else ACCELERATORS[node.accelerator]
     world_size = settings.nproc or 1 if node is None else node.devices * nodes
     per_host = world_size if node is None else node.devices
@@ -72,7 +73,8 @@ def question(
     if opened.spec is None:
         raise BadInputError(
             f"outpace memory traces outpace's own and Hugging Face models; {opened.name} is a "
-            "model of one's own, whose data it does not know. Train it with --memory instead."
+            "model of one's own, whose data it does not know. Train it for a few steps: its run's "
+            "result.json has peak_memory_bytes."
         )
     spec = opened.spec
     if settings.dropout is not None:
@@ -90,12 +92,31 @@ def question(
     )
 
 
+def _require_traceable(settings: TrainSettings) -> None:
+    """Refuse what is found in training only, and losses that are not over a vocabulary."""
+    said = "outpace memory traces a plan as it is given"
+    if settings.micro_batch == "auto":
+        raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")
+    if settings.memory_budget is not None:
+        raise BadInputError(
+            f"--memory-budget: {said}. Say what is recomputed with --checkpointing or "
+            "--checkpoint-layers."
+        )
+    if settings.task == "classify":
+        raise BadInputError(
+            "--task classify: outpace memory traces models with a head over the vocabulary, which "
+            "a classifier has not. Leave --task out for a bound that is too high."
+        )
+
+
 def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | None) -> Plan:
     ranks = Ranks(world_size=world_size, local_world_size=min(per_host, world_size))
     machine, cpu = identify(find_accelerator), torch.device("cpu")
     if given is None:
         each = settings.micro_batch or 1
-        pipeline = settings.pp_microbatches or 4 * world_size
+        # The optimizer in backward works with one micro-batch.
+        most = 1 if settings.optimizer_in_backward else 4 * world_size
+        pipeline = settings.pp_microbatches or most
         settings = settings.model_copy(
             update={"global_batch": world_size * each * pipeline, "micro_batch": each}
         )

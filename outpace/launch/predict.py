@@ -114,7 +114,7 @@ def _sent(plan: Plan, spec: ModelSpec, seq_len: int, global_batch: int) -> int:
 
 def _elsewhere(plan: Plan, spec: ModelSpec) -> int:
     """Optimizer state that is kept out of the device's memory, there and back."""
-    if getattr(plan, "offload_optimizer", "none") == "none":
+    if plan.offload_optimizer == "none":
         return 0
     return 2 * _STATE_BYTES * parameter_count(spec) // (plan.dp_shard * plan.tp * plan.pp)
 
@@ -127,7 +127,7 @@ def rates(plan: Plan, machine: Machine, device: torch.device) -> Rates:
         known = find_accelerator(present.name, present.memory_bytes)
         if known is not None:
             peaks = {str(dtype): rate for dtype, rate in known.peak.flops_per_s.items()}
-            peak = peaks.get(plan.precision, min(peaks.values()))
+            peak = peaks.get(plan.precision.split("-")[0], min(peaks.values()))
             return Rates(_OF_PEAK * peak, _OF_BANDWIDTH * known.memory_bytes_per_s, slow)
         return Rates(10e12, 500e9, slow)
     return Rates(_CORE_FLOPS_PER_S * machine.host_cores, _HOST_BYTES_PER_S, slow)

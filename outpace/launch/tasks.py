@@ -278,10 +278,12 @@ def step_costs(
     spec: ModelSpec | None,
     labels: Sequence[str] | None,
     peak_flops_per_s: float | None,
+    adapters: int | None = None,
 ) -> Callable[[int], Costs]:
     """What each step costs: the order of samples, and so their lengths, are known beforehand.
 
     Tokens and the model's FLOPs are those of the samples without padding; the hardware's have it.
+    `adapters` is the number of their parameters, where only they are trained.
     """  # fmt: skip
 
     def of(step: int) -> Costs:
@@ -289,8 +291,8 @@ def step_costs(
         work = dataset.work(settings.seed, slots, plan.samples_read)
         model = hardware = None
         if spec is not None:
-            model = _flops(spec, work.lengths, labels)
-            hardware = _flops(spec, work.padded, labels, plan)
+            model = _flops(spec, work.lengths, labels, adapters)
+            hardware = _flops(spec, work.padded, labels, adapters, plan)
         return Costs(
             samples=settings.global_batch,
             tokens=int(work.lengths.sum()),
@@ -303,12 +305,16 @@ def step_costs(
 
 
 def _flops(
-    spec: ModelSpec, lengths: np.ndarray, labels: Sequence[str] | None, plan: Plan | None = None
+    spec: ModelSpec,
+    lengths: np.ndarray,
+    labels: Sequence[str] | None,
+    adapters: int | None,
+    plan: Plan | None = None,
 ) -> float:
     checkpointing = None if plan is None else plan.modes(spec.layers)
     whole = labels is None
     total = sum(
-        step_flops(spec, length, count, checkpointing, head=whole)
+        step_flops(spec, length, count, checkpointing, adapters, whole)
         for length, count in Counter(lengths.tolist()).items()
     )
     if labels is not None:  # pooler and classes, of one token a sample; forward and backward

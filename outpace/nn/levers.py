@@ -1,7 +1,8 @@
-"""Levers on any model made of repeated blocks: checkpointing, offloading, torch.compile.
+"""Levers on any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
-All work in place, block by block, and leave parameter names as they are. Checkpointing comes
-first, so that what is offloaded is what it keeps, and that the compiler sees what is recomputed.
+All work in place, block by block, and leave parameter names as they are. Float8 products take the
+place of modules, so they come first; then checkpointing, so that what is offloaded is what it
+keeps, and that the compiler sees what is recomputed.
 """
 
 from collections import Counter

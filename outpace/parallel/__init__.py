@@ -29,7 +29,7 @@ _OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 
 
 def apply(request: Request) -> Layout:
-    """Lay the objective (already on its device) out as the plan's strategy says."""
+    """Lay the objective (on its device, or on meta: see `fill`) out as the plan's strategy says."""
     strategy, plan = request.plan.strategy, request.plan
     require(plan, request.device)
     own = not isinstance(request.objective, LanguageModelObjective)

@@ -35,7 +35,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Request:
-    """What a strategy is given: an objective on its device, and the ranks to lay it out on.
+    """What a strategy is given: an objective, and the ranks to lay it out on.
+
+    It is on its device, or on meta where `fill.fills_later`.
 
     Of a person's own model: `blocks` are the names of its repeated parts, or lists of names, one
     for each stage of a pipeline (None: found); `layouts` says by names which matrices are split.

@@ -36,6 +36,11 @@ def gathers(plan: Plan, device: torch.device) -> bool:
     return plan.offload_parameters == "cpu" or from_disk
 
 
+def lies_on(plan: Plan, device: torch.device) -> torch.device:
+    """Where a rank's own parameters are when they are not gathered."""
+    return torch.device("cpu") if plan.offload_parameters == "cpu" else device
+
+
 def policy(plan: Plan, device: torch.device) -> OffloadPolicy:
     """What `fully_shard` is told."""
     if not gathers(plan, device):

@@ -61,6 +61,8 @@ def kinds_of_change(plan: Plan, *, low_precision: bool) -> list[list[Change]]:
     `low_precision`: the device has units for bf16.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
+    if plan.optimizer_in_backward:  # of one micro-batch a step
+        halves = []
     # What a pipeline has under way stays; more is accumulated.
     parts = plan.pp_microbatches
     under_way = {"pp_microbatches": parts} if parts > 1 else {}

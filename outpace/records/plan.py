@@ -304,6 +304,11 @@ class Plan(Record):
                 "precision fp8 scales each matrix by its largest value, which ranks of tp that "
                 "have parts of it do not know. Use precision bf16, or zero3 in place of tp"
             )
+        if self.precision == "fp8" and self.lora_rank is not None:
+            raise ValueError(
+                "precision fp8 puts its own products in the place of the blocks' linear layers, "
+                "adapters and all. Use precision bf16 with a lora_rank"
+            )
         if not self.optimizer_in_backward:
             return
         if self.strategy not in IN_BACKWARD:

@@ -350,6 +350,11 @@ class TrainSettings(Record):
                 "memory_budget and micro_batch auto each take what memory the other leaves. Give "
                 "the micro-batch as a number"
             )
+        if self.optimizer_in_backward and self.micro_batch == "auto":
+            raise ValueError(
+                "micro_batch auto tries smaller micro-batches, of which a step adds up more, and "
+                "optimizer_in_backward works with one. Give the micro-batch as a number"
+            )
         recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
         for name, default in recomputing.items():
             if self.memory_budget is not None and getattr(self, name) != default:

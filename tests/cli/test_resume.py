@@ -64,6 +64,8 @@ def test_giving_the_run_s_own_values_is_fine(run: Path, capsys: pytest.CaptureFi
         (["--seed", "1"], "was started with --seed 0"),
         (["--seq-len", "128"], "was started with --seq-len 256"),
         (["--dropout", "0.1"], "was started with --dropout left to outpace"),
+        (["--lora-rank", "8"], "was started with --lora-rank left to outpace"),
+        (["--base", "nf4"], "was started with --base fp32"),
     ],
 )
 def test_what_makes_the_run_what_it_is_may_not_change(

@@ -75,6 +75,9 @@ def test_a_run_resumes_bit_for_bit_and_exports_the_dtype_of_its_weights(run, cha
     for name, tensor in weights(whole).items():
         assert tensor.dtype == dtype
         assert torch.equal(found[name], tensor)
+    if dtype != torch.float32:
+        with pytest.raises(BadInputError, match="one of them keeps weights in 16 bits"):
+            run("cut", resume=True, **{**changes, "precision": "fp32", "steps": 6})
 
 
 def test_apex_levels_say_what_they_stand_for(run):
@@ -98,6 +101,7 @@ def test_the_optimizer_in_backward_trains_alike_and_keeps_the_norm(run):
     [
         ({"optimizer_in_backward": True}, "Use --clip 0"),
         ({"optimizer_in_backward": True, "clip": 0, "micro_batch": 2}, "Use --micro-batch 4"),
+        ({"optimizer_in_backward": True, "clip": 0, "micro_batch": "auto"}, "works with one"),
         ({"precision": "fp8", "device": "cpu"}, "the device is cpu. Use --precision bf16"),
         ({"precision": "bf16-pure", "optimizer": "muon"}, "Use optimizer adamw-bf16"),
     ],

@@ -1,6 +1,7 @@
 """`outpace train --task chat` and `--task classify`, from the data to the exported model."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -167,6 +168,20 @@ def test_the_exported_tokenizer_has_the_template(home):
     assert tokenizer.decode(learnt) == f"is 4{tokenizer.eos_token}"
 
 
+def test_what_adapters_are_trained_beside_costs_no_gradients(home):
+    flops = []
+    for adapters in ({}, {"lora_rank": 2}):
+        settings = asked(
+            home, task="chat", data=[str(home / "talk.jsonl")], steps=1, global_batch=8,
+            out=home / "adapters", **adapters,
+        )  # fmt: skip
+        settings = settings.model_copy(update={"model": str(home / "chat")})
+        with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+            flops.append(ready.loop.ledger.costs_of(1).model_flops)
+        shutil.rmtree(home / "adapters", ignore_errors=True)
+    assert 0.6 < flops[1] / flops[0] < 0.8
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -176,6 +191,7 @@ def test_the_exported_tokenizer_has_the_template(home):
         ({"task": "classify", "padding": "fixed", "strategy": "dp"}, "strategy dp computes a loss"),
         ({"task": "classify", "seq_len": 3}, "leaves no room for the texts"),
         ({"task": "classify", "tokens": 100, "steps": None}, "task classify has no tokens"),
+        ({"task": "classify", "memory_budget": "1MiB"}, "needs a prediction"),
         ({"padding": "fixed"}, "samples of text are all of seq_len"),
         ({"label_field": "x"}, "are of task classify"),
     ],

@@ -9,12 +9,12 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from outpace.experiment.memory import Allocations
 from outpace.nn.levers import apply_checkpointing, apply_levers, compile_blocks, find_blocks
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
+from outpace.trace.allocations import Allocations
 
 COMPILER = pytest.mark.filterwarnings("default")
 

@@ -40,7 +40,7 @@ def crossed(folder: Path, optimizer: str, precision: str, before: str, after: st
 
     def go_on(groups: Groups) -> dict[str, Any]:
         run = Run(TRIAL, second, groups)
-        loader = checkpointer(folder, groups)
+        loader = checkpointer(folder, second, groups)
         try:
             loader.load(folder / f"step-{SAVED_AT}", *run.layout.saved(run.optimizer))
         except BadInputError as error:

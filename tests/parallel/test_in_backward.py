@@ -2,7 +2,6 @@
 
 import torch
 
-from outpace.experiment.memory import Allocations
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
@@ -11,6 +10,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.trace.allocations import Allocations
 
 SPEC = ModelSpec.parse(
     {"family": "llama", "layers": 8, "hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 256,

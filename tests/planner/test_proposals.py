@@ -56,6 +56,11 @@ def test_two_changes_together_where_one_is_not_enough():
         assert proposal.peak_memory_bytes <= 430
 
 
+def test_the_optimizer_in_backward_keeps_its_one_micro_batch():
+    kinds = kinds_of_change(Plan(micro_batch=4, optimizer_in_backward=True), low_precision=False)
+    assert not any("micro_batch" in change for kind in kinds for change in kind)
+
+
 def test_nothing_is_proposed_where_nothing_fits():
     assert found(Plan(micro_batch=2), 50) == []
 

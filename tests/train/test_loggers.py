@@ -1,5 +1,7 @@
 """Each logger writes real files, with no network."""
 
+import time
+
 import pytest
 
 from outpace.records.errors import BadInputError
@@ -70,9 +72,11 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     log(tmp_path, "wandb")
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (events,) = folder.glob("*.wandb")
-    content = events.read_bytes()
+    until_s = time.monotonic() + 30  # wandb's own process writes, and finish() does not wait for it
+    while b"eval/perplexity" not in (content := events.read_bytes()):
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
     assert b"train/loss" in content
-    assert b"eval/perplexity" in content
 
 
 def test_a_logger_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
