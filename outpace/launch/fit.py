@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from outpace.launch.oom import Shortage, readings
-from outpace.launch.predict import Account, margin, predictor, rates
+from outpace.launch.predict import Account, Site, catalogued, margin, predictor, rates
 from outpace.planner.budget import plan_within
 from outpace.planner.cost import Predict, most_bytes
 from outpace.planner.proposals import Change, Proposal, kinds_of_change, propose
@@ -89,8 +89,10 @@ class Fitting:
         self._seq_len = seq_len
         # On the host the process itself counts, with the libraries that it has loaded.
         self.held_bytes = anonymous_bytes() if device.type == "cpu" else 0
+        self._site = Site(
+            device, catalogued(machine, device), ranks.local_world_size, self.held_bytes
+        )
         self._account = account
-
         self._predict: Predict | None = None
 
     @property
@@ -100,12 +102,7 @@ class Fitting:
             return None
         if self._predict is None:
             self._predict = predictor(
-                self._account,
-                self._settings,
-                self._spec,
-                self._seq_len,
-                self._device,
-                self.held_bytes,
+                self._account, self._settings, self._spec, self._seq_len, self._site
             )
         return self._predict
 

@@ -35,7 +35,7 @@ from outpace.launch.resolve import (
     with_powersgd_start,
 )
 from outpace.launch.tasks import check_task, step_costs
-from outpace.launch.tracing import find_tracer
+from outpace.launch.tracing import Tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
@@ -195,9 +195,10 @@ def prepared(
             guard.watch(readings(settings.memory_limit, device), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
-            tracer = find_tracer() if foresee else None
-            stack.callback(tracer.close if tracer else lambda: None)
-            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
+            tracer = Tracer()
+            stack.callback(tracer.close)
+            account = tracer if foresee else None
+            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, account)
             plan = groups.once(lambda: fitting.settled(plan))
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from outpace.planner.flops import parameter_count
+from outpace.records.memory import Kind
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
@@ -20,7 +21,7 @@ class Cost:
     flops: int
     bytes_moved: int
     slow_bytes: int = 0
-    by_kind: Mapping[str, int] = field(default_factory=dict)
+    by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 
 # What a plan would cost. Raises BadInputError for one that cannot be.

@@ -7,6 +7,7 @@ from typing import Any
 
 from outpace.planner.cost import Cost, Predict, Rates
 from outpace.records.errors import BadInputError
+from outpace.records.memory import Kind
 from outpace.records.plan import Plan
 
 # Values of TrainSettings, by name: what a person would set.
@@ -22,8 +23,8 @@ _OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
 _REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
 _SHARDS = ("zero1", "zero2", "zero3")
 # The kinds of memory that a setting has to do with; any other has to do with all.
-_OF_STEP = ("activations", "temporary", "inputs", "weight copies")
-_MAKES_SMALLER: Mapping[str, tuple[str, ...]] = {
+_OF_STEP: tuple[Kind, ...] = ("activations", "temporary", "inputs", "weight copies")
+_MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "micro_batch": _OF_STEP,
     "checkpointing": _OF_STEP,
     "loss": _OF_STEP,
