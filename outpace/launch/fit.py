@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from outpace.launch.oom import Shortage, readings
-from outpace.launch.predict import Account, Site, catalogued, margin, predictor, rates
+from outpace.launch.predict import Account, Site, catalogued, predictor, rates
 from outpace.planner.budget import plan_within
 from outpace.planner.cost import Predict, most_bytes
 from outpace.planner.proposals import Change, Proposal, kinds_of_change, propose
@@ -20,8 +20,9 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_bytes
 
-# What has been found by then has to do: ranks wait for it.
-SEARCH_S = 60.0
+# What has been found by then has to do: ranks that are out of memory wait for it. Before the first
+# step there is more time.
+SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,13 @@ class Fitting:
             needed,
         )
 
-    def is_certain(self, short: Shortage) -> bool:
-        """Whether it would not fit even if the prediction's margin were not needed."""
-        tensors = (short.used_bytes - self.held_bytes) / margin(self._device)
-        return self._device.type == "cpu" and self.held_bytes + tensors > self.limit.bytes
+    def is_certain(self, plan: Plan) -> bool:
+        """Whether a plan's tensors alone do not fit, beside what the process holds now."""
+        if self._device.type != "cpu" or self.predict is None:
+            return False
+        return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
 
-    def proposals(self, plan: Plan, short: Shortage) -> list[Proposal]:
+    def proposals(self, plan: Plan, short: Shortage, search_s: float = SEARCH_S) -> list[Proposal]:
         """The cheapest changes that fit; by as much more where the prediction was too low."""
         if self.predict is None:
             return []
@@ -158,7 +160,7 @@ class Fitting:
             too_low = max(0, short.used_bytes - self.predict(plan).peak_memory_bytes)
         except BadInputError:
             return []
-        until_s = time.monotonic() + SEARCH_S
+        until_s = time.monotonic() + search_s
         return propose(
             plan,
             self.limit.bytes - too_low,

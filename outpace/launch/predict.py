@@ -18,9 +18,15 @@ from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
 Account = Callable[[Ask], Traced]
+_MIB = 1 << 20
 
-# What live tensors do not show: what allocators keep, and the account's own error.
-_MARGIN = {"cpu": 1.10, "cuda": 1.05}
+# What live tensors do not show: what allocators keep between them, and kernels' own.
+_SHARE = 0.05
+# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap, whose holes stay
+# resident: about 100 MiB, whatever the batch, but for models that have not as much.
+_HEAP_BYTES = 3 * 32 * _MIB
+# Code that is loaded only for the optimizer, for saving and for exporting.
+_LATER_CODE_BYTES = 32 * _MIB
 # Shares of a datasheet's peaks that training reaches, and what is assumed where there is none.
 _OF_PEAK, _OF_BANDWIDTH = 0.5, 0.7
 _CORE_FLOPS_PER_S, _HOST_BYTES_PER_S = 40e9, 10e9
@@ -29,9 +35,12 @@ _SLOW_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}
 _STATE_BYTES = 8
 
 
-def margin(device: torch.device) -> float:
-    """By what the predicted peak of tensors is multiplied."""
-    return _MARGIN.get(device.type, 1.0)
+def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
+    """What a process takes beside the tensors that live at its peak."""
+    share = round(_SHARE * tensor_bytes)
+    if device.type != "cpu":
+        return share
+    return share + min(_HEAP_BYTES, tensor_bytes) + _LATER_CODE_BYTES
 
 
 @dataclass(frozen=True)
@@ -55,14 +64,14 @@ def catalogued(machine: Machine, device: torch.device) -> Accelerator | None:
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: Site
 ) -> Predict:
-    """Costs of plans for this model. The peak is the fullest rank's, with a margin."""
+    """Costs of plans for this model. The peak is the fullest rank's, with slack."""
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:
         if plan not in known:
             cost = _cost(account, settings, spec, plan, seq_len, site)
-            peak = site.held_bytes + round(margin(site.device) * cost.peak_memory_bytes)
-            known[plan] = replace(cost, peak_memory_bytes=peak)
+            slack = site.held_bytes + slack_bytes(cost.tensor_bytes, site.device)
+            known[plan] = replace(cost, peak_memory_bytes=cost.tensor_bytes + slack)
         return known[plan]
 
     return predict
@@ -96,6 +105,7 @@ def _cost(
     peak, fullest = max(zip(peaks, found, strict=True), key=lambda pair: pair[0])
     return Cost(
         peak_memory_bytes=peak,
+        tensor_bytes=peak,
         flops=max(one.flops for one in found),
         bytes_moved=max(one.bytes_moved for one in found),
         slow_bytes=_sent(plan, spec, seq_len, batch) + _elsewhere(plan, spec),
