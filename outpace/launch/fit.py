@@ -7,7 +7,8 @@ import psutil
 import torch
 
 from outpace.launch.oom import Shortage, readings
-from outpace.launch.predict import Account, Site, catalogued, predictor, rates
+from outpace.launch.predict import Account, Site, asked, catalogued, predictor, rates
+from outpace.launch.tracing import Ask
 from outpace.planner.budget import plan_within
 from outpace.planner.cost import Predict, most_bytes
 from outpace.planner.proposals import Change, Proposal, kinds_of_change, propose
@@ -106,6 +107,12 @@ class Fitting:
                 self._account, self._settings, self._spec, self._seq_len, self._site
             )
         return self._predict
+
+    def asked(self, plan: Plan) -> list[Ask]:
+        """Whose memory to ask for; nobody's where it cannot be traced."""
+        if self._spec is None or self._seq_len is None:
+            return []
+        return asked(self._settings, self._spec, plan, self._seq_len, self._site)
 
     def settled(self, plan: Plan) -> Plan:
         """The plan with what was left to outpace to find, by the memory that there is."""

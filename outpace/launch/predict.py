@@ -77,6 +77,25 @@ def predictor(
     return predict
 
 
+def asked(
+    settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: Site
+) -> list[Ask]:
+    """Whose accounts a plan's is made of."""
+    return [
+        Ask(
+            spec=spec,
+            plan=plan,
+            seq_len=seq_len,
+            accumulation=plan.accumulation(settings.global_batch),
+            rank=rank,
+            settings=settings,
+            accelerator=site.accelerator,
+            ranks_per_host=site.ranks_per_host,
+        )
+        for rank in representatives(plan)
+    ]
+
+
 def _cost(
     account: Account,
     settings: TrainSettings,
@@ -85,22 +104,7 @@ def _cost(
     seq_len: int,
     site: Site,
 ) -> Cost:
-    batch = settings.global_batch
-    found = [
-        account(
-            Ask(
-                spec=spec,
-                plan=plan,
-                seq_len=seq_len,
-                accumulation=plan.accumulation(batch),
-                rank=rank,
-                settings=settings,
-                accelerator=site.accelerator,
-                ranks_per_host=site.ranks_per_host,
-            )
-        )
-        for rank in representatives(plan)
-    ]
+    found = [account(ask) for ask in asked(settings, spec, plan, seq_len, site)]
     peaks = [max(one.peak_memory_bytes, _saved(one, plan, site.device)) for one in found]
     peak, fullest = max(zip(peaks, found, strict=True), key=lambda pair: pair[0])
     return Cost(
@@ -108,7 +112,7 @@ def _cost(
         tensor_bytes=peak,
         flops=max(one.flops for one in found),
         bytes_moved=max(one.bytes_moved for one in found),
-        slow_bytes=_sent(plan, spec, seq_len, batch) + _elsewhere(plan, spec),
+        slow_bytes=_sent(plan, spec, seq_len, settings.global_batch) + _elsewhere(plan, spec),
         by_kind=fullest.by_kind,
     )
 

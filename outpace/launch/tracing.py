@@ -12,7 +12,7 @@ from typing import IO, Any
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Accelerator
-from outpace.records.memory import Kind
+from outpace.records.memory import Kind, MemoryAccount
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
@@ -29,6 +29,7 @@ class Ask(Record):
     settings: TrainSettings
     accelerator: Accelerator | None  # None: the CPU's memory
     ranks_per_host: int
+    whole: bool = False
 
 
 class Traced(Record):
@@ -47,7 +48,14 @@ class Tracer:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, ask: Ask) -> Traced:
-        """The account of one rank. Raises BadInputError for a plan that cannot be."""
+        """What one rank needs. Raises BadInputError for a plan that cannot be."""
+        return Traced.model_validate(self._told(ask))
+
+    def whole(self, ask: Ask) -> MemoryAccount:
+        """The account of one rank, with all its moments. Raises BadInputError, too."""
+        return MemoryAccount.model_validate(self._told(ask.model_copy(update={"whole": True})))
+
+    def _told(self, ask: Ask) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -68,10 +76,10 @@ class Tracer:
         if not line:
             self.close()
             raise BadInputError("the plan's memory could not be traced: the process for it ended")
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise BadInputError(answer["refused"])
-        return Traced.model_validate(answer)
+        return answer
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -104,6 +112,8 @@ def _answer(ask: Ask) -> dict[str, Any]:
         )
     except Exception as error:  # what cannot be traced is not proposed
         return {"refused": str(error) or type(error).__name__}
+    if ask.whole:
+        return found.model_dump(mode="json")
     return {
         "peak_memory_bytes": found.peak_memory_bytes,
         "by_kind": found.peak.by_kind,
