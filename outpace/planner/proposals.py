@@ -103,7 +103,7 @@ def propose(
 ) -> list[Proposal]:
     """The `count` cheapest changes that fit, one of each kind.
 
-    If these are few, also changes of two kinds, and more of the kinds that fit.
+    If these are few, also more of the kinds that fit, then changes of two kinds.
 
     `predict` is asked about log2 of each kind's changes, and about a few pairs, until there has
     been `enough` of it.
@@ -135,11 +135,11 @@ def propose(
             further += kind[kind.index(fits.settings) + 1 :][:1]
         elif most is not None and most.cost.peak_memory_bytes < now.peak_memory_bytes:
             helping.append(most)
-    if len(fitting) < count:
-        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
     for change in further[: max(0, count - len(fitting))]:
         tried = attempt(change)
         fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
+    if len(fitting) < count:
+        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
     fitting.sort(key=lambda tried: tried.seconds)
     return [_proposal(tried, base) for tried in fitting[:count]]
 
