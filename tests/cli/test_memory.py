@@ -7,7 +7,7 @@ import pytest
 from outpace.cli.main import main
 
 # Of torch itself, where its sharded optimizer is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 TINY = ("memory", "--model=outpace-tiny", "--seq-len=32")
 
 
