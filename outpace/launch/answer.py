@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outpace.launch.context import Job
-from outpace.launch.fit import Fitting
+from outpace.launch.fit import SEARCH_BEFORE_S, SEARCH_S, Fitting
 from outpace.launch.oom import Shortage
 from outpace.parallel import Layout
 from outpace.planner.proposals import Change, Proposal
@@ -38,14 +38,14 @@ class Answer:
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
-        text = self.of(short)
-        if self._fitting.is_certain(short):
+        text = self.of(short, SEARCH_BEFORE_S)
+        if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
         tell(self._job.callbacks, "on_hint", text)
 
-    def of(self, short: Shortage) -> str:
+    def of(self, short: Shortage, search_s: float = SEARCH_S) -> str:
         """The message of a shortage."""
-        proposals = self._fitting.proposals(self._job.plan, short)
+        proposals = self._fitting.proposals(self._job.plan, short, search_s)
         run = self._job.run_dir if self._job.run_dir.has_steps else None
         return sentence(
             short, proposals, self._command, self._origins, None if run is None else run.path

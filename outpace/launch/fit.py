@@ -7,7 +7,8 @@ import psutil
 import torch
 
 from outpace.launch.oom import Shortage, readings
-from outpace.launch.predict import Account, margin, predictor, rates
+from outpace.launch.predict import Account, Site, asked, catalogued, predictor, rates
+from outpace.launch.tracing import Ask
 from outpace.planner.budget import plan_within
 from outpace.planner.cost import Predict, most_bytes
 from outpace.planner.proposals import Change, Proposal, kinds_of_change, propose
@@ -20,8 +21,9 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_bytes
 
-# What has been found by then has to do: ranks wait for it.
-SEARCH_S = 60.0
+# What has been found by then has to do: ranks that are out of memory wait for it. Before the first
+# step there is more time.
+SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,10 @@ class Fitting:
         self._seq_len = seq_len
         # On the host the process itself counts, with the libraries that it has loaded.
         self.held_bytes = anonymous_bytes() if device.type == "cpu" else 0
+        self._site = Site(
+            device, catalogued(machine, device), ranks.local_world_size, self.held_bytes
+        )
         self._account = account
-
         self._predict: Predict | None = None
 
     @property
@@ -100,14 +104,15 @@ class Fitting:
             return None
         if self._predict is None:
             self._predict = predictor(
-                self._account,
-                self._settings,
-                self._spec,
-                self._seq_len,
-                self._device,
-                self.held_bytes,
+                self._account, self._settings, self._spec, self._seq_len, self._site
             )
         return self._predict
+
+    def asked(self, plan: Plan) -> list[Ask]:
+        """Whose memory to ask for; nobody's where it cannot be traced."""
+        if self._spec is None or self._seq_len is None:
+            return []
+        return asked(self._settings, self._spec, plan, self._seq_len, self._site)
 
     def settled(self, plan: Plan) -> Plan:
         """The plan with what was left to outpace to find, by the memory that there is."""
@@ -148,12 +153,13 @@ class Fitting:
             needed,
         )
 
-    def is_certain(self, short: Shortage) -> bool:
-        """Whether it would not fit even if the prediction's margin were not needed."""
-        tensors = (short.used_bytes - self.held_bytes) / margin(self._device)
-        return self._device.type == "cpu" and self.held_bytes + tensors > self.limit.bytes
+    def is_certain(self, plan: Plan) -> bool:
+        """Whether a plan's tensors alone do not fit, beside what the process holds now."""
+        if self._device.type != "cpu" or self.predict is None:
+            return False
+        return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
 
-    def proposals(self, plan: Plan, short: Shortage) -> list[Proposal]:
+    def proposals(self, plan: Plan, short: Shortage, search_s: float = SEARCH_S) -> list[Proposal]:
         """The cheapest changes that fit; by as much more where the prediction was too low."""
         if self.predict is None:
             return []
@@ -161,7 +167,7 @@ class Fitting:
             too_low = max(0, short.used_bytes - self.predict(plan).peak_memory_bytes)
         except BadInputError:
             return []
-        until_s = time.monotonic() + SEARCH_S
+        until_s = time.monotonic() + search_s
         return propose(
             plan,
             self.limit.bytes - too_low,

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from outpace.launch.resolve import (
     with_powersgd_start,
 )
 from outpace.launch.tasks import check_task, step_costs
-from outpace.launch.tracing import find_tracer
+from outpace.launch.tracing import Tracer
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
@@ -72,6 +72,9 @@ from outpace.train.run_dir import MetricsWriter, RunDir
 from outpace.train.step import Stepper
 from outpace.train.threads import set_threads
 
+if TYPE_CHECKING:
+    from outpace.launch.memory_use import Looker
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -82,6 +85,7 @@ class Prepared:
     parameters: int
     initial: Evaluation | None
     measure: Callable[[int], Evaluation | None]
+    looker: "Looker | None"
 
     def run(self) -> Measurement:
         """Train to the end and sum up."""
@@ -91,6 +95,8 @@ class Prepared:
         with memory_history(wanted, self.job.run_dir.path, rank):
             self.loop.run()
         train_s = time.perf_counter() - began_s
+        if self.looker is not None:
+            self.looker.finish()
         tell(self.job.callbacks, "on_stage", "measuring the final loss")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s)
@@ -196,9 +202,10 @@ def prepared(
             guard.watch(readings(settings.memory_limit, device), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
-            tracer = find_tracer() if foresee else None
-            stack.callback(tracer.close if tracer else lambda: None)
-            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, tracer)
+            tracer = Tracer()
+            stack.callback(tracer.close)
+            account = tracer if foresee else None
+            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, account)
             plan = groups.once(lambda: fitting.settled(plan))
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
@@ -212,7 +219,14 @@ def prepared(
             answer = Answer(job, fitting, origins, command)
             guard.answer = answer.of
             groups.once(answer.beforehand)
-            yield _prepare(job, origins, command, threads, stop, stack, guard, answer)
+            looker = None
+            if settings.memory:
+                # For who asks for it: a trace is 30 MiB of code.
+                from outpace.launch.memory_use import Looker
+
+                tell(heard, "on_stage", "tracing memory")
+                looker = Looker(job, fitting, tracer, stack)
+            yield _prepare(job, origins, command, threads, stop, stack, guard, answer, looker)
 
 
 def _require_same(
@@ -241,6 +255,7 @@ def _prepare(
     stack: ExitStack,
     guard: Guard,
     answer: Answer,
+    looker: "Looker | None",
 ) -> Prepared:
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
@@ -311,7 +326,10 @@ def _prepare(
         if settings.profile
         else None,
     )
-    return Prepared(job, loop, parameters, initial, measure)
+    if looker is not None:
+        looker.follow(stepper, layout, optimizer, start_step)
+        loop.around = looker.around
+    return Prepared(job, loop, parameters, initial, measure, looker)
 
 
 def _take_up(job: Job, record: RunRecord, start_step: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.interop.models import open_model
 from outpace.launch.resolve import resolve_plan, resolve_seq_len
+from outpace.planner.stages import representatives
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Accelerator, Node
@@ -18,8 +19,6 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.account import account
 from outpace.trace.steps import Workload
-
-_RANKS_LOOKED_AT = 8  # of those that may differ
 
 
 @dataclass(frozen=True)
@@ -128,20 +127,6 @@ def _precision(settings: TrainSettings, accelerator: Accelerator | None) -> str 
     if settings.precision is not None or accelerator is None:
         return settings.precision
     return "bf16" if "bf16" in accelerator.peak.flops_per_s else "fp32"
-
-
-def representatives(plan: Plan) -> list[int]:
-    """Ranks of which one has the most memory: equal ones stand in for each other.
-
-    The first of each pipeline stage, the first of all where shares are uneven, and a server.
-    """
-    across = plan.world_size - plan.servers
-    chosen = set(range(0, across, max(1, across // plan.pp)))
-    if plan.strategy == "zero1":
-        chosen |= set(range(min(across, _RANKS_LOOKED_AT)))
-    if plan.servers:
-        chosen.add(across)
-    return sorted(chosen)
 
 
 def worst(asked: Question) -> MemoryAccount:

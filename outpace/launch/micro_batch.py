@@ -125,6 +125,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
             "resume": False,
             "log": (),
             "profile": False,
+            "memory": False,
             "memory_snapshot": False,
             "nproc": None,
         }

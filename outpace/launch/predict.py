@@ -1,7 +1,7 @@
 """What plans would cost on this job's ranks, from the account of memory."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,16 +9,24 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.launch.tracing import Ask, Traced
 from outpace.planner.cost import Cost, Predict, Rates
 from outpace.planner.flops import parameter_count
+from outpace.planner.stages import representatives
 from outpace.planner.wire import step_traffic
-from outpace.records.machine import Machine
+from outpace.records.machine import Accelerator, Machine
+from outpace.records.memory import Kind
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
 Account = Callable[[Ask], Traced]
+_MIB = 1 << 20
 
-# What live tensors do not show: what allocators keep, and the account's own error.
-_MARGIN = {"cpu": 1.10, "cuda": 1.05}
+# What live tensors do not show: what allocators keep between them, and kernels' own.
+_SHARE = 0.05
+# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap, whose holes stay
+# resident: about 100 MiB, whatever the batch, but for models that have not as much.
+_HEAP_BYTES = 3 * 32 * _MIB
+# Code that is loaded only for the optimizer, for saving and for exporting.
+_LATER_CODE_BYTES = 32 * _MIB
 # Shares of a datasheet's peaks that training reaches, and what is assumed where there is none.
 _OF_PEAK, _OF_BANDWIDTH = 0.5, 0.7
 _CORE_FLOPS_PER_S, _HOST_BYTES_PER_S = 40e9, 10e9
@@ -27,33 +35,65 @@ _SLOW_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}
 _STATE_BYTES = 8
 
 
-def margin(device: torch.device) -> float:
-    """By what the predicted peak of tensors is multiplied."""
-    return _MARGIN.get(device.type, 1.0)
+def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
+    """What a process takes beside the tensors that live at its peak."""
+    share = round(_SHARE * tensor_bytes)
+    if device.type != "cpu":
+        return share
+    return share + min(_HEAP_BYTES, tensor_bytes) + _LATER_CODE_BYTES
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a job's ranks are; `held_bytes` are what the process has beside what it trains."""
+
+    device: torch.device
+    accelerator: Accelerator | None
+    ranks_per_host: int
+    held_bytes: int
+
+
+def catalogued(machine: Machine, device: torch.device) -> Accelerator | None:
+    """The catalog's entry for a CUDA device; None for others, and where there is none."""
+    if device.type != "cuda":
+        return None
+    present = machine.devices[device.index or 0]
+    return find_accelerator(present.name, present.memory_bytes)
 
 
 def predictor(
-    account: Account,
-    settings: TrainSettings,
-    spec: ModelSpec,
-    seq_len: int,
-    device: torch.device,
-    held_bytes: int,
+    account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: Site
 ) -> Predict:
-    """Costs of plans for this model. The peak is the fullest rank's, with a margin.
-
-    `held_bytes` are what the process has beside it.
-    """
+    """Costs of plans for this model. The peak is the fullest rank's, with slack."""
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:
         if plan not in known:
-            cost = _cost(account, settings, spec, plan, seq_len, device)
-            peak = held_bytes + round(margin(device) * cost.peak_memory_bytes)
-            known[plan] = replace(cost, peak_memory_bytes=peak)
+            cost = _cost(account, settings, spec, plan, seq_len, site)
+            slack = site.held_bytes + slack_bytes(cost.tensor_bytes, site.device)
+            known[plan] = replace(cost, peak_memory_bytes=cost.tensor_bytes + slack)
         return known[plan]
 
     return predict
+
+
+def asked(
+    settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: Site
+) -> list[Ask]:
+    """Whose accounts a plan's is made of."""
+    return [
+        Ask(
+            spec=spec,
+            plan=plan,
+            seq_len=seq_len,
+            accumulation=plan.accumulation(settings.global_batch),
+            rank=rank,
+            settings=settings,
+            accelerator=site.accelerator,
+            ranks_per_host=site.ranks_per_host,
+        )
+        for rank in representatives(plan)
+    ]
 
 
 def _cost(
@@ -62,45 +102,28 @@ def _cost(
     spec: ModelSpec,
     plan: Plan,
     seq_len: int,
-    device: torch.device,
+    site: Site,
 ) -> Cost:
-    batch = settings.global_batch
-    accumulation = plan.accumulation(batch)
-    found = [
-        account(
-            Ask(
-                spec=spec,
-                plan=plan,
-                seq_len=seq_len,
-                accumulation=accumulation,
-                rank=rank,
-                settings=settings,
-            )
-        )
-        for rank in _ranks(plan)
-    ]
-    fullest = max(found, key=lambda one: _peak(one, device))
+    found = [account(ask) for ask in asked(settings, spec, plan, seq_len, site)]
+    peaks = [max(one.peak_memory_bytes, _saved(one, plan, site.device)) for one in found]
+    peak, fullest = max(zip(peaks, found, strict=True), key=lambda pair: pair[0])
     return Cost(
-        peak_memory_bytes=_peak(fullest, device),
+        peak_memory_bytes=peak,
+        tensor_bytes=peak,
         flops=max(one.flops for one in found),
         bytes_moved=max(one.bytes_moved for one in found),
-        slow_bytes=_sent(plan, spec, seq_len, batch) + _elsewhere(plan, spec),
+        slow_bytes=_sent(plan, spec, seq_len, settings.global_batch) + _elsewhere(plan, spec),
         by_kind=fullest.by_kind,
     )
 
 
-def _ranks(plan: Plan) -> list[int]:
-    """Ranks that differ: a pipeline's first keeps most micro-batches, its last has the head."""
-    if plan.servers or plan.strategy == "dp" or plan.pp > 1:
-        return sorted({0, plan.world_size // max(plan.pp, 1) * (plan.pp - 1), plan.world_size - 1})
-    return [0]
-
-
-def _peak(found: Traced, device: torch.device) -> int:
-    """A step's, or on the host that of saving, which begins with a copy of all state."""
-    state = found.by_kind.get("weights", 0) + found.by_kind.get("optimizer state", 0)
-    copied = 2 * state if device.type == "cpu" else 0
-    return int(max(found.peak_memory_bytes, copied))
+def _saved(found: Traced, plan: Plan, device: torch.device) -> int:
+    """What saving takes on the host: state, and a copy of it unless that is on disk already."""
+    kinds: tuple[Kind, ...] = ("weights", "optimizer state")
+    state = sum(found.by_kind.get(kind, 0) for kind in kinds)
+    on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)
+    copied = device.type == "cpu" and not on_disk and plan.lora_rank is None
+    return 2 * state if copied else state
 
 
 def _sent(plan: Plan, spec: ModelSpec, seq_len: int, global_batch: int) -> int:
@@ -123,8 +146,7 @@ def rates(plan: Plan, machine: Machine, device: torch.device) -> Rates:
     """Of one rank: from the catalog's entry for its device, else assumed."""
     slow = _SLOW_BYTES_PER_S.get(device.type, 1e9)
     if device.type == "cuda":
-        present = machine.devices[device.index or 0]
-        known = find_accelerator(present.name, present.memory_bytes)
+        known = catalogued(machine, device)
         if known is not None:
             peaks = {str(dtype): rate for dtype, rate in known.peak.flops_per_s.items()}
             peak = peaks.get(plan.precision.split("-")[0], min(peaks.values()))

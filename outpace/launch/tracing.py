@@ -7,21 +7,19 @@ is not this process's memory. As a program it reads a request a line and writes 
 import json
 import subprocess
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import IO, Any
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
+from outpace.records.machine import Accelerator
+from outpace.records.memory import Kind, MemoryAccount
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
-_ROOM = "outpace.trace.account"
-
 
 class Ask(Record):
-    """Whose memory is asked for. `settings` are the optimizer's."""
+    """Whose memory is asked for, and of which device. `settings` are the optimizer's."""
 
     spec: ModelSpec
     plan: Plan
@@ -29,13 +27,16 @@ class Ask(Record):
     accumulation: int
     rank: int
     settings: TrainSettings
+    accelerator: Accelerator | None  # None: the CPU's memory
+    ranks_per_host: int
+    whole: bool = False
 
 
 class Traced(Record):
     """What of an account choosing between plans needs."""
 
     peak_memory_bytes: int
-    by_kind: dict[str, int]
+    by_kind: dict[Kind, int]
     flops: int
     bytes_moved: int
 
@@ -47,7 +48,14 @@ class Tracer:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, ask: Ask) -> Traced:
-        """The account of one rank. Raises BadInputError for a plan that cannot be."""
+        """What one rank needs. Raises BadInputError for a plan that cannot be."""
+        return Traced.model_validate(self._told(ask))
+
+    def whole(self, ask: Ask) -> MemoryAccount:
+        """The account of one rank, with all its moments. Raises BadInputError, too."""
+        return MemoryAccount.model_validate(self._told(ask.model_copy(update={"whole": True})))
+
+    def _told(self, ask: Ask) -> dict[str, Any]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -68,10 +76,10 @@ class Tracer:
         if not line:
             self.close()
             raise BadInputError("the plan's memory could not be traced: the process for it ended")
-        answer = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise BadInputError(answer["refused"])
-        return Traced.model_validate(answer)
+        return answer
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -81,20 +89,16 @@ class Tracer:
             process.communicate()
 
 
-def find_tracer() -> Tracer | None:
-    """None where the room that traces is not there."""
-    return None if find_spec(_ROOM) is None else Tracer()
-
-
 def serve(asked: IO[str], told: IO[str]) -> None:
     """Answer requests until there are no more."""
-    account: Any = import_module(_ROOM).account
     for line in asked:
-        told.write(json.dumps(_answer(account, Ask.model_validate_json(line))) + "\n")
+        told.write(json.dumps(_answer(Ask.model_validate_json(line))) + "\n")
         told.flush()
 
 
-def _answer(account: Any, ask: Ask) -> dict[str, Any]:
+def _answer(ask: Ask) -> dict[str, Any]:
+    from outpace.trace.account import account  # who asks does without its 30 MiB of code
+
     try:
         found = account(
             ask.spec,
@@ -103,9 +107,13 @@ def _answer(account: Any, ask: Ask) -> dict[str, Any]:
             accumulation=ask.accumulation,
             rank=ask.rank,
             settings=ask.settings,
+            accelerator=ask.accelerator,
+            ranks_per_host=ask.ranks_per_host,
         )
     except Exception as error:  # what cannot be traced is not proposed
         return {"refused": str(error) or type(error).__name__}
+    if ask.whole:
+        return found.model_dump(mode="json")
     return {
         "peak_memory_bytes": found.peak_memory_bytes,
         "by_kind": found.peak.by_kind,

@@ -17,9 +17,11 @@ from outpace.records.units import show_bytes
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Counts = dict[Checkpointing, int]
-# The first choice takes blocks to save alike wherever they are; what a prediction finds more is
-# asked for in the next. Each time the bytes asked for grow, so few are needed.
-_TRIES = 6
+# The first choice takes blocks to save alike wherever they are. Moments of a step that hold so much
+# more for each block of a mode make a peak that is convex in the numbers of blocks, so that this is
+# an upper bound, and its prediction, slow where modes differ, is one as a rule. What one finds more
+# is asked for in the next.
+_TRIES = 3
 
 
 def plan_within(

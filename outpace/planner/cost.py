@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from outpace.planner.flops import parameter_count
+from outpace.records.memory import Kind
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
@@ -12,15 +13,17 @@ from outpace.records.plan import Plan
 class Cost:
     """Of the fullest rank: its peak, and the FLOPs and bytes read and written of one step.
 
-    `slow_bytes` go to a slower place than memory and back: to a disk, or over a wire. `by_kind` is
-    what the peak is made of, where that is known, by the kinds of a memory account.
+    `tensor_bytes` of the peak are tensors'. `slow_bytes` go to a slower place than memory and back:
+    to a disk, or over a wire. `by_kind` is what the peak is made of, where that is known, by the
+    kinds of a memory account.
     """
 
     peak_memory_bytes: int
     flops: int
     bytes_moved: int
     slow_bytes: int = 0
-    by_kind: Mapping[str, int] = field(default_factory=dict)
+    tensor_bytes: int = 0
+    by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 
 # What a plan would cost. Raises BadInputError for one that cannot be.

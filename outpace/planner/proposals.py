@@ -7,6 +7,7 @@ from typing import Any
 
 from outpace.planner.cost import Cost, Predict, Rates
 from outpace.records.errors import BadInputError
+from outpace.records.memory import Kind
 from outpace.records.plan import Plan
 
 # Values of TrainSettings, by name: what a person would set.
@@ -22,8 +23,8 @@ _OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
 _REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
 _SHARDS = ("zero1", "zero2", "zero3")
 # The kinds of memory that a setting has to do with; any other has to do with all.
-_OF_STEP = ("activations", "temporary", "inputs", "weight copies")
-_MAKES_SMALLER: Mapping[str, tuple[str, ...]] = {
+_OF_STEP: tuple[Kind, ...] = ("activations", "temporary", "inputs", "weight copies")
+_MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "micro_batch": _OF_STEP,
     "checkpointing": _OF_STEP,
     "loss": _OF_STEP,
@@ -104,7 +105,7 @@ def propose(
 ) -> list[Proposal]:
     """The `count` cheapest changes that fit, one of each kind.
 
-    If these are few, also changes of two kinds, and more of the kinds that fit.
+    If these are few, also more of the kinds that fit, then changes of two kinds.
 
     `predict` is asked about log2 of each kind's changes, and about a few pairs, until there has
     been `enough` of it.
@@ -136,11 +137,11 @@ def propose(
             further += kind[kind.index(fits.settings) + 1 :][:1]
         elif most is not None and most.cost.peak_memory_bytes < now.peak_memory_bytes:
             helping.append(most)
-    if len(fitting) < count:
-        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
     for change in further[: max(0, count - len(fitting))]:
         tried = attempt(change)
         fitting += [tried] if tried and tried.cost.peak_memory_bytes <= limit_bytes else []
+    if len(fitting) < count:
+        fitting += _pairs(base, helping, limit_bytes, attempt, count - len(fitting))
     fitting.sort(key=lambda tried: tried.seconds)
     return [_proposal(tried, base) for tried in fitting[:count]]
 

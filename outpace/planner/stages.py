@@ -1,10 +1,13 @@
-"""How many layers each stage of a pipeline gets."""
+"""How many layers each stage of a pipeline gets, and which ranks differ."""
 
 from collections.abc import Iterator, Sequence
 
 from outpace.planner.flops import block_weights, head_weights
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+_UNEVEN = 8  # ranks that are looked at, of those that may differ
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
@@ -70,3 +73,17 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
         found.insert(0, range(begin, end))
         end = begin
     return found
+
+
+def representatives(plan: Plan) -> list[int]:
+    """Ranks of which one has the most memory: equal ones stand in for each other.
+
+    The first of each pipeline stage, the first of all where shares are uneven, and a server.
+    """
+    across = plan.world_size - plan.servers
+    chosen = set(range(0, across, max(1, across // plan.pp)))
+    if plan.strategy == "zero1":
+        chosen |= set(range(min(across, _UNEVEN)))
+    if plan.servers:
+        chosen.add(across)
+    return sorted(chosen)

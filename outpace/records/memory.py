@@ -78,3 +78,13 @@ class MemoryAccount(Record):
     def peak_memory_bytes(self) -> int:
         """The most bytes that live at once."""
         return self.peak.nbytes
+
+
+class MemoryUse(Record):
+    """A rank's memory in a run, traced and measured; None where it cannot be, or not yet.
+
+    Measured, `peak` is of one step of the run, and what the allocator or the process took of all.
+    """
+
+    traced: MemoryAccount | None = None
+    measured: MemoryAccount | None = None

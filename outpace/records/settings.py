@@ -334,6 +334,9 @@ class TrainSettings(Record):
         "run", "also log to these, comma-separated", ()
     )
     profile: bool = _field("run", "write a Chrome trace of a few steps", False)
+    memory: bool = _field(
+        "run", "show where memory goes: traced before the first step, measured at the end", False
+    )
     memory_snapshot: bool = _field("run", "write torch's memory snapshot (CUDA)", False)
     sample_tokens: NonNegativeInt = _field("run", "tokens of sample text at the end; 0 = none", 80)
 

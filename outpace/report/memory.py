@@ -63,10 +63,14 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """By how much the trace is above what the allocator gave out, as a share of it."""
-    if measured is None or not measured.allocated_bytes:
+    """By how much the trace is above what was allocated, or else seen live, as a share of it."""
+    if measured is None:
         return None
-    return traced.peak_memory_bytes / measured.allocated_bytes - 1
+    return traced.peak_memory_bytes / _measured_bytes(measured) - 1
+
+
+def _measured_bytes(measured: MemoryAccount) -> int:
+    return measured.allocated_bytes or measured.peak_memory_bytes
 
 
 def memory_table(
@@ -91,13 +95,19 @@ def memory_table(
             beside = [] if measured is None else [show_bytes(seen)]
             share = f"{100 * amount / total:.0f} %"
             table.add_row(kind, show_bytes(amount), share, *beside, _EXPLAINED[kind])
-    beside = [] if measured is None else [show_bytes(measured.allocated_bytes)]
+    beside = [] if measured is None else [show_bytes(_measured_bytes(measured))]
     table.add_section()
     table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,
-                  "" if measured is None else "measured: kernels' own included")  # fmt: skip
+                  "" if measured is None or measured.allocated_bytes is None
+                  else "measured: kernels' own included")  # fmt: skip
     if measured is not None:
-        grown = show_bytes(measured.resident_bytes)
-        table.add_row("process", "", "", grown, "anonymous resident memory, grown by")
+        for name, taken, what in (
+            ("process", measured.resident_bytes, "anonymous resident memory, grown by"),
+            ("allocator", measured.reserved_bytes, "reserved for tensors"),
+            ("unseen", measured.unseen_bytes, "on the device, and not the allocator's"),
+        ):
+            if taken is not None:
+                table.add_row(name, "", "", show_bytes(taken), what)
     return Group(table, *(Text(line) for line in _notes(plan, traced, measured, accelerator)))
 
 

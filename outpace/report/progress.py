@@ -13,8 +13,10 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
+from outpace.records.memory import MemoryUse
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report.memory import memory_table
 from outpace.report.summary import show_whole, shown_metrics
 from outpace.train.callbacks import Callback
 
@@ -112,6 +114,14 @@ class Progress(Callback):
     def on_checkpoint(self, path: Path) -> None:
         """A checkpoint is whole on disk."""
         self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
+
+    def on_memory(self, plan: Plan, use: MemoryUse) -> None:
+        """Where memory goes."""
+        self._end_stage()
+        if use.traced is not None:
+            self.console.print(memory_table(plan, use.traced, use.measured, None))
+        elif use.measured is not None:
+            self.console.print(memory_table(plan, use.measured, None, None))
 
     def on_hint(self, sentence: str) -> None:
         """Something a person may want to change; each is said once."""

@@ -15,7 +15,7 @@ from outpace.trace.device import Rules
 from outpace.trace.extend import Course, IrregularError, Strip, course_of, extend, strip_of
 from outpace.trace.fake import hollow
 from outpace.trace.scratch import Elsewhere, as_traced, host_apart
-from outpace.trace.steps import STEPS, Workload, run_steps
+from outpace.trace.steps import Workload, run_steps
 from outpace.trace.watch import Watch
 from outpace.trace.world import lay_out, one_rank
 
@@ -46,7 +46,7 @@ def account(
     passes, rules = min(accumulation, _MOST_PASSES), Rules(accelerator)
     work = Workload(spec, as_traced(plan, rules), seq_len, passes, settings)
     traced = partial(recorded, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
-    return summed_up(_strips(work, traced), work, rank, rules, accumulation / passes)
+    return summed_up(_strips(work, traced), plan, rank, rules, accumulation / passes)
 
 
 def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
@@ -95,18 +95,18 @@ def recorded(work: Workload, rank: int, rules: Rules, ranks_per_host: int) -> li
 
 
 def summed_up(
-    strips: Sequence[Strip], work: Workload, rank: int, rules: Rules, passes: float = 1.0
+    strips: Sequence[Strip], plan: Plan, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
     """The account of what was done. `passes`: how often each pass of a step really comes."""
     course = course_of(strips)
     position = int(course.live_bytes.argmax())
-    last = [strip for strip in strips if strip.step == STEPS]
+    last = [strip for strip in strips if strip.step == strips[-1].step]
     times = [passes if strip.part in ("forward", "backward") else 1.0 for strip in last]
     return MemoryAccount(
         source="traced",
         device=rules.device,
         rank=rank,
-        world_size=work.plan.world_size,
+        world_size=plan.world_size,
         peak=_moments(course, [position])[0],
         timeline=tuple(_timeline(course)),
         activations_by_module=_activations(course, position),
@@ -135,9 +135,9 @@ def _moments(course: Course, positions: Sequence[int]) -> list[Moment]:
 
 
 def _timeline(course: Course) -> list[Moment]:
-    """The second step: of each stretch of it the moment with the most bytes."""
+    """The last step: of each stretch of it the moment with the most bytes."""
     steps = np.array([strip.step for strip in course.strips])
-    of_step = np.flatnonzero(steps[course.strip_of] == STEPS)
+    of_step = np.flatnonzero(steps[course.strip_of] == steps[-1])
     stretches = np.array_split(of_step, min(_POINTS, len(of_step)) or 1)
     tops = [int(part[course.live_bytes[part].argmax()]) for part in stretches if len(part)]
     return _moments(course, tops)

@@ -17,7 +17,6 @@ from outpace.trace.steps import Workload, run_steps
 from outpace.trace.watch import Watch
 
 _STATUS = Path("/proc/self/status")
-_EVERY_S = 0.002
 
 
 def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
@@ -30,7 +29,7 @@ def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
     with grown_resident() as grown, Allocations() as allocations, watch:
         run_steps(work, ranks, watch, lambda request, _: apply(request), rules, Scratch())
         segments = watch.segments
-    account = summed_up([strip_of(segment) for segment in segments], work, ranks.rank, rules)
+    account = summed_up([strip_of(segment) for segment in segments], work.plan, ranks.rank, rules)
     return account.model_copy(
         update={
             "source": "measured",
@@ -41,10 +40,10 @@ def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
 
 
 @contextmanager
-def grown_resident() -> Iterator[list[int]]:
+def grown_resident(every_s: float = 0.002) -> Iterator[list[int]]:
     """By how many bytes anonymous resident memory grows at most; empty where Linux does not tell.
 
-    It is looked at every two milliseconds: the kernel keeps a record of all resident memory only,
+    It is looked at again and again: the kernel keeps a record of all resident memory only,
     which has files in it.
     """
     before = resident_bytes()
@@ -56,7 +55,7 @@ def grown_resident() -> Iterator[list[int]]:
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(_EVERY_S):
+        while not over.wait(every_s):
             grown[0] = max(grown[0], (resident_bytes() or before) - before)
 
     looking = threading.Thread(target=look, name="resident", daemon=True)

@@ -112,7 +112,7 @@ def _step(
     watch.mark("communication")
     layout.clip(work.settings.clip)
     optimizer.step()
-    watch.call(_states(optimizer), "optimizer state")
+    watch.call(states(optimizer), "optimizer state")
     optimizer.zero_grad(set_to_none=True)
     if mixed.wide_gradients:
         layout.drop_wide_gradients()
@@ -123,7 +123,7 @@ def _scaled(loss_sum: Tensor) -> Tensor:
     return loss_sum * 1.0
 
 
-def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All that an optimizer remembers, also where it is another's part."""
     within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
     for state in within.state.values():

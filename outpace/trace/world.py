@@ -32,9 +32,6 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
         local_rank=rank % ranks_per_host,
         local_world_size=min(ranks_per_host, world_size),
     )
-    if world_size == 1:
-        yield ranks
-        return
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with ExitStack() as patched:

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
+from outpace.records.memory import MemoryUse
+from outpace.records.plan import Plan
 
 
 class Callback:
@@ -17,6 +19,9 @@ class Callback:
 
     def on_start(self, info: RunInfo) -> None:
         """The first step is about to begin."""
+
+    def on_memory(self, plan: Plan, use: MemoryUse) -> None:
+        """Where memory goes: traced, before the first step; at the end measured, too."""
 
     def on_hint(self, sentence: str) -> None:
         """Something a person may want to change, or know."""

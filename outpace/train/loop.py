@@ -39,6 +39,7 @@ class Loop:
     start_step: int
     device: torch.device
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
+    around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
 
     def run(self) -> None:
         """Train to the last step.
@@ -74,7 +75,8 @@ class Loop:
         batches = next(self.steps)
         seed_step(settings.seed, step, self.random_rank, self.device)
         rate = learning_rate(settings, step - 1, self.total_steps)
-        return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
+        with self.around(step, batches) if self.around else nullcontext():
+            return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _settle(self, waiting: deque[RawStep], left: int) -> None:
         """Account for steps until `left` are still waiting for the device."""

@@ -84,6 +84,7 @@ class Stepper:
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
+        self.on_mark: Callable[[str], None] = lambda part: None  # a part of a step is done
         # The loss is a sum over local targets; what averages gradients divides it by the ranks
         # (x W / N: see docs/design).
         self._scale = layout.averages / expected_targets
@@ -117,7 +118,7 @@ class Stepper:
             self._layout.scale_gradients(self._expected_targets / totals[1].clamp(min=1))
         if self._on_gradients is not None:
             self._on_gradients()
-        timer.mark("communication")
+        self._mark("communication")
         grad_norm, loss_scale, skipped = self._update()
         self._mark("optimizer")
         _wait(pending)
@@ -140,6 +141,7 @@ class Stepper:
         if part in ("forward", "backward", "optimizer"):
             self.free_cache()
         self._timer.mark(part)
+        self.on_mark(part)
 
     def free_cache(self) -> None:
         """What allocators keep for later, where the plan says so."""

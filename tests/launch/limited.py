@@ -1,7 +1,7 @@
-"""`outpace` with another account of memory: python limited.py stand-in|blind|hog ARGUMENT …
+"""`outpace` with another account of memory: python limited.py MODE ARGUMENT …
 
-stand-in: by a rough formula. blind: none. hog: none, and rank 1 takes all that it may in its second
-step, while rank 0 waits for it in an exchange.
+traced: outpace's own account, as it is. stand-in: by a rough formula. blind: none. hog: none, and
+rank 1 takes all that it may in its second step, while rank 0 waits for it in an exchange.
 """
 
 import sys
@@ -14,6 +14,7 @@ from outpace.launch import job
 from outpace.launch.tracing import Ask, Traced
 from outpace.parallel.api import Layout
 from outpace.planner.flops import parameter_count, step_flops
+from outpace.records.errors import BadInputError
 
 # Numbers of the hidden width that a block keeps for a token.
 KEPT = {"none": 16, "selective": 11, "attention": 3, "full": 1}
@@ -48,6 +49,16 @@ class StandIn:
         """Nothing was started."""
 
 
+class Blind:
+    """Sees nothing."""
+
+    def __call__(self, ask: Ask) -> Traced:
+        raise BadInputError("cannot be traced")
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
 def hog() -> None:
     """Let rank 1 grow in the midst of its second step, slowly enough to be stopped in time."""
     computed = Layout.gradients
@@ -69,5 +80,6 @@ if __name__ == "__main__":
     mode, *arguments = sys.argv[1:]
     if mode == "hog":
         hog()
-    job.find_tracer = StandIn if mode == "stand-in" else lambda: None
+    if mode != "traced":
+        job.Tracer = StandIn if mode == "stand-in" else Blind
     sys.exit(main(arguments))

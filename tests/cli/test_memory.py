@@ -1,0 +1,61 @@
+"""`outpace memory`, and `outpace train --memory`."""
+
+import json
+
+import pytest
+
+from outpace.cli.main import main
+
+# Of torch itself, where its sharded optimizer is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+TINY = ("memory", "--model=outpace-tiny", "--seq-len=32")
+
+
+def test_the_anatomy_adds_up_to_the_peak_and_is_drawn(capsys, tmp_path):
+    assert main([*TINY, "--json", f"--plot={tmp_path / 'm.png'}"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values()) > 0
+    assert said["anatomy_bytes"]["weights"] > 0
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
+    words = ["--model=llama-3-70b", "--machine=hgx-h100", "--nodes=8", "--strategy=zero3",
+             "--seq-len=4096", "--checkpointing=full"]  # fmt: skip
+    assert main(["memory", *words, "--json", f"--plot={tmp_path / 'm.svg'}"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["world_size"] == 64
+    assert said["anatomy_bytes"]["weights"] == pytest.approx(70.55e9 * 4 / 64, rel=0.01)
+    assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values())
+    assert "<svg" in (tmp_path / "m.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--machine=foo"], "machine 'foo' is not in the catalog. It has"),
+        (["--rank=3"], "--rank 3: the plan has ranks 0 to 0."),
+        (["--nproc=3", "--tp=2"], "tp 2, but there are 3 processes"),
+        (["--measure", "--machine=hgx-h100"], "--measure runs on this host"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
+    assert main([*TINY, *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [("--nproc=1",), pytest.param(("--nproc=2", "--strategy=zero3"), marks=pytest.mark.gloo)],
+)
+def test_a_run_shows_its_memory_traced_and_measured(strategy, train_flags, tmp_path, capfd):
+    out = tmp_path / "run"
+    assert main(["train", *train_flags, "--memory", *strategy, f"--out={out}"]) == 0
+    use = json.loads((out / "memory.json").read_text())
+    assert use["measured"]["peak"]["by_kind"] == use["traced"]["peak"]["by_kind"]
+    assert use["measured"]["peak"]["step"] == 3
+    assert use["measured"]["resident_bytes"] > 0
+    said = capfd.readouterr().err
+    assert said.count("memory at the peak") == 2
+    assert "The trace is off by" in said
