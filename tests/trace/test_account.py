@@ -46,7 +46,7 @@ def test_equal_layers_are_extended_exactly(strategy, levers):
     assert shallow_depths(DEEP, plan) is not None
     extended = account(DEEP, plan, seq_len=64, accumulation=2)
     work = Workload(DEEP, plan, 64, 2, SETTINGS)
-    whole = summed_up(recorded(work, 0, Rules(), 8), work, 0, Rules())
+    whole = summed_up(recorded(work, 0, Rules(), 8), plan, 0, Rules())
     assert extended.peak == whole.peak
     assert extended.activations_by_module == whole.activations_by_module
     assert (extended.flops, extended.bytes_moved) == (whole.flops, whole.bytes_moved)
@@ -65,8 +65,8 @@ def test_the_trace_is_what_two_real_steps_take(levers):
     assert measured.source == "measured"
     assert measured.resident_bytes > 0
     assert traced.peak_memory_bytes == pytest.approx(measured.allocated_bytes, rel=0.02)
-    seen = {kind: size for kind, size in traced.peak.by_kind.items() if kind != "offloaded"}
-    assert seen == pytest.approx({kind: measured.peak.by_kind[kind] for kind in seen}, rel=0.01)
+    if "offload_optimizer" not in levers:  # files that are mapped are tensors too
+        assert dict(traced.peak.by_kind) == pytest.approx(dict(measured.peak.by_kind), rel=0.01)
 
 
 def test_weights_and_states_are_what_the_plan_says():
