@@ -25,11 +25,9 @@ import json
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from contests import Contest, run
@@ -159,39 +157,6 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
 # cpu
 
 
-class Anonymous(threading.Thread):
-    """Reads this process's RssAnon every few milliseconds while it is entered (Linux)."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak_bytes: int | None = None
-        self._over = threading.Event()
-
-    def __enter__(self) -> "Anonymous":
-        self.before_bytes = anonymous_bytes()
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self.join()
-
-    def run(self) -> None:
-        while not self._over.wait(0.005):
-            now = anonymous_bytes()
-            if now is not None:
-                self.peak_bytes = max(self.peak_bytes or 0, now)
-
-
-def anonymous_bytes() -> int | None:
-    """This process's anonymous resident memory; None where the kernel does not say."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon")), None)
-
-
 def cpu_step(model: Any, optimizer: Any, size: int, precision: str) -> None:
     """Forward, backward, AdamW, gradients freed."""
     import torch
@@ -209,20 +174,22 @@ def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
     import torch
 
     from outpace.trace.allocations import Allocations
+    from outpace.trace.resident import anonymous_bytes, grown_resident
 
     model = classifier(layers)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=2e-5, foreach=False)
     cpu_step(model, optimizer, 1, precision)  # the optimizer has its state from here on
     kept = 3 * sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
-    with Anonymous() as resident, Allocations() as allocated:
+    before = anonymous_bytes()
+    with grown_resident(0.005) as grown, Allocations() as allocated:
         began = time.perf_counter()
         cpu_step(model, optimizer, size, precision)
         seconds = time.perf_counter() - began
     return {
         "tensors_bytes": kept + allocated.peak_bytes,
-        "anonymous_bytes": resident.peak_bytes,
-        "anonymous_before_bytes": resident.before_bytes,
+        "anonymous_bytes": None if before is None else before + grown[0],
+        "anonymous_before_bytes": before,
         "traced_bytes": trace_cpu(size, precision, layers),
         "step_s": seconds,
     }

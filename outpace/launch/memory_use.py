@@ -21,7 +21,7 @@ from outpace.records.memory import MemoryAccount, MemoryUse
 from outpace.trace.account import summed_up
 from outpace.trace.device import Rules
 from outpace.trace.extend import strip_of
-from outpace.trace.measure import grown_resident
+from outpace.trace.resident import grown_resident
 from outpace.trace.steps import states
 from outpace.trace.watch import Watch
 from outpace.train.callbacks import tell

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from outpace.nn.spread import local, splits
+from outpace.optim.each import step_each
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -34,15 +35,7 @@ class Adafactor(torch.optim.Adafactor):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Collective where tensors are spread."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(self.initial_state(parameter))
-                state["step"] += 1
-                self._update(parameter, state, group)
+        step_each(self, lambda parameter, _: self.initial_state(parameter), self._update)
 
     def _update(
         self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from outpace.nn.spread import as_spread, local, splits
 from outpace.nn.torchao import torchao_module
+from outpace.optim.each import step_each
 from outpace.optim.rounding import Noise, rounded
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import Kept, block
@@ -110,15 +111,7 @@ class LowAdamW(OwnDtypes):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state.update(self.initial_state(parameter, group))
-                state["step"] += 1
-                self._update(parameter, state, group)
+        step_each(self, self.initial_state, self._update)
 
     def _update(
         self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]

@@ -1,7 +1,6 @@
 """How much memory this process has, and how much it may have before the kernel ends it."""
 
 import ctypes
-import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,21 +9,16 @@ from pathlib import Path
 
 import psutil
 
-_STATM = Path("/proc/self/statm")
+from outpace.trace import resident
+
 # Version 1 says "no limit" by a number near 2^63.
 _NO_LIMIT = 2**60
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of this process that is no file's: what no kernel can take back (RssAnon).
-
-    Where the kernel does not tell files apart, all resident memory.
-    """
-    try:
-        _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()
-    except OSError:
-        return int(psutil.Process().memory_info().rss)
-    return (int(resident) - int(shared)) * resource.getpagesize()
+    """Anonymous resident memory; all that is resident, where the kernel does not tell it apart."""
+    found = resident.anonymous_bytes()
+    return int(psutil.Process().memory_info().rss) if found is None else found
 
 
 def give_back_free() -> None:

@@ -1,0 +1,27 @@
+"""A step of an optimizer that treats every parameter by itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+def step_each(
+    optimizer: torch.optim.Optimizer,
+    begin: Callable[[nn.Parameter, Group], State],
+    update: Callable[[nn.Parameter, State, Group], None],
+) -> None:
+    """Update every parameter that has a gradient; `begin` gives the state of the first time."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            if not state:
+                state.update(begin(parameter, group))
+            state["step"] += 1
+            update(parameter, state, group)
