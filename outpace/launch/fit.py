@@ -12,7 +12,7 @@ from outpace.launch.tracing import Ask
 from outpace.planner.budget import plan_within
 from outpace.planner.cost import Predict, most_bytes
 from outpace.planner.proposals import Change, Proposal, kinds_of_change, propose
-from outpace.probe.limits import anonymous_bytes, find_cgroup
+from outpace.probe.limits import anonymous_bytes, find_cgroup, give_back_free
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
@@ -46,7 +46,7 @@ def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Lim
     limits = [Limit(psutil.virtual_memory().available // share + own, "the host's free memory")]
     group = find_cgroup()
     if group is not None:
-        (reading,) = readings(None, device)
+        (reading,) = readings(None, device, ranks)
         left = max(0, reading.soft_bytes - group.used_bytes())
         limits.append(Limit(left // share + own, reading.limit))
     if settings.memory_limit is not None:
@@ -83,6 +83,8 @@ class Fitting:
         seq_len: int | None,
         account: Account | None,
     ) -> None:
+        if device.type == "cpu":
+            give_back_free()  # the preparation of data leaves much
         self.limit = limit_of(settings, ranks, device)
         self._settings = settings
         self._device = device

@@ -199,11 +199,12 @@ def prepared(
             process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
         with guard:
-            guard.watch(readings(settings.memory_limit, device), groups.store)
+            guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
             tracer = Tracer()
             stack.callback(tracer.close)
+            guard.relieve = tracer.give_up
             account = tracer if foresee else None
             fitting = Fitting(settings, ranks, device, machine, spec, seq_len, account)
             plan = groups.once(lambda: fitting.settled(plan))
@@ -226,6 +227,7 @@ def prepared(
 
                 tell(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
+            tracer.close()  # its memory is for training now
             yield _prepare(job, origins, command, threads, stop, stack, guard, answer, looker)
 
 

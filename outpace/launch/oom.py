@@ -41,7 +41,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """Where memory ran out, and what held it. `used_bytes` are of what is limited."""
+    """Where memory ran out, and what held it. `used_bytes`: a rank's share of what is limited."""
 
     rank: int
     sentence: str
@@ -50,17 +50,19 @@ class Shortage:
     advice: str = ""
 
 
-def readings(limit_bytes: int | None, device: torch.device) -> list[Reading]:
+def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
     """What to look at on this rank: its own memory on the host, and its control group's."""
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
-        found.append(Reading("--memory-limit", anonymous_bytes, limit_bytes, above))
+        own = Reading("--memory-limit", limit_bytes, 1, anonymous_bytes, limit_bytes, above)
+        found.append(own)
     group = find_cgroup()
     if group is not None and group.limit_bytes is not None:
         room = min(max(64 * _MIB, group.limit_bytes // 32), group.limit_bytes // 8)
         soft, hard = group.limit_bytes - room, group.limit_bytes - room // 2
-        found.append(Reading("the control group's limit", group.used_bytes, soft, hard))
+        name, share = "the control group's limit", ranks.local_world_size
+        found.append(Reading(name, group.limit_bytes, share, group.used_bytes, soft, hard))
     return found
 
 
@@ -68,13 +70,15 @@ class Guard:
     """Around all that a rank does with memory: raises OutOfMemoryError for whatever runs out.
 
     `answer` makes the message of a shortage, and `look_inside` lists what holds memory; both are
-    set as soon as a job knows them. `end` ends this process with a message and an exit code.
+    set as soon as a job knows them. `relieve` frees memory that training does without, where there
+    is any. `end` ends this process with a message and an exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
         self.look_inside: Callable[[int], tuple[str, ...]] = lambda used_bytes: ()
         self.answer: Callable[[Shortage], str] = lambda shortage: shortage.sentence
         self.tidy: Callable[[], None] = lambda: None
+        self.relieve: Callable[[], bool] = lambda: False
         self._ranks = ranks
         self._device = device
         self._end = end
@@ -163,7 +167,7 @@ class Guard:
         """One look; True when this process's end has been seen to."""
         if self._shortage is None:
             over = first_too_high(self._readings)
-            if over is not None:
+            if over is not None and not self.relieve():
                 self._begin(self._agree(self._above(over)))
             elif self._looks % _HEAR_EVERY == 0:
                 heard = self._heard()
@@ -174,12 +178,13 @@ class Guard:
         return self._see_to_the_end()
 
     def _above(self, over: Reading) -> Shortage:
-        used = over.now()
+        used, kept = over.now(), over.limit_bytes - over.soft_bytes
+        rest = f" less {show_bytes(kept)} to end in order" if kept else ""
         return Shortage(
             self._ranks.rank,
             f"rank {self._ranks.rank} needs more memory than it may have: {show_bytes(used)} of "
-            f"{over.limit}, {show_bytes(over.soft_bytes)}",
-            used,
+            f"{over.limit}, {show_bytes(over.limit_bytes)}{rest}",
+            used // over.ranks,
             self.look_inside(anonymous_bytes()),
         )
 
@@ -194,6 +199,8 @@ class Guard:
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
+        if pressed:
+            self.relieve()
         late = waited_s > (END_S if self._unwinding else GRACE_S)
         if self._end is not None and (late or (pressed and not self._unwinding)):
             self._end_here(self._end, self._shortage, pressed)

@@ -56,6 +56,8 @@ class Tracer:
         return MemoryAccount.model_validate(self._told(ask.model_copy(update={"whole": True})))
 
     def _told(self, ask: Ask) -> dict[str, Any]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -75,11 +77,23 @@ class Tracer:
             line = ""
         if not line:
             self.close()
-            raise BadInputError("the plan's memory could not be traced: the process for it ended")
+            raise BadInputError(
+                "the plan's memory could not be traced: the process for it ended, perhaps for want "
+                "of memory"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "refused" in answer:
             raise BadInputError(answer["refused"])
         return answer
+
+    def give_up(self) -> bool:
+        """End the process from another thread; who waits for an answer is told. False without."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return False
+        process.kill()
+        process.wait()
+        return True
 
     def close(self) -> None:
         """End the process, if there is one."""

@@ -15,10 +15,13 @@ POLL_S = 0.02
 class Reading:
     """Bytes that may grow to `soft_bytes`; above `hard_bytes` there is no time left for anything.
 
-    `limit` says which limit it is, as a person knows it.
+    `limit` says which limit it is, as a person knows it, `limit_bytes` how much that is, and
+    `ranks` how many share it.
     """
 
     limit: str
+    limit_bytes: int
+    ranks: int
     now: Callable[[], int]
     soft_bytes: int
     hard_bytes: int

@@ -1,6 +1,7 @@
 """Bytes that torch's allocator has given out, from its own events."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,14 @@ class Allocations:
 
     `peak_bytes`: the most that lived at one time. `left_bytes`: what still lives at the end. What
     had been there before counts for nothing, unless it is freed. What kernels take for themselves
-    counts too.
+    counts too. What other threads free torch's profiler does not report: it is noticed when the
+    address is given out again, or where `freed_elsewhere` is told.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.left_bytes = 0
+        self._told: list[tuple[int, int, int]] = []
         self._profile = torch.profiler.profile(profile_memory=True)
 
     def __enter__(self) -> Self:
@@ -37,10 +40,26 @@ class Allocations:
         with _quiet():
             self._profile.__exit__(kind, error, trace)
         tree = self._profile.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-        changes = [event for event in _events(tree) if event.name == "[memory]"]
-        for event in sorted(changes, key=lambda event: event.start_time_ns):
-            self.left_bytes += event.extra_fields.alloc_size
+        events = [event for event in _events(tree) if event.name == "[memory]"]
+        changes = [
+            (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            for event in events
+        ]
+        live: dict[int, int] = {}
+        for _, address, change_bytes in sorted([*changes, *self._told]):
+            before = live.pop(address, None)
+            if change_bytes > 0:
+                live[address] = change_bytes
+                self.left_bytes += change_bytes - (before or 0)
+            elif change_bytes < 0:
+                self.left_bytes += change_bytes
+            elif before is not None:
+                self.left_bytes -= before
             self.peak_bytes = max(self.peak_bytes, self.left_bytes)
+
+    def freed_elsewhere(self, address: int) -> None:
+        """Take note of what a thread frees now that torch's profiler does not look at."""
+        self._told.append((time.time_ns(), address, 0))
 
 
 @contextmanager

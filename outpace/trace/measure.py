@@ -1,5 +1,7 @@
 """The memory that two real steps take on this rank, beside what a trace says of them."""
 
+import gc
+
 from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
 from outpace.records.memory import MemoryAccount
@@ -19,8 +21,10 @@ def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
     The anatomy is of the tensors that live at the peak, `allocated_bytes` the allocator's own peak,
     and `resident_bytes` by how much the process's anonymous resident memory grew.
     """
-    watch, rules = Watch(), Rules()
-    with grown_resident() as grown, Allocations() as allocations, watch:
+    gc.collect()  # what others left would be freed within
+    allocations, rules = Allocations(), Rules()
+    watch = Watch(freed_elsewhere=allocations.freed_elsewhere)
+    with grown_resident() as grown, allocations, watch:
         run_steps(work, ranks, watch, lambda request, _: apply(request), rules, Scratch())
         segments = watch.segments
     account = summed_up([strip_of(segment) for segment in segments], work.plan, ranks.rank, rules)

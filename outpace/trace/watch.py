@@ -1,7 +1,8 @@
 """What is allocated and freed, operator by operator, and what each piece of memory is for."""
 
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from outpace.records.memory import Kind, Part
 from outpace.trace.device import Rules
+from outpace.trace.inside import Inside
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
 # Operators that use memory for exchanges between ranks, by their namespaces.
@@ -61,18 +63,24 @@ class Watch(TorchDispatchMode):
 
     It sees the thread that enters it, and backwards where they run in the same thread, as on a
     CPU. What a kernel takes and gives back within itself it does not see; of some kernels of other
-    devices `rules` know.
+    devices `rules` know. `freed_elsewhere` is called with the address of what another thread
+    frees, as those of exchanges do that were the last to hold a buffer.
     """
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(
+        self, rules: Rules | None = None, freed_elsewhere: Callable[[int], None] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._freed_elsewhere = freed_elsewhere
+        self._thread = threading.get_ident()
         self.segments: list[Segment] = []
         self._rules = rules or Rules()
         self._now = Segment(0, "prepare")
         self._step = 0
         self._pieces: dict[int, tuple[Piece, Any]] = {}
         self._names: dict[int, str] = {}
-        self._inside: list[str] = []
+        self._entered: list[str] = []
+        self._inside = Inside()
         self._operator = self._module = ""
         self._aside = False
         self._parameters: list[nn.Parameter] = []
@@ -179,12 +187,12 @@ class Watch(TorchDispatchMode):
         return aside
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
-        known = self._inside[-1] if self._inside else ""
-        self._inside.append(self._names.get(id(module), known))
+        known = self._entered[-1] if self._entered else ""
+        self._entered.append(self._names.get(id(module), known))
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         with suppress(IndexError):  # entered before the watch was
-            self._inside.pop()
+            self._entered.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -198,7 +206,7 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self._operator = f"{func.namespace}.{func._schema.name.rpartition('::')[2]}"
-        self._module = self._inside[-1] if self._inside else self._module_of(given)
+        self._module = self._entered[-1] if self._entered else self._module_of(given)
         made = func(*args, **kwargs)
         self._account(func, args, kwargs, given, made)
         return made
@@ -210,7 +218,7 @@ class Watch(TorchDispatchMode):
         fresh = [s for t in outputs for s in _storages(t) if s._cdata not in known]
         for storage in fresh:
             self._piece(storage)
-        within = self._rules.within(func, args)
+        within = self._inside(func, args) + self._rules.within(func, args)
         if within:
             piece = Piece(self._rounded(within), self._module)
             for sign in (1, -1):
@@ -255,7 +263,8 @@ class Watch(TorchDispatchMode):
         held = self._pieces.get(key)
         if held is None:
             piece = Piece(self._rounded(storage.nbytes()), self._module)
-            self._pieces[key] = piece, weakref.ref(storage, partial(self._freed, key))
+            address = storage.data_ptr() if self._freed_elsewhere else 0
+            self._pieces[key] = piece, weakref.ref(storage, partial(self._freed, key, address))
             self._now.changes.append(Change(1, piece, self._operator, self._module))
             return piece
         return held[0]
@@ -264,7 +273,9 @@ class Watch(TorchDispatchMode):
         unit = self._rules.round_to
         return -(-nbytes // unit) * unit
 
-    def _freed(self, key: int, _: Any) -> None:
+    def _freed(self, key: int, address: int, _: Any) -> None:
+        if self._freed_elsewhere and threading.get_ident() != self._thread:
+            self._freed_elsewhere(address)
         self._give_back(key)
 
     def _give_back(self, key: int, kind: Kind | None = None) -> None:

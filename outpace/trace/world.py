@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,6 +34,8 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
         local_rank=rank % ranks_per_host,
         local_world_size=min(ranks_per_host, world_size),
     )
+    # It keeps meshes, whose groups have other names in another world.
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with ExitStack() as patched:
@@ -39,6 +43,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
                 patched.enter_context(patch.object(owner, name, instead))
             yield ranks
     finally:
+        _clear_sharding_prop_cache()
         dist.destroy_process_group()
 
 
@@ -46,6 +51,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """What would wait for an answer, or look into memory that is not there."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_reduce", _with_future(dist.all_reduce)
+    yield dist, "new_group", partial(_fake_group, dist.new_group)
     # It compares sizes, in a tensor that grows with their number.
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known, which they are told.
@@ -61,6 +67,10 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
     yield ZeroRedundancyOptimizer, "__init__", apart
     yield ring, "Exchange", _InTurn
+
+
+def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
+    return new_group(*args, **kwargs)  # whatever backend: there is no store to meet others in
 
 
 class _Done:

@@ -45,6 +45,9 @@ class StandIn:
             bytes_moved=3 * kinds["activations"] * ask.accumulation,
         )
 
+    def give_up(self) -> bool:
+        return False
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -54,6 +57,9 @@ class Blind:
 
     def __call__(self, ask: Ask) -> Traced:
         raise BadInputError("cannot be traced")
+
+    def give_up(self) -> bool:
+        return False
 
     def close(self) -> None:
         """Nothing was started."""

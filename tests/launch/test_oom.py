@@ -7,13 +7,21 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 import time
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from outpace.launch.answer import changed_command
 from outpace.launch.oom import fragmentation_advice
+from outpace.launch.tracing import Ask, Tracer
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
 
 LIMITED = Path(__file__).with_name("limited.py")
 # About 530 MiB of activations, and 50 MiB of states, beside a process of some 200 MiB.
@@ -40,10 +48,10 @@ def words(tmp_path, corpus, token_cache):
     ]  # fmt: skip
 
 
-def outpace(mode, words, **environ):
+def outpace(mode, words, **options):
     return subprocess.run(
         [sys.executable, str(LIMITED), mode, *words],
-        capture_output=True, text=True, check=False, timeout=280, env={**os.environ, **environ},
+        capture_output=True, text=True, check=False, timeout=280, **options,
     )  # fmt: skip
 
 
@@ -70,6 +78,60 @@ def test_what_does_not_fit_trains_as_the_message_proposes(account, words, tmp_pa
     measured = json.loads(again.stdout)
     assert measured["steps"] == 2
     assert measured["final_loss"] < measured["first_loss"] + 1
+
+
+@pytest.fixture
+def control_group():
+    """A group of processes that the kernel ends beyond 560 MiB, of version 1 or 2."""
+    for mounted, name in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
+        group = Path("/sys/fs/cgroup", mounted, f"outpace-test-{os.getpid()}")
+        try:
+            group.mkdir()
+            (group / name).write_text(str(560 << 20))
+        except OSError:
+            with suppress(OSError):
+                group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("no control group for memory can be made here")
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(550)
+def test_the_proposed_plan_lives_where_the_first_cannot(control_group, words):
+    """Within a control group, the tracing process's memory included."""
+    enter = lambda: (control_group / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
+    plain = outpace("traced", words, preexec_fn=enter)
+    assert plain.returncode == 4, plain.stderr
+    assert "more than the control group's limit lets it have" in plain.stderr
+    blind = outpace("blind", words, preexec_fn=enter)
+    assert blind.returncode == 4, blind.stderr
+    assert "of the control group's limit, 560.00 MiB less 64.00 MiB to end in order" in blind.stderr
+    again = outpace("traced", [*pasted(plain.stderr), "--json"], preexec_fn=enter)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["steps"] == 2
+
+
+def test_tracing_is_given_up_for_training():
+    """What it took is free at once; who waits is told, and the next is traced again."""
+    ask = Ask(
+        spec=ModelSpec.parse(tomllib.loads(MODEL), "test"), plan=Plan(), seq_len=8, accumulation=1,
+        rank=0, settings=TrainSettings(), accelerator=None, ranks_per_host=1,
+    )  # fmt: skip
+    tracer = Tracer()
+    assert not tracer.give_up()
+    first = tracer(ask)
+    asking = threading.Timer(0.2, tracer.give_up)
+    asking.start()
+    with pytest.raises(BadInputError, match="could not be traced: the process for it ended"):
+        while True:
+            tracer(ask)
+    assert tracer(ask) == first
+    assert tracer.give_up()
+    tracer.close()
 
 
 def test_memory_that_grows_beyond_the_limit_ends_the_run_with_its_anatomy(words, tmp_path):

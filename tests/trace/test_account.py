@@ -55,6 +55,7 @@ def test_equal_layers_are_extended_exactly(strategy, levers):
 @pytest.mark.parametrize(
     "levers",
     [{}, {"precision": "bf16"}, {"checkpointing": "full"}, {"optimizer": "adamw-8bit"},
+     {"precision": "bf16-pure", "optimizer": "adamw-8bit", "loss": "plain"},
      {"offload_optimizer": "disk"}],
     ids=str,
 )  # fmt: skip
@@ -64,7 +65,7 @@ def test_the_trace_is_what_two_real_steps_take(levers):
     measured = measure(Workload(SHALLOW, plan, 128, 1, SETTINGS), Ranks())
     assert measured.source == "measured"
     assert measured.resident_bytes > 0
-    assert traced.peak_memory_bytes == pytest.approx(measured.allocated_bytes, rel=0.02)
+    assert traced.peak_memory_bytes == pytest.approx(measured.allocated_bytes, rel=1e-3)
     if "offload_optimizer" not in levers:  # files that are mapped are tensors too
         assert dict(traced.peak.by_kind) == pytest.approx(dict(measured.peak.by_kind), rel=0.01)
 
@@ -74,6 +75,8 @@ def test_weights_and_states_are_what_the_plan_says():
     alone = account(SHALLOW, Plan(), seq_len=32).peak.by_kind
     assert alone["weights"] == 4 * parameters
     assert alone["optimizer state"] == pytest.approx(8 * parameters, rel=1e-3)
+    on_host = account(SHALLOW, Plan(offload_parameters="cpu"), seq_len=32).peak.by_kind
+    assert on_host["weights"] == 4 * parameters
     shared = account(SHALLOW, Plan(strategy="zero3", dp_shard=16), seq_len=32).peak.by_kind
     assert shared["weights"] == pytest.approx(4 * parameters / 16, rel=0.02)
     disk = account(SHALLOW, Plan(offload_optimizer="disk", micro_batch=4), seq_len=256)
