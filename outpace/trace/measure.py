@@ -3,7 +3,8 @@
 import gc
 
 from outpace.nn.scratch import Scratch
-from outpace.parallel import apply
+from outpace.parallel import Layout, Request, apply
+from outpace.parallel.api import Batch
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
 from outpace.trace.account import summed_up
@@ -16,16 +17,20 @@ from outpace.trace.watch import Watch
 
 
 def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
-    """Train two real steps on the CPU; collective over the ranks of the plan.
+    """Train two real steps on the CPU, twice; collective over the ranks of the plan.
 
-    The anatomy is of the tensors that live at the peak, `allocated_bytes` the allocator's own peak,
-    and `resident_bytes` by how much the process's anonymous resident memory grew.
+    First with nobody looking: `resident_bytes` is by how much the process's anonymous resident
+    memory grew. Then watched, which takes memory itself: the anatomy is of the tensors that live at
+    the peak, and `allocated_bytes` the allocator's own peak.
     """
-    gc.collect()  # what others left would be freed within
-    allocations, rules = Allocations(), Rules()
+    rules = Rules()
+    with grown_resident() as grown:
+        run_steps(work, ranks, Watch(), _lay_out, rules, Scratch())
+    gc.collect()  # what is left would be freed within
+    allocations = Allocations()
     watch = Watch(freed_elsewhere=allocations.freed_elsewhere)
-    with grown_resident() as grown, allocations, watch:
-        run_steps(work, ranks, watch, lambda request, _: apply(request), rules, Scratch())
+    with allocations, watch:
+        run_steps(work, ranks, watch, _lay_out, rules, Scratch())
         segments = watch.segments
     account = summed_up([strip_of(segment) for segment in segments], work.plan, ranks.rank, rules)
     return account.model_copy(
@@ -35,3 +40,7 @@ def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
             "resident_bytes": grown[0] if grown else None,
         }
     )
+
+
+def _lay_out(request: Request, _: Batch) -> Layout:
+    return apply(request)
