@@ -55,7 +55,9 @@ class Table:
         """The values of codes, fp32."""
         if self.bits == 4:
             codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
-        return self.values[codes.int()]
+        # Indexing would widen the codes to 64 bits.
+        found = torch.index_select(self.values, 0, codes.reshape(-1).int())
+        return found.view(codes.shape)
 
 
 class LowAdamW(OwnDtypes):

@@ -23,6 +23,7 @@ _EXPLAINED: dict[Kind, str] = {
     "inputs": "",
     "workspaces": "of matrix libraries",
     "temporary": "made and freed within a pass",
+    "offloaded": "in host memory or on a disk, not in the sum",
 }
 _MODULES_SHOWN = 5
 
@@ -93,7 +94,7 @@ def memory_table(
         seen = 0 if measured is None else measured.peak.by_kind.get(kind, 0)
         if amount or seen:
             beside = [] if measured is None else [show_bytes(seen)]
-            share = f"{100 * amount / total:.0f} %"
+            share = "" if kind == "offloaded" else f"{100 * amount / total:.0f} %"
             table.add_row(kind, show_bytes(amount), share, *beside, _EXPLAINED[kind])
     beside = [] if measured is None else [show_bytes(_measured_bytes(measured))]
     table.add_section()

@@ -33,7 +33,8 @@ def plot_memory(account: MemoryAccount, path: Path, limit_bytes: int | None = No
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     moments = account.timeline
-    used = [kind for kind in KINDS if any(moment.by_kind.get(kind) for moment in moments)]
+    here = [kind for kind in KINDS if kind != "offloaded"]  # a stack's height is the sum
+    used = [kind for kind in here if any(moment.by_kind.get(kind) for moment in moments)]
     heights = [[moment.by_kind.get(kind, 0) / unit for moment in moments] for kind in used]
     colours = [_COLOURS[KINDS.index(kind)] for kind in used]
     axes.stackplot(range(len(moments)), heights, labels=used, colors=colours, step="post")

@@ -19,8 +19,7 @@ _ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
 class Inside:
     """Bytes that operators need beside what they are given and what they make.
 
-    The chunked loss is written in Python: its code is run on tensors without memory. Indices of 32
-    bits are widened to 64 by what gathers and scatters by them.
+    The chunked loss is written in Python: its code is run on tensors without memory.
     """
 
     def __init__(self) -> None:
@@ -28,22 +27,14 @@ class Inside:
 
     def __call__(self, func: Any, args: Any) -> int:
         """For one call. 0 for operators that are not known, and with memory of their own."""
-        if func is torch.ops.aten.index.Tensor:
-            return sum(_widened(index) for index in args[1])
-        if func is _CHUNKED_LOSS and isinstance(args[0], FakeTensor):
-            key = tree_map_only(Tensor, lambda tensor: (tensor.shape, tensor.dtype), tuple(args))
-            if key not in self._known:
-                given = (*args[:_ALLOW_RETAIN_GRAPH], *args[_ALLOW_RETAIN_GRAPH + 1 :])
-                run = linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator
-                self._known[key] = _taken(partial(run, *given))
-            return self._known[key]
-        return 0
-
-
-def _widened(index: Tensor | None) -> int:
-    if index is None or index.dtype is not torch.int32:
-        return 0
-    return torch.int64.itemsize * index.numel()
+        if func is not _CHUNKED_LOSS or not isinstance(args[0], FakeTensor):
+            return 0
+        key = tree_map_only(Tensor, lambda tensor: (tensor.shape, tensor.dtype), tuple(args))
+        if key not in self._known:
+            given = (*args[:_ALLOW_RETAIN_GRAPH], *args[_ALLOW_RETAIN_GRAPH + 1 :])
+            run = linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator
+            self._known[key] = _taken(partial(run, *given))
+        return self._known[key]
 
 
 def _taken(run: Callable[[], Any]) -> int:

@@ -8,7 +8,6 @@ import torch
 from outpace.nn.loss import linear_loss_sum
 from outpace.trace.allocations import Allocations
 from outpace.trace.fake import hollow
-from outpace.trace.inside import Inside
 from outpace.trace.watch import Watch
 
 pytestmark = pytest.mark.fakeworld
@@ -38,15 +37,6 @@ def test_the_chunked_loss_is_run_for_what_it_takes():
     assert peak == pytest.approx(allocated.peak_bytes, rel=1e-3)
     # Without it, the trace would be short by the logits of a chunk.
     assert peak - live > 4 * VOCAB * 256
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_narrow_indices_are_widened(dtype):
-    table, index = torch.zeros(256), torch.zeros(50_000, dtype=dtype)
-    with Allocations() as allocated:
-        made = table[index]
-    inside = Inside()(torch.ops.aten.index.Tensor, (table, [index]))
-    assert inside + made.nbytes == pytest.approx(allocated.peak_bytes, rel=1e-3)
 
 
 def test_memory_that_another_thread_frees_is_not_counted_on():
