@@ -1,5 +1,6 @@
 """`outpace memory`."""
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError
 from outpace.records.memory import MemoryAccount
 from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
     from outpace.launch.memory import Question
@@ -28,10 +30,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     settings, origins = options.build({options.COMMAND_LINE: options.from_flags(arguments)})
     ranks = ranks_from(environ)
-    if arguments.measure and arguments.machine is not None:
-        raise BadInputError(
-            f"--measure runs on this host, but --machine is {arguments.machine}. Give one of them."
-        )
+    _require_one_place(arguments, settings)
     if arguments.measure and ranks is None and (settings.nproc or 1) > 1:
         from outpace.launch import local
 
@@ -45,22 +44,45 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         from outpace.catalog.nodes import find_node
 
         node = find_node(arguments.machine, ACCELERATORS)
-    asked = question(settings, origins, node, arguments.nodes)
-    measured = None
-    if arguments.measure:
-        measured = _measured(asked, ranks or Ranks(), environ)
-        if measured is None:  # another rank speaks
-            return 0
-    rank = arguments.rank if measured is None else measured.rank
+    asked = question(settings, origins, node, arguments.nodes or 1)
+    rank = arguments.rank
     if rank is not None and rank >= asked.plan.world_size:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
+    measured = None
+    if arguments.measure:
+        measured = _measured(asked, ranks or Ranks(), rank, environ)
+        if measured is None:  # another rank speaks
+            return 0
+        rank = measured.rank
     traced = worst(asked) if rank is None else asked.traced(rank)
     _show(asked, traced, measured, arguments.plot, arguments.out_file, arguments.json)
     return 0
 
 
-def _measured(asked: "Question", ranks: Ranks, environ: Mapping[str, str]) -> MemoryAccount | None:
-    """Two real steps; the fullest rank's account, on rank 0."""
+def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
+    """Refuse what is said of a machine of the catalog beside what is said of this host."""
+    if arguments.machine is None:
+        if arguments.nodes is not None:
+            raise BadInputError(
+                f"--nodes {arguments.nodes}: of which machine? Name it with --machine, as in "
+                "--machine hgx-h100, or give a number of processes with --nproc."
+            )
+        return
+    if arguments.measure:
+        raise BadInputError(
+            f"--measure runs on this host, but --machine is {arguments.machine}. Give one of them."
+        )
+    if settings.nproc is not None:
+        raise BadInputError(
+            f"--nproc {settings.nproc}: of {arguments.machine} all devices are taken; --nodes says "
+            "how many of these machines. Leave --nproc or --machine out."
+        )
+
+
+def _measured(
+    asked: "Question", ranks: Ranks, rank: int | None, environ: Mapping[str, str]
+) -> MemoryAccount | None:
+    """Two real steps; the account of `rank`, or of the fullest, on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -71,7 +93,9 @@ def _measured(asked: "Question", ranks: Ranks, environ: Mapping[str, str]) -> Me
         mine = measure(asked.workload, ranks)
         said: list[MemoryAccount] = [mine] * ranks.world_size
         dist.all_gather_object(said, mine, group=groups.control)
-    return max(said, key=lambda one: one.allocated_bytes or 0) if ranks.rank == 0 else None
+    if ranks.rank != 0:
+        return None
+    return said[rank] if rank is not None else max(said, key=lambda one: one.allocated_bytes or 0)
 
 
 def _show(
@@ -123,7 +147,7 @@ def _parser() -> Parser:
     add(
         "--nodes",
         type=number_type(int, 1),
-        default=1,
+        default=None,
         metavar="N",
         help="how many of these machines (default: 1)",
     )

@@ -8,7 +8,8 @@ checked: some templates write earlier turns in another way once others follow.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,22 +152,18 @@ class ChatFormat:
         return self._text(messages, True, "the conversation")
 
     def _text(self, messages: Sequence[Message], ask: bool, where: str) -> str:
-        try:
+        with _refusals(where):
             rendered = self._theirs.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=ask
             )
-        except Exception as error:  # a template raises what it likes
-            reason = " ".join(str(error).split())[:300]
-            raise BadInputError(
-                f"{where}: the tokenizer's chat template refuses it: {reason}"
-            ) from None
         return str(rendered)
 
     def render(self, messages: Sequence[Message], where: str) -> Rendered:
         """The whole text and the assistant's part of it. Raises BadInputError, naming `where`."""
-        text = self._text(messages, False, where)
         if self._marked:
-            return Rendered(text, self._generated(messages))
+            with _refusals(where):
+                return self._generated(messages)
+        text = self._text(messages, False, where)
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [self._span(messages, number, text, where) for number in answers]
         found = tuple(span for span in spans if span is not None)
@@ -180,19 +177,19 @@ class ChatFormat:
             )
         return Rendered(text, (spans[-1],), whole=False)
 
-    def _generated(self, messages: Sequence[Message]) -> tuple[Span, ...]:
-        """Where the template's own marks say that the assistant speaks."""
+    def _generated(self, messages: Sequence[Message]) -> Rendered:
+        """The text, and where the template's own marks say that the assistant speaks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Declared to return a text, it returns texts and places.
         render: Callable[..., Any] = render_jinja_template
-        _, places = render(
+        texts, places = render(
             conversations=[[dict(message) for message in messages]],
             chat_template=self._template,
             return_assistant_tokens_mask=True,
             **self._theirs.special_tokens_map,
         )
-        return tuple((int(start), int(end)) for start, end in places[0])
+        return Rendered(texts[0], tuple((int(start), int(end)) for start, end in places[0]))
 
     def _span(self, messages: Sequence[Message], number: int, text: str, where: str) -> Span | None:
         """Of answer `number`: from after its header to before the next; None if not prefixes."""
@@ -258,3 +255,15 @@ def encode_all(chat: ChatFormat, rows: Iterable[Row], seq_len: int) -> Conversat
     pad = chat.tokenizer.pad_id
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(ragged(found, fill), cut, empty, partial)
+
+
+@contextmanager
+def _refusals(where: str) -> Iterator[None]:
+    """A template raises what it likes."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadInputError(
+            f"{where}: the tokenizer's chat template refuses it: {reason}"
+        ) from None

@@ -1,5 +1,6 @@
 """Texts and pairs of texts with a label, as GLUE's, to samples of a classifier."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,13 +84,13 @@ def _label(row: Row, name: str, classes: Sequence[str]) -> str:
             f"{row.where} has no label ({name!r} is {value!r}), as in a benchmark's test set. Give "
             "data with labels."
         )
-    if isinstance(value, float) and value != int(value):
-        raise BadInputError(
-            f"{row.where}: the label {value} is no class. --task classify learns classes, not "
-            "numbers on a scale."
-        )
     if isinstance(value, str):
         return value
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value != int(value):
+        raise BadInputError(
+            f"{row.where}: the label {value!r} is no class. --task classify learns one class for "
+            "each row: a name or a whole number, not a number on a scale or several."
+        )
     number = int(value)
     return classes[number] if 0 <= number < len(classes) else str(number)
 

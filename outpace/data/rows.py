@@ -1,6 +1,7 @@
 """Rows with named columns, from JSONL, TSV, CSV, Parquet and datasets: what tasks are made from."""
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,23 +198,38 @@ def _delimited(file: Path, delimiter: str) -> tuple[list[Row], int]:
                 f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
                 f"{error.start}. Convert it."
             ) from None
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line]
-    if delimiter == "\t":
-        cells = [line.split("\t") for line in lines]
-    else:
-        cells = list(csv.reader(text.splitlines(keepends=True)))
-        cells = [row for row in cells if row]
+    cells = list(_tabbed(text) if delimiter == "\t" else _quoted(text, file))
     if not cells:
         return [], 0
-    if _is_cola(cells[0]):
-        cells.insert(0, ["source", "label", "star", "sentence"])
-    header = cells[0]
+    if _is_cola(cells[0][1]):
+        cells.insert(0, (0, ["source", "label", "star", "sentence"]))
+    header = cells[0][1]
     rows = [
         Row(dict(zip(header, row, strict=True)), f"{file}, line {number}")
-        for number, row in enumerate(cells[1:], 2)
+        for number, row in cells[1:]
         if len(row) == len(header)
     ]
     return rows, len(cells) - 1 - len(rows)
+
+
+def _tabbed(text: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each line that has any, and its number."""
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
+        if line:
+            yield number, line.split("\t")
+
+
+def _quoted(text: str, file: Path) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each row, and the number of its last line. Raises BadInputError."""
+    reader = csv.reader(io.StringIO(text, newline=""))
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise BadInputError(
+            f"{file}, line {reader.line_num}: {error}. Is a quotation mark left open?"
+        ) from None
 
 
 def _is_cola(first: Sequence[str]) -> bool:

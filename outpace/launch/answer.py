@@ -38,18 +38,16 @@ class Answer:
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
-        text = self.of(short, SEARCH_BEFORE_S)
+        text = self.of(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
         tell(self._job.callbacks, "on_hint", text)
 
     def of(self, short: Shortage, search_s: float = SEARCH_S) -> str:
         """The message of a shortage."""
-        proposals = self._fitting.proposals(self._job.plan, short, search_s)
-        run = self._job.run_dir if self._job.run_dir.has_steps else None
-        return sentence(
-            short, proposals, self._command, self._origins, None if run is None else run.path
-        )
+        run = self._job.run_dir.path if self._job.run_dir.has_steps else None
+        proposals = self._fitting.proposals(self._job.plan, short, run is not None, search_s)
+        return sentence(short, proposals, self._command, self._origins, run)
 
     def anatomy(
         self, layout: Layout, optimizer: torch.optim.Optimizer, used_bytes: int
@@ -110,8 +108,16 @@ def _without_proposals() -> str:
 def _described(proposal: Proposal) -> str:
     what = " and ".join(f"{name.replace('_', '-')} {v}" for name, v in proposal.settings.items())
     slower = f"{abs(proposal.slowdown):.0%} {'slower' if proposal.slowdown >= 0 else 'faster'}"
-    rounding = "" if proposal.exact else " (other rounding: not the same numbers)"
-    return f"{what}: {show_bytes(proposal.peak_memory_bytes)}, {slower}{rounding}"
+    return f"{what}: {show_bytes(proposal.peak_memory_bytes)}, {slower}{_caution(proposal)}"
+
+
+def _caution(proposal: Proposal) -> str:
+    if proposal.exact:
+        return ""
+    optimizer = str(proposal.settings.get("optimizer", "adamw"))
+    if not optimizer.startswith("adamw"):
+        return " (another optimizer, with a learning rate of its own: leave --lr out)"
+    return " (other rounding: not the same numbers)"
 
 
 def changed_command(

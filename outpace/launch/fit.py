@@ -20,6 +20,7 @@ from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_bytes
+from outpace.train.precision import default_precision
 
 # What has been found by then has to do: ranks that are out of memory wait for it. Before the first
 # step there is more time.
@@ -36,12 +37,18 @@ class Limit:
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
     """The least of what is asked for, the control group's share of a rank, and what is there."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        there = Limit(free + torch.cuda.memory_reserved(device), "the device's memory")
-        if settings.memory_limit is None or settings.memory_limit > total:
-            return there
-        return Limit(settings.memory_limit, "--memory-limit")
+    limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
+    if settings.memory_limit is not None:
+        limits.append(Limit(settings.memory_limit, "--memory-limit"))
+    return min(limits, key=lambda limit: limit.bytes)
+
+
+def _of_device(device: torch.device) -> list[Limit]:
+    free, _ = torch.cuda.mem_get_info(device)
+    return [Limit(free + torch.cuda.memory_reserved(device), "the device's memory")]
+
+
+def _of_host(ranks: Ranks, device: torch.device) -> list[Limit]:
     own, share = anonymous_bytes(), ranks.local_world_size
     limits = [Limit(psutil.virtual_memory().available // share + own, "the host's free memory")]
     group = find_cgroup()
@@ -49,9 +56,7 @@ def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Lim
         (reading,) = readings(None, device, ranks)
         left = max(0, reading.soft_bytes - group.used_bytes())
         limits.append(Limit(left // share + own, reading.limit))
-    if settings.memory_limit is not None:
-        limits.append(Limit(settings.memory_limit, "--memory-limit"))
-    return min(limits, key=lambda limit: limit.bytes)
+    return limits
 
 
 def limit_device(limit_bytes: int | None, device: torch.device) -> None:
@@ -112,7 +117,7 @@ class Fitting:
 
     def asked(self, plan: Plan) -> list[Ask]:
         """Whose memory to ask for; nobody's where it cannot be traced."""
-        if self._spec is None or self._seq_len is None:
+        if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return asked(self._settings, self._spec, plan, self._seq_len, self._site)
 
@@ -161,12 +166,19 @@ class Fitting:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
 
-    def proposals(self, plan: Plan, short: Shortage, search_s: float = SEARCH_S) -> list[Proposal]:
-        """The cheapest changes that fit; by as much more where the prediction was too low."""
+    def proposals(
+        self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
+    ) -> list[Proposal]:
+        """The cheapest changes that fit; by as much more where the prediction was too low.
+
+        `resumes`: the run goes on from a checkpoint, whose optimizer's states stay as they are.
+        """
         if self.predict is None:
             return []
         try:
-            too_low = max(0, short.used_bytes - self.predict(plan).peak_memory_bytes)
+            # More than the limit was needed, even where what was refused is not in what was used.
+            needed = max(short.used_bytes, self.limit.bytes + 1)
+            too_low = max(0, needed - self.predict(plan).peak_memory_bytes)
         except BadInputError:
             return []
         until_s = time.monotonic() + search_s
@@ -175,16 +187,18 @@ class Fitting:
             self.limit.bytes - too_low,
             self.predict,
             rates(plan, self._machine, self._device),
-            self.changes(plan),
+            self.changes(plan, resumes),
             enough=lambda: time.monotonic() > until_s,
         )
 
-    def changes(self, plan: Plan) -> list[list[Change]]:
+    def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
         """What could be changed, as far as it was left open."""
-        features = self._machine.cpu_features
-        low = self._device.type == "cuda" or any("bf16" in feature for feature in features)
-        kinds = kinds_of_change(plan, low_precision=low)
-        fixed = {"optimizer"} if self._settings.resume else set()
+        low = default_precision(self._device, self._machine) == "bf16"
+        beside_host = self._device.type != "cpu"
+        kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)
+        fixed = {"optimizer"} if resumes or self._settings.resume else set()
+        if self._settings.memory_budget is not None:  # it has chosen what is recomputed
+            fixed.add("checkpointing")
         if any(getattr(self._settings, axis) is not None for axis in AXES):
             fixed.add("strategy")
         return [kind for kind in kinds if kind and not fixed & set(kind[0])]

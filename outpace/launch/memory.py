@@ -8,6 +8,7 @@ import torch
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.interop.models import open_model
 from outpace.launch.resolve import resolve_plan, resolve_seq_len
+from outpace.parallel.offload import require
 from outpace.planner.stages import representatives
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
@@ -68,6 +69,7 @@ def question(
     settings = settings.model_copy(update={"precision": _precision(settings, accelerator)})
     given = settings.global_batch if origins.get("global_batch") != "default" else None
     plan = _plan(settings, world_size, per_host, given)
+    require(plan, torch.device("cpu" if accelerator is None else "cuda"))
     opened = open_model(settings.model)
     if opened.spec is None:
         raise BadInputError(
@@ -100,6 +102,11 @@ def _require_traceable(settings: TrainSettings) -> None:
         raise BadInputError(
             f"--memory-budget: {said}. Say what is recomputed with --checkpointing or "
             "--checkpoint-layers."
+        )
+    if settings.precision == "fp8":
+        raise BadInputError(
+            "--precision fp8: its products run on GPUs that have them only, and are not traced. "
+            "Use --precision bf16 for a bound that is a little too high."
         )
     if settings.task == "classify":
         raise BadInputError(

@@ -22,11 +22,12 @@ from outpace.launch.fit import Fitting
 from outpace.launch.group import Groups
 from outpace.planner.cost import Predict
 from outpace.records.errors import EXIT_OUT_OF_MEMORY, BadInputError, OutOfMemoryError
-from outpace.records.plan import Plan
+from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
 
-TRIAL_STEPS = 2  # the second is the first with optimizer state from its beginning
+# The second step is the first with optimizer state from its beginning.
+TRIAL_STEPS = 2
 # A long run needs a little more than a short one, as free memory falls to pieces.
 _OF_LIMIT = 0.95
 _TOO_LARGE = (EXIT_OUT_OF_MEMORY, -signal.SIGKILL)
@@ -108,17 +109,19 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
     """A short run that needs what a long one needs."""
     limit = settings.memory_limit
     passes = min(2, plan.accumulation(settings.global_batch))
+    powersgd = plan.compress_gradients == "powersgd" and plan.world_size > 1
     return settings.model_copy(
         update={
             "micro_batch": plan.micro_batch,
             "memory_limit": None if limit is None else round(_OF_LIMIT * limit),
             "pp_microbatches": plan.pp_microbatches if plan.pp_microbatches > 1 else None,
             "global_batch": plan.samples_per_pass * plan.data_parallel * passes,
-            "steps": TRIAL_STEPS,
+            "steps": POWERSGD_LEAST_START + 1 if powersgd else TRIAL_STEPS,
             "tokens": None,
             "epochs": None,
             "warmup": None,
-            "powersgd_start": None,
+            "powersgd_start": POWERSGD_LEAST_START if powersgd else None,
+            "padding": None if settings.task == "pretrain" else "fixed",  # the longest to come
             "eval_every": 0,
             "eval_batches": 1,
             "save_every": 0,
@@ -137,7 +140,10 @@ def trier(environ: Mapping[str, str]) -> Try:
     kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
 
     def attempt(settings: TrainSettings, port: int) -> tuple[int, str]:
-        with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
+        # On the run's own disk: the system's temporary files may be memory.
+        beside = settings.offload_dir or (settings.out or Path("runs") / "trial").parent
+        beside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".trial-", dir=beside) as folder:
             own = settings.model_copy(update={"out": Path(folder) / "run"})
             document = {
                 "settings": own.model_dump(mode="json"),

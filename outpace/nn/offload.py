@@ -100,13 +100,12 @@ class _Pinned:
         self._arrived = up.record_event()
 
     def open(self) -> Tensor:
-        self.prefetch()
+        self.prefetch()  # and what came back stays: others may have saved the same tensor
         assert self._back is not None
-        tensor, self._back = self._back, None
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(self._arrived)
-        tensor.record_stream(computing)
-        return tensor
+        self._back.record_stream(computing)
+        return self._back
 
 
 class OnHost:

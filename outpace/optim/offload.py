@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from outpace.nn.scratch import Region, Scratch, prefetch, release
+from outpace.nn.spread import local
 from outpace.optim.build import Build, Groups, fill_state
 from outpace.records.plan import Plan
 
@@ -37,10 +38,6 @@ def offloaded(build: Build, plan: Plan, scratch: Scratch) -> Build:
         return asked or parameter.device.type != "cpu"
 
     return lambda groups: Offloaded(groups, build, has_twin, disk, scratch)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
@@ -102,11 +99,11 @@ class _Unit:
         prefetch(self.regions)
         with _on(self.lanes.down):
             for number, (parameter, twin) in enumerate(self._pairs()):
-                if _local(parameter)._version != self.versions[number]:  # somebody else's values
-                    _local(twin).copy_(_local(parameter), non_blocking=True)
+                if local(parameter)._version != self.versions[number]:  # somebody else's values
+                    local(twin).copy_(local(parameter), non_blocking=True)
                 gradient = parameter.grad
                 if gradient is not None:
-                    memory = self.lanes.host_copy(_local(gradient))
+                    memory = self.lanes.host_copy(local(gradient))
                     twin.grad = _with_memory(gradient, memory)
         if self.lanes.down is not None:
             self._arrived = self.lanes.down.record_event()
@@ -121,9 +118,9 @@ class _Unit:
         with _on(self.lanes.up):
             for number, (parameter, twin) in enumerate(self._pairs()):
                 if twin.grad is not None:
-                    _local(parameter).copy_(_local(twin), non_blocking=True)
+                    local(parameter).copy_(local(twin), non_blocking=True)
                     twin.grad = None
-                self.versions[number] = _local(parameter)._version
+                self.versions[number] = local(parameter)._version
         release(self.regions)
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
@@ -169,19 +166,19 @@ class Offloaded(torch.optim.Optimizer):
     ) -> _Unit:
         twins = [self._twin(p) if has_twin(p) else p for p in parameters]
         inner = build([{**group, "params": twins}])
-        regions = [r for p in parameters if (r := self._scratch.region_of(_local(p)))]
+        regions = [r for p in parameters if (r := self._scratch.region_of(local(p)))]
         fill_state(inner)
         if self._disk is not None:
             regions.append(self._to_disk(parameters, twins, inner, self._disk))
         for parameter, twin in zip(parameters, twins, strict=True):
             self.state[parameter] = inner.state[twin]
         release(regions)
-        versions = [_local(p)._version for p, twin in zip(parameters, twins, strict=True)
+        versions = [local(p)._version for p, twin in zip(parameters, twins, strict=True)
                     if twin is not p]  # fmt: skip
         return _Unit(parameters, twins, inner, self._lanes, regions, versions)
 
     def _twin(self, parameter: Tensor) -> Tensor:
-        memory = self._lanes.host_copy(_local(parameter), wait=True)
+        memory = self._lanes.host_copy(local(parameter), wait=True)
         return nn.Parameter(_with_memory(parameter.detach(), memory))
 
     def _to_disk(
@@ -199,10 +196,10 @@ class Offloaded(torch.optim.Optimizer):
             if isinstance(tensor, Tensor) and tensor.ndim
         ]
         copies = [t for p, t in zip(parameters, twins, strict=True) if t is not p]
-        old = [_local(tensor) for tensor in (*copies, *(tensor for *_, tensor in states))]
+        old = [local(tensor) for tensor in (*copies, *(tensor for *_, tensor in states))]
         placed, region = disk.place(old)
         for twin, memory in zip(copies, placed, strict=False):
-            _local(twin).data = memory
+            local(twin).data = memory
         for (state, key, tensor), memory in zip(states, placed[len(copies) :], strict=True):
             state[key] = _with_memory(tensor, memory)
         return region
@@ -254,7 +251,7 @@ def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)
-        if sum(_local(p).nbytes for p in part) >= UNIT_BYTES:
+        if sum(local(p).nbytes for p in part) >= UNIT_BYTES:
             yield part
             part = []
     if part:

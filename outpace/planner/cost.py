@@ -56,7 +56,7 @@ def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
 
     Everything is taken as whole, in fp32, kept, and with the scores of attention that is not fused.
     """
-    tokens = plan.samples_per_pass * seq_len
+    tokens = plan.samples_read * seq_len  # of all ranks, where one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)
     numbers = tokens * (spec.layers * of_token + 4 * spec.vocab)
     return _STATE_BYTES * parameter_count(spec) + 4 * numbers

@@ -56,10 +56,10 @@ class _Tried:
     seconds: float
 
 
-def kinds_of_change(plan: Plan, *, low_precision: bool) -> list[list[Change]]:
+def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
     """What could be changed, by kind, in each from the least change to the most.
 
-    `low_precision`: the device has units for bf16.
+    `low_precision`: the device has units for bf16. `beside_host`: it has memory of its own.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
     if plan.optimizer_in_backward:  # of one micro-batch a step
@@ -74,7 +74,7 @@ def kinds_of_change(plan: Plan, *, low_precision: bool) -> list[list[Change]]:
         [] if chosen else _CHECKPOINTING,
         [{"loss": "chunked"}] if plan.loss != "chunked" else [],
         ({"optimizer": name} for name in _OPTIMIZERS if name != plan.optimizer),
-        [{"offload_optimizer": "disk"}],
+        ({"offload_optimizer": place} for place in (("cpu", "disk") if beside_host else ("disk",))),
         [{"precision": "bf16"}] if low_precision and plan.precision == "fp32" else [],
     ]
     if plan.strategy in _REPLICAS and plan.world_size > 1:

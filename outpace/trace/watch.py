@@ -132,11 +132,6 @@ class Watch(TorchDispatchMode):
             piece = Piece(self._rounded(nbytes), "", kind)
             self._now.changes.append(Change(1, piece, "", ""))
 
-    @property
-    def live_bytes(self) -> int:
-        """Of all that was taken and not freed yet."""
-        return sum(piece.nbytes for piece, _ in self._pieces.values())
-
     def __enter__(self) -> "Watch":
         register = nn.modules.module
         self._hooks = [

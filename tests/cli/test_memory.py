@@ -19,6 +19,25 @@ def test_the_anatomy_adds_up_to_the_peak_and_is_drawn(capsys, tmp_path):
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
+    words = ["--seq-len=256", "--offload-optimizer=disk", f"--plot={tmp_path / 'm.png'}"]
+    assert main([*TINY, *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "offloaded" in said and "not in the sum" in said
+    assert (tmp_path / "m.png").exists()
+    assert main([*TINY, *words, "--json"]) == 0
+    anatomy = json.loads(capsys.readouterr().out)["traced"]["peak"]["by_kind"]
+    assert anatomy["offloaded"] > 0
+
+
+@pytest.mark.gloo
+def test_the_rank_that_is_asked_for_is_measured(capfd):
+    words = ["--measure", "--nproc=2", "--strategy=ps", "--json", "--rank=1"]
+    assert main([*TINY, *words]) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert said["rank"] == said["measured"]["rank"] == 1
+
+
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
     words = ["--model=llama-3-70b", "--machine=hgx-h100", "--nodes=8", "--strategy=zero3",
@@ -38,6 +57,10 @@ def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
         (["--rank=3"], "--rank 3: the plan has ranks 0 to 0."),
         (["--nproc=3", "--tp=2"], "tp 2, but there are 3 processes"),
         (["--measure", "--machine=hgx-h100"], "--measure runs on this host"),
+        (["--nodes=2"], "--nodes 2: of which machine? Name it with --machine"),
+        (["--nproc=2", "--machine=hgx-h100"], "--nodes says how many of these machines"),
+        (["--machine=RTX 4090", "--offload-activations=disk"], "is for training on the CPU"),
+        (["--machine=hgx-h100", "--precision=fp8"], "--precision fp8: its products"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(words, sentence, capsys):

@@ -91,6 +91,28 @@ def test_what_cannot_be_learnt_is_refused(tmp_path, lines, said):
         examples(read_table(str(tmp_path / "a.tsv")))
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", '{"text": "a", "labels": [27]}\n', r"line 1: the label \[27\] is no class"),
+        ("a.jsonl", '{"text": "a", "label": NaN}\n', "the label nan is no class"),
+        ("a.csv", 'text,label\na,1\n"' + "b" * 200_000, "line 3: field larger than field limit"),
+    ],
+)
+def test_rows_that_are_no_examples_are_named(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadInputError, match=said):
+        examples(read_table(str(tmp_path / name)))
+
+
+def test_a_csvs_rows_end_where_lines_do_and_nowhere_else(tmp_path):
+    text = 'text,label\n"two\nlines",1\n\nfoo\u2028bar,0\n,\n'
+    (tmp_path / "a.csv").write_text(text, newline="")
+    table = read_table(str(tmp_path / "a.csv"))
+    assert [row.values["text"] for row in table.rows[:2]] == ["two\nlines", "foo\u2028bar"]
+    assert [row.where.rpartition(" ")[2] for row in table.rows] == ["3", "5", "6"]
+
+
 @pytest.mark.parametrize("encoder", [True, False])
 def test_pairs_have_segments_and_the_longer_text_is_cut(encoder):
     learnt = train_tokenizer(["one two three four five six"] * 3, 300, masked=encoder)

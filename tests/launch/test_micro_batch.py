@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from outpace.cli.main import main
 from outpace.launch.micro_batch import find, predicted, sizes
 from outpace.planner.cost import Cost
 from outpace.records.errors import BadInputError, OutOfMemoryError
-from outpace.records.plan import Plan
+from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -80,6 +81,23 @@ def test_what_runs_out_on_any_rank_is_too_large_for_all(monkeypatch):
         search(monkeypatch, 100, [(4, 4)])
     with pytest.raises(BadInputError, match="the trial of 6 failed: broken"):
         search(monkeypatch, 700, [(2, 2)])
+
+
+def test_a_trial_compresses_as_the_run_will():
+    """PowerSGD begins in the trial: else its buffers would be left out, or the trial refused."""
+    plan = Plan.parse({**PLAN.model_dump(), "compress_gradients": "powersgd"}, "test")
+    seen = []
+
+    def attempt(settings, port):
+        seen.append(settings)
+        return 0, ""
+
+    def gather(outcomes, own, group):
+        outcomes[:] = [own]
+
+    with patch("torch.distributed.all_gather_object", gather):
+        find(plan, SETTINGS, Fits(700), Alone(), attempt, [])
+    assert POWERSGD_LEAST_START <= seen[0].powersgd_start < seen[0].steps
 
 
 def test_a_live_model_cannot_be_tried_elsewhere(capsys):
