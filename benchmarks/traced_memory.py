@@ -1,8 +1,8 @@
 """Memory of training on a CUDA device, derived without one: fake tensors, stated rules.
 
 A model's real code runs under `FakeTensorMode`, so tensors have sizes and no memory. `Tracker`
-notes each storage's birth and death in order; `CachingAllocator` plays them through the rules of
-torch's CUDA allocator, which gives what the driver sees: reserved, not only allocated.
+notes each storage's birth and death in order; `reserved` plays them through the rules of torch's
+CUDA allocator, which gives what the driver sees: reserved, not only allocated.
 
 Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does otherwise:
 - autocast's lists (torch 1.8, aten/src/ATen/autocast_mode.cpp): products in half precision;
@@ -14,7 +14,6 @@ Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does other
 Left out: what kernels allocate for themselves, NCCL's buffers, CUDA's context.
 """
 
-import bisect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outpace.trace.reserve import Events, reserved
+
 MIB = 2**20
-Events = list[tuple[int, int]]  # (number of a storage, bytes: negative when it is freed)
 Softmax = Callable[[Tensor], Tensor]
 
 _LOWERED = frozenset({F.linear, torch.matmul, torch.bmm, torch.addmm})
@@ -142,73 +142,6 @@ class Tracker(TorchDispatchMode):
         self.events.append((number, size))
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-class CachingAllocator:
-    """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), one stream.
-
-    Sizes are rounded up to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB
-    from segments of 20 MiB, above each has one of its own, rounded up to 2 MiB. The smallest free
-    block that suffices is taken and split; neighbours that are free are joined. Nothing is ever
-    given back, so `reserved_bytes` is its own peak.
-    """
-
-    def __init__(self) -> None:
-        self.reserved_bytes = 0
-        self._segments = 0
-        # Of the large and of the small pool: free blocks as (size, segment, offset), in order.
-        self._free: tuple[list[tuple[int, int, int]], ...] = ([], [])
-        self._used: dict[int, tuple[bool, int, int, int]] = {}
-
-    def allocate(self, number: int, size: int) -> None:
-        """A block for storage `number`."""
-        size = max(512, _up(size, 512))
-        small = size <= MIB
-        pool = self._free[small]
-        place = bisect.bisect_left(pool, (size, -1, -1))
-        block, segment, offset = (
-            pool.pop(place) if place < len(pool) else self._new_segment(size, small)
-        )
-        rest = block - size
-        if rest >= 512 if small else rest > MIB:
-            bisect.insort(pool, (rest, segment, offset + size))
-            block = size
-        self._used[number] = (small, block, segment, offset)
-
-    def _new_segment(self, size: int, small: bool) -> tuple[int, int, int]:
-        whole = 2 * MIB if small else 20 * MIB if size < 10 * MIB else _up(size, 2 * MIB)
-        self.reserved_bytes += whole
-        self._segments += 1
-        return whole, self._segments, 0
-
-    def free(self, number: int) -> None:
-        """Give the block of storage `number` back to its pool."""
-        small, size, segment, offset = self._used.pop(number)
-        pool = self._free[small]
-        touching = [
-            one
-            for one in pool
-            if one[1] == segment and (one[2] + one[0] == offset or offset + size == one[2])
-        ]
-        for one in touching:
-            pool.remove(one)
-            offset, size = min(offset, one[2]), size + one[0]
-        bisect.insort(pool, (size, segment, offset))
-
-
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def reserved(events: Events) -> int:
-    """Bytes that the allocator has taken from the device after these events."""
-    allocator = CachingAllocator()
-    for number, size in events:
-        if size > 0:
-            allocator.allocate(number, size)
-        else:
-            allocator.free(number)
-    return allocator.reserved_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MIB = 2**20
 
 
 @pytest.fixture(autouse=True)
@@ -81,24 +80,6 @@ def test_loss_scale_backs_off_and_grows():
     assert min(scales) < scales[0]
     assert any(later == 2 * earlier for earlier, later in itertools.pairwise(scales))
     assert found["loss"][-1] < found["loss"][0]
-
-
-def test_the_allocator_cuts_joins_and_keeps():
-    from traced_memory import CachingAllocator, reserved
-
-    assert reserved([(1, 100)]) == 2 * MIB  # small: from a segment of 2 MiB
-    assert reserved([(1, 3 * MIB), (2, 3 * MIB)]) == 20 * MIB  # from one segment
-    assert reserved([(1, 11 * MIB)]) == 12 * MIB  # a segment of its own
-    # Freed neighbours are joined, and what was taken is not given back.
-    assert reserved([(1, 3 * MIB), (2, 3 * MIB), (1, -3 * MIB), (2, -3 * MIB), (3, 20 * MIB)]) == (
-        20 * MIB
-    )
-    assert reserved([(1, 30 * MIB), (1, -30 * MIB), (2, 2 * MIB), (3, 27 * MIB)]) == 30 * MIB
-    # A remainder of 1 MiB or less is not cut off: the second finds nothing.
-    allocator = CachingAllocator()
-    allocator.allocate(1, 19 * MIB)
-    allocator.allocate(2, MIB + 1)
-    assert allocator.reserved_bytes == 40 * MIB
 
 
 def test_the_tracker_counts_storages_once():

@@ -1,58 +1,38 @@
 """What `outpace memory` is asked, made into what the trace needs; the worst rank of a world."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.interop.models import open_model
 from outpace.launch.resolve import resolve_plan, resolve_seq_len
+from outpace.launch.tracing import Ask, account_of
 from outpace.parallel.offload import require
 from outpace.planner.stages import representatives
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Accelerator, Node
 from outpace.records.memory import MemoryAccount
-from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.trace.account import account
 from outpace.trace.steps import Workload
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is trained and where. Without an accelerator it is on CPUs."""
+class Question(Ask):
+    """What is trained and where, of every rank of it."""
 
-    spec: ModelSpec
-    plan: Plan
-    seq_len: int
-    accumulation: int
     global_batch: int
-    settings: TrainSettings
-    accelerator: Accelerator | None
-    ranks_per_host: int
 
     @property
     def workload(self) -> Workload:
         """For the trace."""
-        settings = self.settings.model_copy(update={"lr": self.settings.lr or 1e-3})
-        return Workload(self.spec, self.plan, self.seq_len, self.accumulation, settings)
+        return Workload(self.spec, self.plan, self.seq_len, self.accumulation, self.settings)
 
     def traced(self, rank: int) -> MemoryAccount:
         """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
-        return account(
-            self.spec,
-            self.plan,
-            seq_len=self.seq_len,
-            accumulation=self.accumulation,
-            rank=rank,
-            settings=self.settings,
-            accelerator=self.accelerator,
-            ranks_per_host=self.ranks_per_host,
-        )
+        return account_of(self.model_copy(update={"rank": rank}))
 
 
 def question(

@@ -25,7 +25,7 @@ class Ask(Record):
     plan: Plan
     seq_len: int
     accumulation: int
-    rank: int
+    rank: int = 0
     settings: TrainSettings
     accelerator: Accelerator | None  # None: the CPU's memory
     ranks_per_host: int
@@ -110,20 +110,25 @@ def serve(asked: IO[str], told: IO[str]) -> None:
         told.flush()
 
 
-def _answer(ask: Ask) -> dict[str, Any]:
-    from outpace.trace.account import account  # who asks does without its 30 MiB of code
+def account_of(ask: Ask) -> MemoryAccount:
+    """What one rank needs, traced in this process. Raises BadInputError for an impossible plan."""
+    from outpace.trace.account import account  # who only asks does without its 30 MiB of code
 
+    return account(
+        ask.spec,
+        ask.plan,
+        seq_len=ask.seq_len,
+        accumulation=ask.accumulation,
+        rank=ask.rank,
+        settings=ask.settings,
+        accelerator=ask.accelerator,
+        ranks_per_host=ask.ranks_per_host,
+    )
+
+
+def _answer(ask: Ask) -> dict[str, Any]:
     try:
-        found = account(
-            ask.spec,
-            ask.plan,
-            seq_len=ask.seq_len,
-            accumulation=ask.accumulation,
-            rank=ask.rank,
-            settings=ask.settings,
-            accelerator=ask.accelerator,
-            ranks_per_host=ask.ranks_per_host,
-        )
+        found = account_of(ask)
     except Exception as error:  # what cannot be traced is not proposed
         return {"refused": str(error) or type(error).__name__}
     if ask.whole:

@@ -54,7 +54,7 @@ class MemoryAccount(Record):
     `peak` is the moment with the most live bytes of tensors, `timeline` the second step in moments.
     `activations_by_module` is of the peak. Measured: `allocated_bytes` is the most that the
     allocator had given out, kernels' own included; `resident_bytes` by how much the process grew.
-    `reserved_bytes` is what the allocator holds for tensors, `unseen_bytes` what no tensor shows
+    `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` what no tensor shows
     (contexts, libraries); None where it is not known. `flops`
     are of matrix products in one step on this rank, recomputation included; `bytes_moved` is what
     its operators read and write.

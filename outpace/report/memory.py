@@ -40,15 +40,17 @@ def document(
 ) -> dict[str, Any]:
     """What `outpace memory --json` prints: the worst rank's peak and its anatomy first."""
     capacity = None if accelerator is None else accelerator.memory_bytes
+    needed = traced.reserved_bytes or traced.peak_memory_bytes
     return {
         "peak_memory_bytes": traced.peak_memory_bytes,
+        "reserved_memory_bytes": traced.reserved_bytes,
         "anatomy_bytes": dict(traced.peak.by_kind),
         "peak_at": {"step": traced.peak.step, "where": traced.peak.where,
                     "operator": traced.peak.operator},
         "rank": traced.rank,
         "world_size": traced.world_size,
         "device_memory_bytes": capacity,
-        "fits": None if capacity is None else traced.peak_memory_bytes <= capacity,
+        "fits": None if capacity is None else needed <= capacity,
         "model": model,
         "seq_len": seq_len,
         "global_batch": global_batch,
@@ -101,14 +103,15 @@ def memory_table(
     table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,
                   "" if measured is None or measured.allocated_bytes is None
                   else "measured: kernels' own included")  # fmt: skip
-    if measured is not None:
-        for name, taken, what in (
-            ("process", measured.resident_bytes, "anonymous resident memory, grown by"),
-            ("allocator", measured.reserved_bytes, "reserved for tensors"),
-            ("unseen", measured.unseen_bytes, "on the device, and not the allocator's"),
-        ):
-            if taken is not None:
-                table.add_row(name, "", "", show_bytes(taken), what)
+    for name, field, what in (
+        ("process", "resident_bytes", "anonymous resident memory, grown by"),
+        ("allocator", "reserved_bytes", "reserved for tensors, what lies between them included"),
+        ("unseen", "unseen_bytes", "on the device, and not the allocator's"),
+    ):
+        taken = [getattr(one, field) for one in (traced, measured) if one is not None]
+        if any(size is not None for size in taken):
+            cells = ["" if size is None else show_bytes(size) for size in taken]
+            table.add_row(name, cells[0], "", *cells[1:], what)
     return Group(table, *(Text(line) for line in _notes(plan, traced, measured, accelerator)))
 
 
@@ -126,11 +129,12 @@ def _notes(
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
         lines.append(f"Activations are of {parts}.")
     if accelerator is not None:
-        room = accelerator.memory_bytes - traced.peak_memory_bytes
+        room = accelerator.memory_bytes - (traced.reserved_bytes or traced.peak_memory_bytes)
         verdict = f"leaves {show_bytes(room)}" if room >= 0 else f"is {show_bytes(-room)} too much"
         lines.append(
-            f"Of the {show_bytes(accelerator.memory_bytes)} of a {accelerator.name} that "
-            f"{verdict}; what CUDA and NCCL take beside it is not known before it is measured."
+            f"Of the {show_bytes(accelerator.memory_bytes)} of a {accelerator.name} what the "
+            f"allocator reserves {verdict}; what CUDA and NCCL take beside it is not known before "
+            "it is measured."
         )
     lines.append(f"A step is {show_count(traced.flops, 'FLOP')} of products on this rank.")
     error = relative_error(traced, measured)

@@ -14,6 +14,7 @@ from outpace.records.settings import TrainSettings
 from outpace.trace.device import Rules
 from outpace.trace.extend import Course, IrregularError, Strip, course_of, extend, strip_of
 from outpace.trace.fake import hollow
+from outpace.trace.reserve import events_of, reserved
 from outpace.trace.scratch import Elsewhere, as_traced, host_apart
 from outpace.trace.steps import Workload, run_steps
 from outpace.trace.watch import Watch
@@ -42,7 +43,7 @@ def account(
     `settings` are the optimizer's; without an `accelerator` it is the CPU's memory. Raises
     BadInputError for a plan that cannot be applied.
     """
-    settings = (settings or TrainSettings()).model_copy(update={"lr": 1e-3})
+    settings = settings or TrainSettings()
     passes, rules = min(accumulation, _MOST_PASSES), Rules(accelerator)
     work = Workload(spec, as_traced(plan, rules), seq_len, passes, settings)
     traced = partial(recorded, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
@@ -110,6 +111,7 @@ def summed_up(
         peak=_moments(course, [position])[0],
         timeline=tuple(_timeline(course)),
         activations_by_module=_activations(course, position),
+        reserved_bytes=None if rules.accelerator is None else reserved(events_of(course)),
         flops=round(sum(n * strip.flops for n, strip in zip(times, last, strict=True))),
         bytes_moved=round(sum(n * strip.bytes_moved for n, strip in zip(times, last, strict=True))),
     )

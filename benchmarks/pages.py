@@ -1,0 +1,20 @@
+"""How a recorded result is written as Markdown."""
+
+from typing import Any
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def stand(result: dict[str, Any]) -> str:
+    """When, where and with what a result was recorded."""
+    machine, versions = result["machine"], result["versions"]
+    dirty = " with uncommitted changes" if result["uncommitted_changes"] else ""
+    return (
+        f"\nRecorded {result['date'][:10]} at commit {str(result['commit'])[:10]}{dirty}: "
+        f"{machine['host_cores']} cores of {machine['cpu']}, torch {versions['torch']}, "
+        f"Python {versions['python']}. Command: `{' '.join(result['command'])}`.\n"
+    )
