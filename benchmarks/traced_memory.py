@@ -14,8 +14,7 @@ Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does other
 Left out: what kernels allocate for themselves, NCCL's buffers, CUDA's context.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from outpace.trace.reserve import Events, reserved
+from outpace.trace.inside import Tracker
+from outpace.trace.reserve import reserved
 
 MIB = 2**20
 Softmax = Callable[[Tensor], Tensor]
@@ -100,48 +98,6 @@ def _is(value: Any, dtype: torch.dtype | None) -> bool:
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     return torch.native_dropout(x, p, True)[0] if training and p else x
-
-
-class Tracker(TorchDispatchMode):
-    """Notes storages as they come and go while it is entered. Enter it inside the fake mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: Events = []
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._living: dict[int, weakref.ref[Any]] = {}
-        self._count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.see(tree_leaves(made))
-        return made
-
-    def see(self, values: Iterable[Any]) -> None:
-        """Count the tensors among `values` whose storages are new."""
-        for value in values:
-            if isinstance(value, Tensor):
-                self._see(value.untyped_storage())
-
-    def _see(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._living or not size:
-            return
-        self._count += 1
-        number = self._count
-
-        def gone(_: Any) -> None:
-            del self._living[key]
-            self._change(number, -size)
-
-        self._living[key] = weakref.ref(storage, gone)
-        self._change(number, size)
-
-    def _change(self, number: int, size: int) -> None:
-        self.events.append((number, size))
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 @dataclass(frozen=True)

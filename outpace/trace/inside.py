@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,42 +32,60 @@ class Inside:
         if key not in self._known:
             given = (*args[:_ALLOW_RETAIN_GRAPH], *args[_ALLOW_RETAIN_GRAPH + 1 :])
             run = linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator
-            self._known[key] = _taken(partial(run, *given))
+            self._known[key] = _taken(run, given)
         return self._known[key]
 
 
-def _taken(run: Callable[[], Any]) -> int:
-    peak = _Peak()
-    with torch.no_grad(), peak:
-        made = run()
-    return peak.peak_bytes - sum(storage.nbytes() for storage in _storages(made))
+def _taken(run: Callable[..., Any], given: Iterable[Any]) -> int:
+    tracker = Tracker()
+    tracker.see(given)
+    there = tracker.live_bytes
+    with torch.no_grad(), tracker:
+        made = run(*given)
+    outputs: int = sum(tensor.untyped_storage().nbytes() for tensor in made)
+    return tracker.peak_bytes - there - outputs
 
 
-class _Peak(TorchDispatchMode):
-    """The most bytes of storages that are made while it is entered, and live."""
+class Tracker(TorchDispatchMode):
+    """Notes storages as they come and go while it is entered. Enter it inside the fake mode.
+
+    `events` are (number of a storage, its bytes: negative when it is freed).
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = self.peak_bytes = 0
-        self._seen: dict[int, Any] = {}
+        self.events: list[tuple[int, int]] = []
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._living: dict[int, weakref.ref[Any]] = {}
+        self._count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for storage in _storages((args, kwargs)):
-            self._seen.setdefault(storage._cdata, None)
         made = func(*args, **(kwargs or {}))
-        for storage in _storages(made):
-            if storage._cdata not in self._seen:
-                nbytes = storage.nbytes()
-                freed = partial(self._freed, storage._cdata, nbytes)
-                self._seen[storage._cdata] = weakref.ref(storage, freed)
-                self.live_bytes += nbytes
-                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.see(tree_leaves(made))
         return made
 
-    def _freed(self, key: int, nbytes: int, _: Any) -> None:
-        self._seen.pop(key, None)
-        self.live_bytes -= nbytes
+    def see(self, values: Iterable[Any]) -> None:
+        """Count the tensors among `values` whose storages are new."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
 
+    def _see(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._living or not size:
+            return
+        self._count += 1
+        number = self._count
 
-def _storages(tree: Any) -> Iterable[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+        def gone(_: Any) -> None:
+            del self._living[key]
+            self._change(number, -size)
+
+        self._living[key] = weakref.ref(storage, gone)
+        self._change(number, size)
+
+    def _change(self, number: int, size: int) -> None:
+        self.events.append((number, size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
