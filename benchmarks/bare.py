@@ -1,7 +1,7 @@
 """Training loops as a person would write them with PyTorch's own engines, to compare with.
 
 The same model class, loss kernel, optimizer and batches as outpace's, and nothing around them.
-Each maker is given a prepared job (`outpace.launch.job.Prepared`) and returns a function that
+Each maker is given a prepared job (`outpace.launch.assemble.Prepared`) and returns a function that
 turns a batch into gradients and their norm, clipped, and says the loss.
 """
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import figures_levers
+import figures_probe
 from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = ("benchmarks", "folklore", "lora", "memory", "offload", "optimizers", "strategies")
+_DOCS = ("benchmarks", "folklore", "lora", "memory", "offload", "optimizers", "probe",
+         "strategies")  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -171,14 +173,12 @@ def intermediate(result: dict[str, Any]) -> str:
     return table(head, rows) + about + stand(result)
 
 
-_LEVERS = ("autocast_cache", "checkpointing_price", "convergence", "forward_backward", "lora",
-           "low_precision", "memory_accuracy", "memory_loss", "memory_shown",
-           "mixed_precision_cpu", "mixed_precision_speed", "mixed_precision_traced", "offload",
-           "optimizers")  # fmt: skip
-_GPU = ("convergence", "memory_accuracy", "optimizers")
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    **{name: getattr(figures_levers, name) for name in _LEVERS},
-    **{f"{name}_gpu": getattr(figures_levers, name) for name in _GPU},
+    **figures_levers.WRITERS,
+    **figures_probe.WRITERS,
+    "convergence_gpu": figures_levers.convergence,
+    "memory_accuracy_gpu": figures_levers.memory_accuracy,
+    "optimizers_gpu": figures_levers.optimizers,
     "idle": idle,
     "intermediate": intermediate,
     "overhead": overhead,

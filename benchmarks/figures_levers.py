@@ -28,6 +28,8 @@ def memory_accuracy(result: dict[str, Any]) -> str:
         f"{', '.join(result['below_300_mib']) or 'none'}; failed: "
         f"{', '.join(result['failed']) or 'none'}.\n"
     )
+    if result.get("left_out"):
+        about += f"Left out: {', '.join(result['left_out'])}.\n"
     head = ["configuration", "traced", "measured", "off by", "process grew by"]
     return table(head, lines) + about + stand(result)
 
@@ -330,3 +332,13 @@ def lora(result: dict[str, Any]) -> str:
     head = ["trained", "a step", "full = 1", *kinds, "peak of tensors"]
     shape = ", ".join(f"{name} {size:,}" for name, size in result["shape"].items())
     return table(head, rows) + f"\n{result['model']}, {shape}, fp32.\n" + stand(result)
+
+
+WRITERS = {
+    writer.__name__: writer
+    for writer in (
+        autocast_cache, checkpointing_price, convergence, forward_backward, lora, low_precision,
+        memory_accuracy, memory_loss, memory_shown, mixed_precision_cpu, mixed_precision_speed,
+        mixed_precision_traced, offload, optimizers,
+    )
+}  # fmt: skip

@@ -84,13 +84,15 @@ def classifier(layers: int) -> Any:
 
 
 def batch_of(size: int) -> dict[str, Any]:
-    """Pairs padded to the full length."""
+    """Pairs padded by a position: without any padding transformers leaves the mask out."""
     import torch
 
     tokens = torch.ones(size, SEQ_LEN, dtype=torch.int64)
+    mask = torch.ones_like(tokens)
+    mask[:, -1] = 0
     return {
         "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
+        "attention_mask": mask,
         "token_type_ids": torch.zeros_like(tokens),
         "labels": torch.zeros(size, dtype=torch.int64),
     }
@@ -199,7 +201,8 @@ def trace_cpu(size: int, precision: str, layers: int) -> int:
     """The peak of the same step under fake tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from traced_memory import Tracker
+
+    from outpace.trace.tracker import Tracker
 
     tracker = Tracker()
     with FakeTensorMode(), tracker:

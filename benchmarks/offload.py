@@ -41,7 +41,7 @@ SHAPES = {
     False: {"layers": 8, "hidden": 512, "ffn": 1536, "vocab": 8192, "batch": 4, "seq_len": 256},
     True: {"layers": 2, "hidden": 128, "ffn": 384, "vocab": 512, "batch": 2, "seq_len": 64},
 }
-PAIRS, QUICK_PAIRS = 40, 4
+PAIRS, QUICK_PAIRS = 16, 4
 
 
 def contender(levers: dict[str, str], quick: bool, groups):

@@ -12,9 +12,11 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def stand(result: dict[str, Any]) -> str:
     """When, where and with what a result was recorded."""
     machine, versions = result["machine"], result["versions"]
+    cores = machine["host_cores"]
     dirty = " with uncommitted changes" if result["uncommitted_changes"] else ""
+    devices = "".join(f"{device['name']}, " for device in machine["devices"])
     return (
         f"\nRecorded {result['date'][:10]} at commit {str(result['commit'])[:10]}{dirty}: "
-        f"{machine['host_cores']} cores of {machine['cpu']}, torch {versions['torch']}, "
+        f"{cores} core{'s' * (cores > 1)} of {machine['cpu']}, {devices}torch {versions['torch']}, "
         f"Python {versions['python']}. Command: `{' '.join(result['command'])}`.\n"
     )

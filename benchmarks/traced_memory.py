@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from outpace.trace.inside import Tracker
 from outpace.trace.reserve import reserved
+from outpace.trace.tracker import Tracker
 
 MIB = 2**20
 Softmax = Callable[[Tensor], Tensor]

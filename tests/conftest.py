@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,12 @@ FORKED = Path(__file__).parent / "parallel" / "forked.py"
 # Other work on the machine may make any example slow.
 hypothesis.settings.register_profile("outpace", deadline=None)
 hypothesis.settings.load_profile("outpace")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C reaches what tests start, also where a shell has put all this into the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,10 @@
 """The examples run, and what is parallel says and saves what the plain script does."""
 
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,18 @@ LAUNCHER = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def run(folder, *command):
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *map(str, command)],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    try:
+        output, errors = process.communicate(timeout=240)
+    finally:
+        with suppress(ProcessLookupError):  # the launcher's processes, too
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    losses = [float(line.split()[-1]) for line in output.splitlines()]
     return losses, torch.load(folder / "model.pt")
 
 

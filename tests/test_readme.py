@@ -108,6 +108,8 @@ def test_command(line, home, monkeypatch, capfd):
         words += ["--steps=3"] if "--resume" in words else SHORT
     if words[0] == "verify":
         words += ["--strategy=ddp,gpipe"]  # all of them are proved by tests/experiment
+    if words[0] == "probe":
+        words += ["memory", "--quick", "--budget=2"]  # all sections: tests/cli/test_probe.py
     if words[0] == "eval":
         words += ["--batches=1"]
     assert main(words) == 0, capfd.readouterr().err

@@ -1,14 +1,17 @@
-"""Accelerators: dense peak rates by dtype, memory and bandwidth, each from the maker's datasheet.
+"""Accelerators: dense peak rates by dtype, memory, power and links, from the maker's datasheet.
 
 The peaks are without sparsity: where a datasheet prints figures "with sparsity", half of them
 stand here. 16-bit rates are those with fp32 accumulation, as matrix products in training use it.
+An AMD Instinct MI250X is two devices (GCDs), each a process's own: the figures are of one, half
+of the module's; its power is the module's. AMD's fp32 rate is that of its matrix cores.
 """
 
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
-from outpace.records.machine import Accelerator, Architecture, Dtype, Peak
+from outpace.records.hardware import Accelerator, Architecture, Bundle, Dtype, Peak
 
 _T = 1e12
 _GB_PER_S = 1e9
@@ -17,10 +20,23 @@ _GB = 2**30
 Rates = dict[Dtype, float]
 
 # TFLOP/s.
+_GTX_1080_TI: Rates = {"fp32": 11.34}
 _V100_SXM2: Rates = {"fp32": 15.7, "fp16": 125}
 _V100_PCIE: Rates = {"fp32": 14, "fp16": 112}
 _V100S: Rates = {"fp32": 16.4, "fp16": 130}
+_TITAN_RTX: Rates = {"fp32": 16.3, "fp16": 130.5, "int8": 261}
+_T4: Rates = {"fp32": 8.1, "fp16": 65, "int8": 130}
 _A100: Rates = {"fp32": 19.5, "tf32": 156, "bf16": 312, "fp16": 312, "int8": 624}
+_A10: Rates = {"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125, "int8": 250}
+_A10G: Rates = {"fp32": 35, "tf32": 35, "bf16": 70, "fp16": 70, "int8": 140}
+_RTX_3090: Rates = {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71, "int8": 284}
+_L4: Rates = {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121, "fp8": 242.5, "int8": 242.5}
+_L40S: Rates = {
+    "fp32": 91.6, "tf32": 183, "bf16": 362.05, "fp16": 362.05, "fp8": 733, "int8": 733,
+}  # fmt: skip
+_RTX_4090: Rates = {
+    "fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3, "int8": 660.6,
+}  # fmt: skip
 _HOPPER_SXM: Rates = {
     "fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979, "int8": 1979,
 }  # fmt: skip
@@ -30,61 +46,154 @@ _H100_PCIE: Rates = {
 _HOPPER_NVL: Rates = {
     "fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "int8": 1670.5,
 }  # fmt: skip
-_RTX_4090: Rates = {
-    "fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3, "int8": 660.6,
+_B200: Rates = {
+    "fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250, "fp8": 4500, "int8": 4500,
 }  # fmt: skip
-_T4: Rates = {"fp32": 8.1, "fp16": 65, "int8": 130}
+_GB200: Rates = {
+    "fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 5000,
+}  # fmt: skip
+_RTX_5090: Rates = {
+    "fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419, "int8": 838,
+}  # fmt: skip
+_MI250X: Rates = {"fp32": 47.85, "bf16": 191.5, "fp16": 191.5, "int8": 191.5}
+_MI300X: Rates = {
+    "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "int8": 2614.9,
+}  # fmt: skip
 
+_HALF = "dense (half of the figures with sparsity)"
+_GTX_1080_TI_PAGE = (
+    "NVIDIA GeForce GTX 1080 Ti datasheet; fp32: 3584 cores, a multiply-add each, at 1,582 MHz"
+)
 _V100_SHEET = "NVIDIA V100 Tensor Core GPU datasheet, January 2020"
-_A100_SHEET = "NVIDIA A100 Tensor Core GPU datasheet, dense"
-_H100_SHEET = "NVIDIA H100 Tensor Core GPU datasheet, dense (half of the figures with sparsity)"
-_H200_SHEET = "NVIDIA H200 Tensor Core GPU datasheet, dense (half of the figures with sparsity)"
-_ADA_PAPER = "NVIDIA Ada GPU Architecture whitepaper, appendix A, dense, fp32 accumulation"
+_TURING_PAPER = "NVIDIA Ampere GA102 whitepaper, appendix A, column of the TITAN RTX"
 _T4_SHEET = "NVIDIA T4 Tensor Core GPU datasheet; bandwidth: Turing whitepaper, table 4"
+_A100_SHEET = "NVIDIA A100 Tensor Core GPU datasheet, dense"
+_A10_SHEET = "NVIDIA A10 Tensor Core GPU datasheet, dense"
+_A10G_SHEET = "NVIDIA A10G datasheet for Amazon EC2 G5, dense"
+_GA102_PAPER = "NVIDIA Ampere GA102 whitepaper, appendix A, dense, fp32 accumulation"
+_L4_SHEET = f"NVIDIA L4 Tensor Core GPU datasheet, {_HALF}"
+_L40S_SHEET = "NVIDIA L40S datasheet, dense"
+_ADA_PAPER = "NVIDIA Ada GPU Architecture whitepaper, appendix A, dense, fp32 accumulation"
+_H100_SHEET = f"NVIDIA H100 Tensor Core GPU datasheet, {_HALF}"
+_H200_SHEET = f"NVIDIA H200 Tensor Core GPU datasheet, {_HALF}"
+_B200_SHEET = f"NVIDIA HGX B200 datasheet, an eighth, {_HALF}"
+_GB200_SHEET = f"NVIDIA GB200 NVL72 datasheet, a 72nd, {_HALF}"
+_RTX_5090_PAPER = "NVIDIA RTX Blackwell whitepaper, appendix A, dense, fp32 accumulation"
+_MI250X_SHEET = "AMD Instinct MI250X datasheet, half a module (one GCD), matrix cores"
+_MI300X_SHEET = "AMD Instinct MI300X datasheet, dense, matrix cores"
 
 # By how names begin.
 _ARCHITECTURES: dict[str, Architecture] = {
-    "V100": "volta", "T4": "turing", "A100": "ampere", "RTX 40": "ada", "H": "hopper",
+    "GTX 10": "pascal", "V100": "volta", "TITAN RTX": "turing", "T4": "turing", "A10": "ampere",
+    "RTX 30": "ampere", "L4": "ada", "RTX 40": "ada", "H": "hopper", "B": "blackwell",
+    "GB": "blackwell", "RTX 50": "blackwell", "MI2": "cdna2", "MI3": "cdna3",
 }  # fmt: skip
 
-# Name, what the driver calls it, memory in GB, bandwidth in GB/s, rates in TFLOP/s, source.
-_TABLE: tuple[tuple[str, str, int, float, Rates, str], ...] = (
-    ("V100 SXM2 16 GB", "V100-SXM2-16GB", 16, 900, _V100_SXM2, _V100_SHEET),
-    ("V100 SXM2 32 GB", "V100-SXM2-32GB", 32, 900, _V100_SXM2, _V100_SHEET),
-    ("V100 PCIe 16 GB", "V100-PCIE-16GB", 16, 900, _V100_PCIE, _V100_SHEET),
-    ("V100 PCIe 32 GB", "V100-PCIE-32GB", 32, 900, _V100_PCIE, _V100_SHEET),
-    ("V100S PCIe 32 GB", "V100S-PCIE-32GB", 32, 1134, _V100S, _V100_SHEET),
-    ("A100 SXM 40 GB", "A100-SXM4-40GB", 40, 1555, _A100, _A100_SHEET),
-    ("A100 SXM 80 GB", "A100-SXM4-80GB", 80, 2039, _A100, _A100_SHEET),
-    ("A100 PCIe 40 GB", "A100-PCIE-40GB", 40, 1555, _A100, _A100_SHEET),
-    ("A100 PCIe 80 GB", "A100 80GB PCIe", 80, 1935, _A100, _A100_SHEET),
-    ("H100 SXM", "H100 80GB HBM3", 80, 3350, _HOPPER_SXM, _H100_SHEET),
-    ("H100 PCIe", "H100 PCIe", 80, 2000, _H100_PCIE, _H100_SHEET),
-    ("H100 NVL", "H100 NVL", 94, 3900, _HOPPER_NVL, _H100_SHEET),
-    ("H200 SXM", "H200", 141, 4800, _HOPPER_SXM, _H200_SHEET),
-    ("H200 NVL", "H200 NVL", 141, 4800, _HOPPER_NVL, _H200_SHEET),
-    ("RTX 4090", "RTX 4090", 24, 1008, _RTX_4090, _ADA_PAPER),
-    ("T4", "T4", 16, 320, _T4, _T4_SHEET),
+# Multiprocessors, how to the host, how to other devices, and where these are published.
+_Rest = tuple[int | None, str, tuple[str, int] | None, str]
+_GP102: _Rest = (28, "PCIe 3 x16", None, _GTX_1080_TI_PAGE)
+_GV100_PAPER = "NVIDIA Tesla V100 whitepaper"
+_GV100_SXM: _Rest = (80, "PCIe 3 x16", ("NVLink 2", 6), _GV100_PAPER)
+_GV100_PCIE: _Rest = (80, "PCIe 3 x16", None, _GV100_PAPER)
+_TU102: _Rest = (72, "PCIe 3 x16", ("NVLink 2", 2), "NVIDIA Turing whitepaper: full TU102")
+_TU104: _Rest = (40, "PCIe 3 x16", None, "NVIDIA Turing whitepaper")
+_GA100: _Rest = (108, "PCIe 4 x16", ("NVLink 3", 12), "NVIDIA A100 whitepaper")
+_GA102_10: _Rest = (72, "PCIe 4 x16", None, "NVIDIA A10 datasheet: 72 RT cores, one a SM")
+_GA102_10G: _Rest = (80, "PCIe 4 x16", None, "Amazon EC2 G5 page: 80 RT cores, one a SM")
+_GA102_3090: _Rest = (82, "PCIe 4 x16", ("NVLink 3 GA102", 4), _GA102_PAPER)
+_AD104: _Rest = (
+    58, "PCIe 4 x16", None,
+    "NVIDIA L4 product brief: 2,040 MHz, at which 58 SMs reach its fp32 rate",
+)  # fmt: skip
+_AD102_40S: _Rest = (142, "PCIe 4 x16", None, "NVIDIA L40S datasheet: 142 RT cores, one a SM")
+_AD102_4090: _Rest = (128, "PCIe 4 x16", None, _ADA_PAPER)
+_GH100_SXM: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 18), "NVIDIA H100 whitepaper")
+_GH100_PCIE: _Rest = (114, "PCIe 5 x16", ("NVLink 4", 12), "NVIDIA H100 whitepaper, 600 GB/s")
+_GH100_NVL: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 12), "NVIDIA H100 NVL product brief, 600 GB/s")
+_H200_SXM: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 18), _H200_SHEET)
+_GB100: _Rest = (None, "PCIe 5 x16", ("NVLink 5", 18), _B200_SHEET)
+_GB100_C2C: _Rest = (None, "NVLink-C2C", ("NVLink 5", 18), _GB200_SHEET)
+_GB202: _Rest = (170, "PCIe 5 x16", None, _RTX_5090_PAPER)
+_GCD: _Rest = (
+    110, "Infinity Fabric CDNA 2 host", ("Infinity Fabric CDNA 2", 4),
+    "AMD CDNA 2 whitepaper; links: OLCF Frontier user guide, the 200 GB/s to the other GCD of the "
+    "module; those to other modules depend on the machine",
+)  # fmt: skip
+_CDNA3: _Rest = (304, "PCIe 5 x16", ("Infinity Fabric CDNA 3", 7), _MI300X_SHEET)
+
+
+class _Row(NamedTuple):
+    name: str
+    driver_name: str
+    memory_gb: int
+    bandwidth_gb_per_s: float
+    tera_rates: Rates
+    powers_w: tuple[int, ...]  # that of the rates first
+    rest: _Rest
+    source: str
+
+
+_TABLE = (
+    _Row("GTX 1080 Ti", "GTX 1080 Ti", 11, 484, _GTX_1080_TI, (250,), _GP102, _GTX_1080_TI_PAGE),
+    _Row("V100 SXM2 16 GB", "V100-SXM2-16GB", 16, 900, _V100_SXM2, (300,), _GV100_SXM, _V100_SHEET),
+    _Row("V100 SXM2 32 GB", "V100-SXM2-32GB", 32, 900, _V100_SXM2, (300,), _GV100_SXM, _V100_SHEET),
+    _Row(
+        "V100 PCIe 16 GB", "V100-PCIE-16GB", 16, 900, _V100_PCIE, (250,), _GV100_PCIE, _V100_SHEET
+    ),
+    _Row(
+        "V100 PCIe 32 GB", "V100-PCIE-32GB", 32, 900, _V100_PCIE, (250,), _GV100_PCIE, _V100_SHEET
+    ),
+    _Row("V100S PCIe 32 GB", "V100S-PCIE-32GB", 32, 1134, _V100S, (250,), _GV100_PCIE, _V100_SHEET),
+    _Row("TITAN RTX", "TITAN RTX", 24, 672, _TITAN_RTX, (280,), _TU102, _TURING_PAPER),
+    _Row("T4", "T4", 16, 320, _T4, (70,), _TU104, _T4_SHEET),
+    _Row("A100 SXM 40 GB", "A100-SXM4-40GB", 40, 1555, _A100, (400,), _GA100, _A100_SHEET),
+    _Row("A100 SXM 80 GB", "A100-SXM4-80GB", 80, 2039, _A100, (400, 500), _GA100, _A100_SHEET),
+    _Row("A100 PCIe 40 GB", "A100-PCIE-40GB", 40, 1555, _A100, (250,), _GA100, _A100_SHEET),
+    _Row("A100 PCIe 80 GB", "A100 80GB PCIe", 80, 1935, _A100, (300,), _GA100, _A100_SHEET),
+    _Row("A10", "A10", 24, 600, _A10, (150,), _GA102_10, _A10_SHEET),
+    _Row("A10G", "A10G", 24, 600, _A10G, (300,), _GA102_10G, _A10G_SHEET),
+    _Row("RTX 3090", "RTX 3090", 24, 936, _RTX_3090, (350,), _GA102_3090, _GA102_PAPER),
+    _Row("L4", "L4", 24, 300, _L4, (72,), _AD104, _L4_SHEET),
+    _Row("L40S", "L40S", 48, 864, _L40S, (350,), _AD102_40S, _L40S_SHEET),
+    _Row("RTX 4090", "RTX 4090", 24, 1008, _RTX_4090, (450,), _AD102_4090, _ADA_PAPER),
+    _Row("H100 SXM", "H100 80GB HBM3", 80, 3350, _HOPPER_SXM, (700,), _GH100_SXM, _H100_SHEET),
+    _Row("H100 PCIe", "H100 PCIe", 80, 2000, _H100_PCIE, (350, 300), _GH100_PCIE, _H100_SHEET),
+    _Row("H100 NVL", "H100 NVL", 94, 3900, _HOPPER_NVL, (400, 350), _GH100_NVL, _H100_SHEET),
+    _Row("H200 SXM", "H200", 141, 4800, _HOPPER_SXM, (700,), _H200_SXM, _H200_SHEET),
+    _Row("H200 NVL", "H200 NVL", 141, 4800, _HOPPER_NVL, (600,), _H200_SXM, _H200_SHEET),
+    _Row("B200", "B200", 180, 7700, _B200, (1000,), _GB100, _B200_SHEET),
+    _Row("GB200", "GB200", 186, 8000, _GB200, (1200,), _GB100_C2C, _GB200_SHEET),
+    _Row("RTX 5090", "RTX 5090", 32, 1792, _RTX_5090, (575,), _GB202, _RTX_5090_PAPER),
+    _Row("MI250X GCD", "MI250X", 64, 1638.4, _MI250X, (500, 560), _GCD, _MI250X_SHEET),
+    _Row("MI300X", "MI300X", 192, 5300, _MI300X, (750,), _CDNA3, _MI300X_SHEET),
 )
 
+
+def _accelerator(row: _Row) -> Accelerator:
+    multiprocessors, host_link, device_link, rest_source = row.rest
+    rates = {dtype: rate * _T for dtype, rate in row.tera_rates.items()}
+    return Accelerator(
+        name=row.name,
+        driver_name=row.driver_name,
+        architecture=next(a for start, a in _ARCHITECTURES.items() if row.name.startswith(start)),
+        memory_bytes=row.memory_gb * _GB,
+        memory_bytes_per_s=row.bandwidth_gb_per_s * _GB_PER_S,
+        peak=Peak(flops_per_s=rates, source=row.source),
+        power_w=row.powers_w[0],
+        power_variants_w=row.powers_w[1:],
+        multiprocessors=multiprocessors,
+        host_link=host_link,
+        device_link=device_link and Bundle(link=device_link[0], count=device_link[1]),
+        source=row.source if rest_source == row.source else f"{row.source}; {rest_source}",
+    )
+
+
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
-    {
-        name: Accelerator(
-            name=name,
-            driver_name=driver_name,
-            architecture=next(a for start, a in _ARCHITECTURES.items() if name.startswith(start)),
-            memory_bytes=memory * _GB,
-            memory_bytes_per_s=bandwidth * _GB_PER_S,
-            peak=Peak(
-                flops_per_s={dtype: rate * _T for dtype, rate in rates.items()}, source=source
-            ),
-        )
-        for name, driver_name, memory, bandwidth, rates, source in _TABLE
-    }
+    {row.name: _accelerator(row) for row in _TABLE}
 )
 
 # Words before a product's name. Any other word makes it another product ("4090 D", "Laptop GPU").
-_MAKERS = re.compile(r"\b(nvidia|tesla|geforce)\b", re.IGNORECASE)
+_MAKERS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct)\b", re.IGNORECASE)
 # Firmware and error correction take their part of the memory; a slice of a device (MIG) has far
 # less of it, and other peaks.
 _LEAST_MEMORY, _MOST_MEMORY = 0.85, 1.02

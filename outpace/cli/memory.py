@@ -61,6 +61,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
     """Refuse what is said of a machine of the catalog beside what is said of this host."""
+    if arguments.measure and settings.device not in ("auto", "cpu"):
+        raise BadInputError(
+            f"--measure runs two steps on this host's CPU, but --device is {settings.device}. On a "
+            "GPU, outpace train --memory measures a run beside its trace. Leave --device out."
+        )
     if arguments.machine is None:
         if arguments.nodes is not None:
             raise BadInputError(
@@ -106,16 +111,16 @@ def _show(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from outpace.report.memory import document, memory_table
+    from outpace.report.memory import document, memory_table, step_in_words
 
     said = document(
         traced,
         measured,
         plan=asked.plan,
-        model=asked.settings.model,
-        seq_len=asked.seq_len,
+        model=asked.ask.settings.model,
+        seq_len=asked.ask.seq_len,
         global_batch=asked.global_batch,
-        accelerator=asked.accelerator,
+        accelerator=asked.ask.accelerator,
     )
     text = json.dumps(said, indent=2)
     if out is not None:
@@ -131,7 +136,8 @@ def _show(
         return
     from rich.console import Console
 
-    Console().print(memory_table(asked.plan, traced, measured, asked.accelerator))
+    about = step_in_words(asked.plan, asked.global_batch, asked.ask.seq_len)
+    Console().print(memory_table(asked.plan, traced, measured, asked.ask.accelerator, about))
 
 
 def _parser() -> Parser:

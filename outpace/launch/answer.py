@@ -41,7 +41,7 @@ class Answer:
         text = self.of(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
-        tell(self._job.callbacks, "on_hint", text)
+        tell(self._job.callbacks, "on_hint", f"this may run {text}")
 
     def of(self, short: Shortage, search_s: float = SEARCH_S) -> str:
         """The message of a shortage."""

@@ -14,6 +14,7 @@ from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.utilisation import Load
 from outpace.train.callbacks import tell
 from outpace.train.loop import Loop
 from outpace.train.run_dir import RESULT_FILE
@@ -28,6 +29,7 @@ def finish(
     initial: Evaluation | None,
     final: Evaluation | None,
     train_s: float,
+    utilisation: tuple[Load, ...],
 ) -> Measurement:
     """Export, sample and sum up. Rank 0 writes; all ranks get the measurement."""
     model = loop.layout.whole_model(job.ranks.rank == 0)
@@ -40,6 +42,7 @@ def finish(
         _export(job, model)
         sample = _sample(job, model)
         measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
+        measurement = measurement.model_copy(update={"utilisation": utilisation})
         measurement.save(job.run_dir.path / RESULT_FILE)
         tell(job.callbacks, "on_end", measurement)
         return measurement

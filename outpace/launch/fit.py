@@ -7,7 +7,8 @@ import psutil
 import torch
 
 from outpace.launch.oom import Shortage, readings
-from outpace.launch.predict import Account, Site, asked, catalogued, predictor, rates
+from outpace.launch.predict import Account, Site, asked, predictor, rates
+from outpace.launch.resolve import catalogued
 from outpace.launch.tracing import Ask
 from outpace.planner.budget import plan_within
 from outpace.planner.cost import Predict, most_bytes

@@ -1,32 +1,25 @@
 """A training job on one rank, put together from its settings and taken to its end."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.data.loader import Loader
-from outpace.data.padded import PaddedDataset
 from outpace.launch import micro_batch
 from outpace.launch.answer import Answer
+from outpace.launch.assemble import Prepared, assemble
 from outpace.launch.context import Job
-from outpace.launch.describe import claim, run_info, run_record, with_earlier_precision
-from outpace.launch.finish import finish
+from outpace.launch.describe import with_earlier_precision
 from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
-from outpace.launch.materials import Materials, build_objective, gather, weights_of
+from outpace.launch.materials import Materials, gather
 from outpace.launch.micro_batch import TRIAL_STEPS, Try
 from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
-    DEFAULT_EVAL_BATCHES,
-    peak_flops_per_s,
     resolve_device,
     resolve_lr,
     resolve_out,
@@ -34,72 +27,22 @@ from outpace.launch.resolve import (
     resolve_steps,
     with_powersgd_start,
 )
-from outpace.launch.tasks import check_task, step_costs
+from outpace.launch.tasks import check_task
 from outpace.launch.tracing import Tracer
-from outpace.nn.levers import apply_levers
-from outpace.nn.lora import parameter_counts
-from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
-from outpace.nn.scratch import Scratch
-from outpace.optim.build import make_optimizer
-from outpace.parallel import Layout, Request, apply, why_not
-from outpace.parallel.batchnorm import require_run_once
-from outpace.parallel.fill import fill, fills_later
-from outpace.parallel.offload import lies_on, place_optimizer, require
-from outpace.planner.flops import step_flops
+from outpace.nn.fp8 import require_fp8
+from outpace.parallel import why_not
+from outpace.parallel.offload import require
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
-from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.measurement import Measurement
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
-from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import Callback, tell
-from outpace.train.checkpoint import (
-    Checkpointer,
-    Progress,
-    clear_partial,
-    newest_intact,
-    remove_later,
-    step_of,
-)
-from outpace.train.evaluate import evaluate
 from outpace.train.guards import StopSignal
-from outpace.train.loggers import make_loggers, require_loggers
-from outpace.train.loop import Loop
-from outpace.train.profile import memory_history, profiler
-from outpace.train.run_dir import MetricsWriter, RunDir
-from outpace.train.step import Stepper
+from outpace.train.loggers import require_loggers
+from outpace.train.run_dir import RunDir
 from outpace.train.threads import set_threads
-
-if TYPE_CHECKING:
-    from outpace.launch.memory_use import Looker
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A job with everything live and ready for its first step."""
-
-    job: Job
-    loop: Loop
-    parameters: int
-    initial: Evaluation | None
-    measure: Callable[[int], Evaluation | None]
-    looker: "Looker | None"
-
-    def run(self) -> Measurement:
-        """Train to the end and sum up."""
-        tell(self.job.callbacks, "on_stage", "training")
-        began_s = time.perf_counter()
-        wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
-        with memory_history(wanted, self.job.run_dir.path, rank):
-            self.loop.run()
-        train_s = time.perf_counter() - began_s
-        if self.looker is not None:
-            self.looker.finish()
-        tell(self.job.callbacks, "on_stage", "measuring the final loss")
-        final = self.measure(self.job.total_steps)
-        return finish(self.job, self.loop, self.parameters, self.initial, final, train_s)
 
 
 def train(
@@ -178,14 +121,7 @@ def prepared(
                 "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
                 "file, or use gloo or nccl."
             )
-        check_task(settings, plan)
-        require(plan, device)
-        lacking = why_not(plan.strategy, ranks)
-        if lacking is not None:
-            raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
-        require_loggers(settings.log)
-        if settings.out is not None and not settings.resume:
-            RunDir(settings.out).require_free()  # before the data, which may take long
+        _require_possible(settings, plan, ranks, device)
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         materials = gather(settings, model, cache_dir, usable_cores(), heard, plan)
@@ -228,7 +164,23 @@ def prepared(
                 tell(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
             tracer.close()  # its memory is for training now
-            yield _prepare(job, origins, command, threads, stop, stack, guard, answer, looker)
+            yield assemble(job, origins, command, threads, stop, stack, guard, answer, looker)
+
+
+def _require_possible(
+    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device
+) -> None:
+    """Refuse what cannot be before the data is prepared, which may take long."""
+    check_task(settings, plan)
+    require(plan, device)
+    if plan.precision == "fp8":
+        require_fp8(device)
+    lacking = why_not(plan.strategy, ranks)
+    if lacking is not None:
+        raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
+    require_loggers(settings.log)
+    if settings.out is not None and not settings.resume:
+        RunDir(settings.out).require_free()
 
 
 def _require_same(
@@ -246,275 +198,3 @@ def _require_same(
             "validation data": materials.eval_fingerprint,
         }
     )
-
-
-def _prepare(
-    job: Job,
-    origins: dict[str, str],
-    command: list[str],
-    threads: int,
-    stop: StopSignal,
-    stack: ExitStack,
-    guard: Guard,
-    answer: Answer,
-    looker: "Looker | None",
-) -> Prepared:
-    settings, plan, device = job.settings, job.plan, job.device
-    tell(job.callbacks, "on_stage", "building the model")
-    own = job.materials.own is not None
-    mixed = make_mixed(
-        plan.precision, device, keeps_casts(settings.autocast_cache, own), unknown_code=own
-    )
-    objective = build_objective(job.materials, settings, plan, mixed, device)
-    parameters, trained = parameter_counts(objective.model)
-    record = run_record(job, origins, command, threads, parameters)
-    record = job.groups.once(lambda: claim(job, record))
-    stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
-    guard.tidy = lambda: _tidy(job)
-    if job.ranks.rank == 0:
-        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
-    require_run_once(objective.model, plan.recomputes)
-    scratch = Scratch(settings.offload_dir or job.run_dir.path)
-    apply_levers(objective.model, plan, scratch=scratch)
-    layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
-    if job.materials.is_transformer and fills_later(plan):
-        fill(layout, lies_on(plan, device), weights_of(job.materials, settings))
-    place = partial(place_optimizer, layout, plan, scratch)
-    optimizer = make_optimizer(
-        layout.named_parameters(),
-        plan.optimizer,
-        settings,
-        place,
-        master_weights=plan.precision == "fp16-master",
-    )
-    if plan.optimizer_in_backward:
-        _require_known_targets(job)
-        layout.step_in_backward(optimizer)
-    checkpointer = _checkpointer(job)
-    stack.callback(checkpointer.close)
-    progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
-    start_step = progress.step if progress else 0
-    guard.look_inside = partial(answer.anatomy, layout, optimizer)
-    layout.go_on(start_step)
-    job.groups.once(lambda: _take_up(job, record, start_step))
-    stepper = _stepper(job, layout, optimizer, mixed)
-    loader = job_loader(job, job.materials.train_data, start_step, job.total_steps)
-    stack.callback(loader.close)
-
-    def measure(step: int) -> Evaluation | None:
-        found = _evaluate(job, layout, mixed, step)
-        stepper.free_cache()
-        return found
-
-    tell(job.callbacks, "on_start", run_info(job, record, trained, start_step))
-    initial = _initial_evaluation(job, start_step, measure)
-    loop = Loop(
-        settings=settings,
-        stepper=stepper,
-        layout=layout,
-        optimizer=optimizer,
-        steps=iter(loader),
-        ledger=_ledger(job, progress, trained),
-        checkpointer=checkpointer,
-        evaluate=measure,
-        callbacks=job.callbacks,
-        stop=stop,
-        random_rank=job.plan.random_rank(job.ranks.rank),
-        world_size=job.ranks.world_size,
-        total_steps=job.total_steps,
-        start_step=start_step,
-        device=device,
-        watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
-        if settings.profile
-        else None,
-    )
-    if looker is not None:
-        looker.follow(stepper, layout, optimizer, start_step)
-        loop.around = looker.around
-    return Prepared(job, loop, parameters, initial, measure, looker)
-
-
-def _take_up(job: Job, record: RunRecord, start_step: int) -> None:
-    """Write down that a run goes on; refuse one that has nothing left to do."""
-    if not job.settings.resume:
-        return
-    done = start_step == job.total_steps and job.run_dir.finished_at() == start_step
-    if done or start_step > job.total_steps:
-        raise BadInputError(
-            f"{job.run_dir.path} has {start_step} of {job.total_steps} steps done already. "
-            f"Train it further with --steps above {start_step}, or start another run from its "
-            f"weights with --model {job.run_dir.path}."
-        )
-    job.run_dir.cut_metrics(start_step)
-    job.run_dir.begin(record)
-
-
-def _discard_unbegun(job: Job) -> None:
-    """Leave nothing of a run that failed before its first step was done."""
-    if job.ranks.rank == 0 and not job.settings.resume:
-        job.run_dir.discard_unbegun()
-
-
-def _tidy(job: Job) -> None:
-    """What is left to do where a process is ended in the midst of training."""
-    tell(job.callbacks, "close")
-    _discard_unbegun(job)
-    if job.ranks.rank == 0:
-        clear_partial(job.run_dir.checkpoints)
-
-
-def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: Mixed) -> Stepper:
-    targets = job.materials.targets_per_sample
-    return Stepper(
-        layout=layout,
-        optimizer=optimizer,
-        mixed=mixed,
-        plan=job.plan,
-        clip=job.settings.clip,
-        device=job.device,
-        control=job.groups.control,
-        expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
-        targets_known=targets is not None,
-    )
-
-
-def _require_known_targets(job: Job) -> None:
-    """The gradients' scale has to be right before the first parameter is stepped."""
-    if job.materials.targets_per_sample is None:
-        raise BadInputError(
-            "--optimizer-in-backward: how many targets a batch has, by which gradients are "
-            "divided, is known after its backward only with masked tokens and with losses of one's "
-            "own. Leave it out."
-        )
-
-
-def _checkpointer(job: Job) -> Checkpointer:
-    return Checkpointer(
-        job.run_dir.checkpoints,
-        job.settings.keep,
-        job.ranks.rank,
-        job.groups.saving,
-        on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
-        on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
-        copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
-        trained_only=job.plan.lora_rank is not None,
-    )
-
-
-def _restore(
-    job: Job,
-    checkpointer: Checkpointer,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    mixed: Mixed,
-) -> Progress | None:
-    """Load the newest intact checkpoint of a run that is resumed."""
-    if not job.settings.resume:
-        return None
-
-    def say(sentence: str) -> None:
-        tell(job.callbacks, "on_hint", sentence)
-
-    def choose() -> Path | None:
-        chosen = newest_intact(job.run_dir.checkpoints, say)
-        if chosen is not None:
-            remove_later(job.run_dir.checkpoints, step_of(chosen))
-        return chosen
-
-    folder = job.groups.once(choose)
-    if folder is None:
-        say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
-        return None
-    progress = checkpointer.load(folder, model, optimizer)
-    if mixed.scaler is not None and progress.scaler is not None:
-        mixed.scaler.load_state_dict(progress.scaler)
-    return progress
-
-
-def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
-    spec, seq_len = job.materials.spec, job.materials.seq_len
-    samples = job.settings.global_batch
-    model_flops = hardware_flops = None
-    adapters = None if job.plan.lora_rank is None else trained
-    if spec is not None and seq_len is not None:
-        model_flops = step_flops(spec, seq_len, samples, adapters=adapters)
-        modes = job.plan.modes(spec.layers)
-        hardware_flops = step_flops(spec, seq_len, samples, modes, adapters)
-    costs = Costs(
-        samples=samples,
-        tokens=None if seq_len is None else samples * seq_len,
-        model_flops=model_flops,
-        hardware_flops=hardware_flops,
-        peak_flops_per_s=peak_flops_per_s(job.plan, job.machine, job.device),
-    )
-    data, costs_of = job.materials.train_data, None
-    if isinstance(data, PaddedDataset):
-        labels, peak = job.materials.labels, costs.peak_flops_per_s
-        costs_of = step_costs(data, job.settings, job.plan, spec, labels, peak, adapters)
-    if progress is None:
-        return Ledger(costs, None if seq_len is None else 0, 0, costs_of=costs_of)
-    return Ledger(
-        costs,
-        tokens=progress.tokens,
-        samples=progress.samples,
-        skipped_steps=progress.skipped_steps,
-        loss_sum=progress.loss_sum,
-        first_loss=progress.first_loss,
-        costs_of=costs_of,
-    )
-
-
-def job_loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader:
-    """This rank's micro-batches of `data`, step by step."""
-    settings = job.settings
-    pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
-    return Loader(
-        data,
-        seed=settings.seed,
-        global_batch=settings.global_batch,
-        micro_batch=job.plan.samples_read,
-        rank=job.plan.data_rank(job.ranks.rank),
-        data_parallel=job.plan.readers,
-        start_step=start_step,
-        total_steps=total_steps,
-        workers=settings.workers,
-        pin_memory=pin,
-        device=job.device,
-    )
-
-
-def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation | None:
-    """The held-out loss, and a task's metrics; None where there is no held-out data."""
-    data = job.materials.eval_data
-    if data is None:
-        return None
-    all_batches = len(data) // job.settings.global_batch
-    wanted = job.settings.eval_batches
-    if wanted is None:
-        wanted = all_batches if job.materials.labels is not None else DEFAULT_EVAL_BATCHES
-    batches = max(1, min(wanted, all_batches))
-    loader = job_loader(job, data, 0, batches)
-    try:
-        return evaluate(
-            layout,
-            loader,
-            step=step,
-            mixed=mixed,
-            device=job.device,
-            group=job.groups.control,
-        )
-    finally:
-        loader.close()
-
-
-def _initial_evaluation(
-    job: Job, start_step: int, measure: Callable[[int], Evaluation | None]
-) -> Evaluation | None:
-    """Before the first step; a resumed run finds it among its evaluations."""
-    if start_step > 0:
-        return job.groups.once(lambda: job.run_dir.evaluation(0))
-    tell(job.callbacks, "on_stage", "measuring the initial loss")
-    initial = measure(0)
-    if initial is not None:
-        tell(job.callbacks, "on_eval", initial, False)
-    return initial

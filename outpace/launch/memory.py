@@ -11,28 +11,37 @@ from outpace.launch.tracing import Ask, account_of
 from outpace.parallel.offload import require
 from outpace.planner.stages import representatives
 from outpace.probe.machine import identify
+from outpace.records.base import Record
 from outpace.records.errors import BadInputError
-from outpace.records.machine import Accelerator, Node
+from outpace.records.hardware import Accelerator, Node
 from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.steps import Workload
+from outpace.train.precision import default_precision
 
 
-class Question(Ask):
-    """What is trained and where, of every rank of it."""
+class Question(Record):
+    """What is trained and where: what `ask` says of rank 0 can be asked of all."""
 
+    ask: Ask
     global_batch: int
+
+    @property
+    def plan(self) -> Plan:
+        """Of all ranks."""
+        return self.ask.plan
 
     @property
     def workload(self) -> Workload:
         """For the trace."""
-        return Workload(self.spec, self.plan, self.seq_len, self.accumulation, self.settings)
+        ask = self.ask
+        return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
     def traced(self, rank: int) -> MemoryAccount:
         """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
-        return account_of(self.model_copy(update={"rank": rank}))
+        return account_of(self.ask.model_copy(update={"rank": rank}))
 
 
 def question(
@@ -43,10 +52,13 @@ def question(
     Where no global batch was given, it is one micro-batch on each data-parallel rank.
     """
     _require_traceable(settings)
-    accelerator = None if node is None else ACCELERATORS[node.accelerator]
-    world_size = settings.nproc or 1 if node is None else node.devices * nodes
-    per_host = world_size if node is None else node.devices
-    settings = settings.model_copy(update={"precision": _precision(settings, accelerator)})
+    named = None if node is None else node.accelerator
+    accelerator = None if named is None else ACCELERATORS[named]
+    if settings.precision == "fp8":
+        _require_fp8(accelerator, node)
+    world_size = settings.nproc or 1 if node is None else node.processes * nodes
+    per_host = world_size if node is None else node.processes_per_host
+    settings = settings.model_copy(update={"precision": _precision(settings, node, accelerator)})
     given = settings.global_batch if origins.get("global_batch") != "default" else None
     plan = _plan(settings, world_size, per_host, given)
     require(plan, torch.device("cpu" if accelerator is None else "cuda"))
@@ -61,16 +73,17 @@ def question(
     if settings.dropout is not None:
         spec = spec.model_copy(update={"dropout": settings.dropout})
     global_batch = given or plan.samples_per_pass * plan.data_parallel
-    return Question(
+    ask = Ask(
         spec=spec,
         plan=plan,
         seq_len=resolve_seq_len(settings, spec.max_positions),
         accumulation=plan.accumulation(global_batch),
-        global_batch=global_batch,
+        rank=0,
         settings=settings,
         accelerator=accelerator,
         ranks_per_host=per_host,
     )
+    return Question(ask=ask, global_batch=global_batch)
 
 
 def _require_traceable(settings: TrainSettings) -> None:
@@ -83,10 +96,10 @@ def _require_traceable(settings: TrainSettings) -> None:
             f"--memory-budget: {said}. Say what is recomputed with --checkpointing or "
             "--checkpoint-layers."
         )
-    if settings.precision == "fp8":
+    if settings.memory_limit is not None:
         raise BadInputError(
-            "--precision fp8: its products run on GPUs that have them only, and are not traced. "
-            "Use --precision bf16 for a bound that is a little too high."
+            "--memory-limit: outpace memory compares with a --machine of the catalog. A limit is "
+            "for outpace train, which says what would fit. Leave it out."
         )
     if settings.task == "classify":
         raise BadInputError(
@@ -109,16 +122,32 @@ def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | 
     return resolve_plan(settings, ranks, cpu, machine)
 
 
-def _precision(settings: TrainSettings, accelerator: Accelerator | None) -> str | None:
-    """As asked; else what training would choose on the accelerator."""
-    if settings.precision is not None or accelerator is None:
+def _precision(
+    settings: TrainSettings, node: Node | None, accelerator: Accelerator | None
+) -> str | None:
+    """As asked; else what training would choose on the accelerator, or the machine's CPU."""
+    if settings.precision is not None or node is None:
         return settings.precision
+    if accelerator is None:
+        features = {"cpu_features": node.cpu_features}
+        machine = identify(find_accelerator).model_copy(update=features)
+        return default_precision(torch.device("cpu"), machine)
     return "bf16" if "bf16" in accelerator.peak.flops_per_s else "fp32"
 
 
+def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
+    if accelerator is None or "fp8" not in accelerator.peak.flops_per_s:
+        host = "this host" if node is None else node.name
+        who = f"{host}'s CPU" if accelerator is None else accelerator.name
+        raise BadInputError(
+            f"--precision fp8 needs float8 matrix products, which {who} has not. Name a --machine "
+            "that has them, such as hgx-h100, or use --precision bf16."
+        )
+
+
 def worst(asked: Question) -> MemoryAccount:
-    """The rank with the highest peak."""
+    """The rank that needs most."""
     return max(
         (asked.traced(rank) for rank in representatives(asked.plan)),
-        key=lambda found: found.peak_memory_bytes,
+        key=lambda found: found.needed_bytes,
     )

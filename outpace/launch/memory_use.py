@@ -114,4 +114,4 @@ def _trace(job: Job, fitting: Fitting, tracer: Tracer) -> MemoryAccount | None:
     except BadInputError as error:
         tell(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
         return None
-    return max(found, key=lambda account: account.peak_memory_bytes, default=None)
+    return max(found, key=lambda account: account.needed_bytes, default=None)

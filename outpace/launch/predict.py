@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outpace.catalog.accelerators import find_accelerator
+from outpace.launch.resolve import catalogued
 from outpace.launch.tracing import Ask, Traced
 from outpace.planner.cost import Cost, Predict, Rates
 from outpace.planner.flops import parameter_count
 from outpace.planner.stages import representatives
 from outpace.planner.wire import step_traffic
-from outpace.records.machine import Accelerator, Machine
+from outpace.records.hardware import Accelerator
+from outpace.records.machine import Machine
 from outpace.records.memory import Kind
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -20,10 +21,10 @@ from outpace.records.settings import TrainSettings
 Account = Callable[[Ask], Traced]
 _MIB = 1 << 20
 
-# What live tensors do not show: what allocators keep between them, and kernels' own.
+# What neither live tensors nor an allocator's rules show: other streams' pieces, kernels' own.
 _SHARE = 0.05
-# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap, whose holes stay
-# resident: about 100 MiB, whatever the batch, but for models that have not as much.
+# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the watch over
+# the limit has it give them back; by then about 100 MiB are there, where a model has as much.
 _HEAP_BYTES = 3 * 32 * _MIB
 # Code that is loaded only for the optimizer, for saving and for exporting.
 _LATER_CODE_BYTES = 32 * _MIB
@@ -53,14 +54,6 @@ class Site:
     held_bytes: int
 
 
-def catalogued(machine: Machine, device: torch.device) -> Accelerator | None:
-    """The catalog's entry for a CUDA device; None for others, and where there is none."""
-    if device.type != "cuda":
-        return None
-    present = machine.devices[device.index or 0]
-    return find_accelerator(present.name, present.memory_bytes)
-
-
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: Site
 ) -> Predict:
@@ -71,7 +64,7 @@ def predictor(
         if plan not in known:
             cost = _cost(account, settings, spec, plan, seq_len, site)
             slack = site.held_bytes + slack_bytes(cost.tensor_bytes, site.device)
-            known[plan] = replace(cost, peak_memory_bytes=cost.tensor_bytes + slack)
+            known[plan] = replace(cost, peak_memory_bytes=cost.peak_memory_bytes + slack)
         return known[plan]
 
     return predict
@@ -105,11 +98,11 @@ def _cost(
     site: Site,
 ) -> Cost:
     found = [account(ask) for ask in asked(settings, spec, plan, seq_len, site)]
-    peaks = [max(one.peak_memory_bytes, _saved(one, plan, site.device)) for one in found]
-    peak, fullest = max(zip(peaks, found, strict=True), key=lambda pair: pair[0])
+    saved = [_saved(one, plan, site.device) for one in found]
+    fullest = max(found, key=lambda one: one.needed_bytes)
     return Cost(
-        peak_memory_bytes=peak,
-        tensor_bytes=peak,
+        peak_memory_bytes=max(fullest.needed_bytes, *saved),
+        tensor_bytes=max(*(one.peak_memory_bytes for one in found), *saved),
         flops=max(one.flops for one in found),
         bytes_moved=max(one.bytes_moved for one in found),
         slow_bytes=_sent(plan, spec, seq_len, settings.global_batch) + _elsewhere(plan, spec),

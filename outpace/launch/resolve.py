@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.nn.fp8 import require_fp8
 from outpace.records.errors import BadInputError
+from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LEVELS, Precision, default_optimizer
 from outpace.records.pipelines import default_microbatches
@@ -119,15 +119,10 @@ def resolve_plan(
 
 
 def resolve_precision(settings: TrainSettings, device: torch.device, machine: Machine) -> Precision:
-    """As asked, one of Apex's levels by what it stands for; else what suits the device.
-
-    Raises BadInputError for fp8 on a device without it.
-    """
+    """As asked, one of Apex's levels by what it stands for; else what suits the device."""
     asked = settings.precision
     if asked is None:
         return default_precision(device, machine)
-    if asked == "fp8":
-        require_fp8(device)
     return LEVELS.get(asked) or cast(Precision, asked)
 
 
@@ -267,12 +262,17 @@ def resolve_out(settings: TrainSettings, model: str) -> Path:
     return path
 
 
-def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Dense peak of all devices of the plan in its dtype; None where the catalog has none."""
+def catalogued(machine: Machine, device: torch.device) -> Accelerator | None:
+    """The catalog's entry for a CUDA device; None for others, and where there is none."""
     if device.type != "cuda":
         return None
     present = machine.devices[device.index or 0]
-    known = find_accelerator(present.name, present.memory_bytes)
+    return find_accelerator(present.name, present.memory_bytes)
+
+
+def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
+    """Dense peak of all devices of the plan in its dtype; None where the catalog has none."""
+    known = catalogued(machine, device)
     if known is None:
         return None
     dtype = plan.precision.split("-")[0]

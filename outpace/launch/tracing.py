@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
-from outpace.records.machine import Accelerator
+from outpace.records.hardware import Accelerator
 from outpace.records.memory import Kind, MemoryAccount
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -25,7 +25,7 @@ class Ask(Record):
     plan: Plan
     seq_len: int
     accumulation: int
-    rank: int = 0
+    rank: int
     settings: TrainSettings
     accelerator: Accelerator | None  # None: the CPU's memory
     ranks_per_host: int
@@ -36,6 +36,7 @@ class Traced(Record):
     """What of an account choosing between plans needs."""
 
     peak_memory_bytes: int
+    needed_bytes: int
     by_kind: dict[Kind, int]
     flops: int
     bytes_moved: int
@@ -135,6 +136,7 @@ def _answer(ask: Ask) -> dict[str, Any]:
         return found.model_dump(mode="json")
     return {
         "peak_memory_bytes": found.peak_memory_bytes,
+        "needed_bytes": found.needed_bytes,
         "by_kind": found.peak.by_kind,
         "flops": found.flops,
         "bytes_moved": found.bytes_moved,

@@ -215,6 +215,12 @@ def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer]:
             f"{run} holds a person's own model, which outpace cannot make write; "
             "generate works with outpace's and Hugging Face models"
         )
+    record = _record(run)
+    if record is not None and record.settings.task == "classify":
+        raise BadInputError(
+            f"{run} is a classifier, which gives labels and writes no text. See how good it is "
+            f"with outpace eval --run {run}"
+        )
     if opened.weights is None or opened.tokenizer is None:
         lacking = "weights" if opened.weights is None else "tokenizer"
         raise BadInputError(f"{run} has no {lacking}, so there is nothing to generate with")

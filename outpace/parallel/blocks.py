@@ -44,3 +44,9 @@ def named_blocks(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
                 f"{nearest(name, known)} Names are those of named_modules()."
             )
     return [known[name] for name in names]
+
+
+def outside(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of a model that no block has."""
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in inside}

@@ -1,6 +1,5 @@
 """What this machine is: processor, memory, devices. Nothing is timed here."""
 
-import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from outpace.records.machine import Accelerator, Device, Machine
+from outpace.probe.cpus import usable_cpus
+from outpace.records.hardware import Accelerator
+from outpace.records.machine import Device, Machine
 
 FindAccelerator = Callable[[str, int | None], Accelerator | None]
 # The processor features that decide how fast matrix products run.
@@ -18,9 +19,7 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_i
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def identify(find_accelerator: FindAccelerator) -> Machine:

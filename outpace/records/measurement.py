@@ -5,6 +5,7 @@ from pydantic import Field
 from outpace.records.base import Record
 from outpace.records.plan import Plan
 from outpace.records.settings import Task
+from outpace.records.utilisation import Load
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 
@@ -110,6 +111,9 @@ class Measurement(Record):
     sample: str | None = Field(default=None, description="text generated at the end")
     skipped_steps: int = 0
     cache_freed_bytes: int | None = Field(default=None, description="median of a step's")
+    utilisation: tuple[Load, ...] = Field(
+        default=(), description="average of each host and its devices over the training"
+    )
     # Hugging Face Trainer's names, so that results stand side by side.
     train_runtime: float
     train_samples_per_second: float

@@ -79,6 +79,11 @@ class MemoryAccount(Record):
         """The most bytes that live at once."""
         return self.peak.nbytes
 
+    @property
+    def needed_bytes(self) -> int:
+        """What the allocator reserves for them, where that is known; else what lives."""
+        return self.reserved_bytes or self.peak_memory_bytes
+
 
 class MemoryUse(Record):
     """A rank's memory in a run, traced and measured; None where it cannot be, or not yet.

@@ -35,6 +35,8 @@ def show_seconds(seconds: float | None) -> str:
     """A duration: 0.0123 -> '12.3 ms', 95 -> '1 min 35 s'. None -> 'n/a'."""
     if seconds is None:
         return "n/a"
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.1f} µs"
     if seconds < 1:
         return f"{1000 * seconds:.1f} ms"
     if seconds < 60:

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from outpace.records.machine import Accelerator
+from outpace.records.hardware import Accelerator
 from outpace.records.memory import KINDS, Kind, MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count
@@ -40,7 +40,6 @@ def document(
 ) -> dict[str, Any]:
     """What `outpace memory --json` prints: the worst rank's peak and its anatomy first."""
     capacity = None if accelerator is None else accelerator.memory_bytes
-    needed = traced.reserved_bytes or traced.peak_memory_bytes
     return {
         "peak_memory_bytes": traced.peak_memory_bytes,
         "reserved_memory_bytes": traced.reserved_bytes,
@@ -50,7 +49,7 @@ def document(
         "rank": traced.rank,
         "world_size": traced.world_size,
         "device_memory_bytes": capacity,
-        "fits": None if capacity is None else needed <= capacity,
+        "fits": None if capacity is None else traced.needed_bytes <= capacity,
         "model": model,
         "seq_len": seq_len,
         "global_batch": global_batch,
@@ -81,8 +80,12 @@ def memory_table(
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     accelerator: Accelerator | None,
+    about: str = "",
 ) -> Group:
-    """The anatomy at the peak, traced and measured beside each other, and what it means."""
+    """The anatomy at the peak, traced and measured beside each other, and what it means.
+
+    `about` is a sentence on what was trained.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("memory at the peak")
     table.add_column("traced", justify="right")
@@ -112,7 +115,17 @@ def memory_table(
         if any(size is not None for size in taken):
             cells = ["" if size is None else show_bytes(size) for size in taken]
             table.add_row(name, cells[0], "", *cells[1:], what)
-    return Group(table, *(Text(line) for line in _notes(plan, traced, measured, accelerator)))
+    notes = _notes(plan, traced, measured, accelerator)
+    return Group(table, *(Text(line) for line in [about, *notes] if line))
+
+
+def step_in_words(plan: Plan, global_batch: int, seq_len: int) -> str:
+    """What a step is of: batch, sequences, and the levers that decide on memory most."""
+    recomputed = f", checkpointing {plan.checkpointing}" if plan.checkpointing != "none" else ""
+    return (
+        f"{plan.identity(global_batch).capitalize()}; sequences of {seq_len:,} tokens; "
+        f"{plan.strategy}, {plan.precision}, {plan.optimizer}{recomputed}."
+    )
 
 
 def _notes(
@@ -121,15 +134,16 @@ def _notes(
     measured: MemoryAccount | None,
     accelerator: Accelerator | None,
 ) -> list[str]:
-    rank = f"rank {traced.rank} of {traced.world_size}" if traced.world_size > 1 else "one process"
-    lines = [f"{rank} ({plan.mesh}): the peak is in the {traced.peak.where} of step "
-             f"{traced.peak.step}."]  # fmt: skip
+    who = "One process"
+    if traced.world_size > 1:
+        who = f"Rank {traced.rank} of {traced.world_size} ({plan.mesh})"
+    lines = [f"{who}: the peak is in the {traced.peak.where} of step {traced.peak.step}."]
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)
         lines.append(f"Activations are of {parts}.")
     if accelerator is not None:
-        room = accelerator.memory_bytes - (traced.reserved_bytes or traced.peak_memory_bytes)
+        room = accelerator.memory_bytes - traced.needed_bytes
         verdict = f"leaves {show_bytes(room)}" if room >= 0 else f"is {show_bytes(-room)} too much"
         lines.append(
             f"Of the {show_bytes(accelerator.memory_bytes)} of a {accelerator.name} what the "

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from outpace.records.measurement import PARTS, Evaluation, Measurement, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report.utilisation import averages_table
 
 _BAR_CELLS = 34
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -24,6 +25,8 @@ def summary(measurement: Measurement) -> RenderableType:
     parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
     if measurement.parts.total_s > 0:
         parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
+    if measurement.utilisation:
+        parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
     if measurement.sample:
         parts += [Text(), _sample(measurement.sample)]
     parts += [Text(), _path(measurement)]

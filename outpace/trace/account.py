@@ -6,13 +6,21 @@ from functools import partial
 
 import numpy as np
 
-from outpace.records.machine import Accelerator
+from outpace.records.hardware import Accelerator
 from outpace.records.memory import MemoryAccount, Moment
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.trace.device import Rules
-from outpace.trace.extend import Course, IrregularError, Strip, course_of, extend, strip_of
+from outpace.trace.extend import (
+    Course,
+    IrregularError,
+    Strip,
+    course_of,
+    extend,
+    strip_of,
+    without_passing,
+)
 from outpace.trace.fake import hollow
 from outpace.trace.reserve import events_of, reserved
 from outpace.trace.scratch import Elsewhere, as_traced, host_apart
@@ -92,7 +100,10 @@ def recorded(work: Workload, rank: int, rules: Rules, ranks_per_host: int) -> li
     finally:
         if collecting:
             gc.enable()
-    return [strip_of(segment) for segment in segments]
+    strips = [strip_of(segment) for segment in segments]
+    if rules.builds_on_host(work.plan):
+        strips[0] = without_passing(strips[0])
+    return strips
 
 
 def summed_up(
@@ -111,10 +122,16 @@ def summed_up(
         peak=_moments(course, [position])[0],
         timeline=tuple(_timeline(course)),
         activations_by_module=_activations(course, position),
-        reserved_bytes=None if rules.accelerator is None else reserved(events_of(course)),
+        reserved_bytes=_reserved(course, rules),
         flops=round(sum(n * strip.flops for n, strip in zip(times, last, strict=True))),
         bytes_moved=round(sum(n * strip.bytes_moved for n, strip in zip(times, last, strict=True))),
     )
+
+
+def _reserved(course: Course, rules: Rules) -> int | None:
+    if rules.accelerator is None:
+        return None
+    return reserved(events_of(course), rules.accelerator.memory_bytes)
 
 
 def _moments(course: Course, positions: Sequence[int]) -> list[Moment]:

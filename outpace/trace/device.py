@@ -14,6 +14,7 @@ models alike; the following differs:
 4. Dropout inside fused attention is drawn anew in the backward, so that no mask is kept; the CPU
    has no fused attention with dropout and keeps the probabilities.
 5. The loss is cut into chunks as `nn.loss` does on an accelerator.
+6. Weights that are made into 4 bits lie in host memory before, all but the matrix at hand.
 
 What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
 """
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from outpace.nn.block import Attention
 from outpace.nn.loss import LanguageModelObjective
-from outpace.records.machine import Accelerator
+from outpace.records.hardware import Accelerator
+from outpace.records.plan import Plan
 
 _MIB = 2**20
 _THREADS_THAT_MULTIPLY = 2
@@ -56,6 +58,10 @@ class Rules:
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
         each = 32 * _MIB if hopper else 8 * _MIB + 128 * 2**10
         return [each] * _THREADS_THAT_MULTIPLY
+
+    def builds_on_host(self, plan: Plan) -> bool:
+        """Whether what passes while the model is built is in another memory: rule 6."""
+        return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
         """Let a model choose as it would on the device."""

@@ -7,7 +7,7 @@ periods. Where the two do not differ like that, there is no extending (`Irregula
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -84,6 +84,20 @@ def strip_of(segment: Segment) -> Strip:
         flops=segment.flops,
         bytes_moved=segment.bytes_moved,
     )
+
+
+def without_passing(strip: Strip) -> Strip:
+    """Without what is made and freed within it."""
+    living: dict[tuple[int, Kind], list[int]] = {}
+    passing: set[int] = set()
+    for number, entry in enumerate(strip.entries):
+        alike = living.setdefault((abs(entry.nbytes), entry.kind), [])
+        if entry.nbytes > 0:
+            alike.append(number)
+        elif alike:
+            passing |= {alike.pop(), number}
+    kept = tuple(entry for number, entry in enumerate(strip.entries) if number not in passing)
+    return replace(strip, entries=kept)
 
 
 def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:

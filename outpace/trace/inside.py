@@ -1,6 +1,5 @@
 """What operators take and give back within themselves, which a mode around them does not see."""
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,8 +7,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import linear_cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from outpace.trace.tracker import Tracker
 
 _CHUNKED_LOSS = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
 _ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
@@ -44,48 +44,3 @@ def _taken(run: Callable[..., Any], given: Iterable[Any]) -> int:
         made = run(*given)
     outputs: int = sum(tensor.untyped_storage().nbytes() for tensor in made)
     return tracker.peak_bytes - there - outputs
-
-
-class Tracker(TorchDispatchMode):
-    """Notes storages as they come and go while it is entered. Enter it inside the fake mode.
-
-    `events` are (number of a storage, its bytes: negative when it is freed).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[tuple[int, int]] = []
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._living: dict[int, weakref.ref[Any]] = {}
-        self._count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.see(tree_leaves(made))
-        return made
-
-    def see(self, values: Iterable[Any]) -> None:
-        """Count the tensors among `values` whose storages are new."""
-        for value in values:
-            if isinstance(value, Tensor):
-                self._see(value.untyped_storage())
-
-    def _see(self, storage: Any) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._living or not size:
-            return
-        self._count += 1
-        number = self._count
-
-        def gone(_: Any) -> None:
-            del self._living[key]
-            self._change(number, -size)
-
-        self._living[key] = weakref.ref(storage, gone)
-        self._change(number, size)
-
-    def _change(self, number: int, size: int) -> None:
-        self.events.append((number, size))
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -16,15 +16,20 @@ class CachingAllocator:
 
     Sizes are rounded up to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB
     from segments of 20 MiB, above each has one of its own, rounded up to 2 MiB. The smallest free
-    block that suffices is taken and split; neighbours that are free are joined. Nothing is ever
-    given back, so `reserved_bytes` is its own peak.
+    block that suffices is taken and split; neighbours that are free are joined. Segments are kept,
+    until a new one would be beyond `capacity_bytes`: then those with nothing in them go back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int | None = None) -> None:
         self.reserved_bytes = 0
-        self._segments = 0
+        self.peak_bytes = 0
+        self._capacity_bytes = capacity_bytes
+        self._segments: list[int] = []  # their sizes, by number
         # Of the large and of the small pool: free blocks as (size, segment, offset), in order.
         self._free: tuple[list[tuple[int, int, int]], ...] = ([], [])
+        # The same blocks by where they begin, with their sizes, and by where they end.
+        self._starts: dict[tuple[int, int], int] = {}
+        self._ends: dict[tuple[int, int], int] = {}
         self._used: dict[int, tuple[bool, int, int, int]] = {}
 
     def allocate(self, number: int, size: int) -> None:
@@ -33,49 +38,71 @@ class CachingAllocator:
         small = size <= _MIB
         pool = self._free[small]
         place = bisect.bisect_left(pool, (size, -1, -1))
-        block, segment, offset = (
-            pool.pop(place) if place < len(pool) else self._new_segment(size, small)
-        )
+        if place < len(pool):
+            block, segment, offset = self._take(small, pool[place])
+        else:
+            block, segment, offset = self._new_segment(size, small)
         rest = block - size
         if rest >= 512 if small else rest > _MIB:
-            bisect.insort(pool, (rest, segment, offset + size))
+            self._put(small, (rest, segment, offset + size))
             block = size
         self._used[number] = (small, block, segment, offset)
 
     def _new_segment(self, size: int, small: bool) -> tuple[int, int, int]:
         whole = 2 * _MIB if small else 20 * _MIB if size < 10 * _MIB else _up(size, 2 * _MIB)
+        if self._capacity_bytes is not None and self.reserved_bytes + whole > self._capacity_bytes:
+            self._give_back_empty()
         self.reserved_bytes += whole
-        self._segments += 1
-        return whole, self._segments, 0
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
+        self._segments.append(whole)
+        return whole, len(self._segments) - 1, 0
+
+    def _give_back_empty(self) -> None:
+        for small in (False, True):
+            for block in [one for one in self._free[small] if one[0] == self._segments[one[1]]]:
+                self._take(small, block)
+                self.reserved_bytes -= block[0]
 
     def free(self, number: int) -> None:
         """Give the block of storage `number` back to its pool."""
         small, size, segment, offset = self._used.pop(number)
-        pool = self._free[small]
-        touching = [
-            one
-            for one in pool
-            if one[1] == segment and (one[2] + one[0] == offset or offset + size == one[2])
-        ]
-        for one in touching:
-            pool.remove(one)
-            offset, size = min(offset, one[2]), size + one[0]
-        bisect.insort(pool, (size, segment, offset))
+        after = self._starts.get((segment, offset + size))
+        if after is not None:
+            self._take(small, (after, segment, offset + size))
+            size += after
+        before = self._ends.get((segment, offset))
+        if before is not None:
+            self._take(small, (offset - before, segment, before))
+            size, offset = size + offset - before, before
+        self._put(small, (size, segment, offset))
+
+    def _put(self, small: bool, block: tuple[int, int, int]) -> None:
+        size, segment, offset = block
+        bisect.insort(self._free[small], block)
+        self._starts[segment, offset] = size
+        self._ends[segment, offset + size] = offset
+
+    def _take(self, small: bool, block: tuple[int, int, int]) -> tuple[int, int, int]:
+        size, segment, offset = block
+        del self._free[small][bisect.bisect_left(self._free[small], block)]
+        del self._starts[segment, offset]
+        del self._ends[segment, offset + size]
+        return block
 
 
 def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def reserved(events: Events) -> int:
-    """Bytes that the allocator has taken from the device after these events."""
-    allocator = CachingAllocator()
+def reserved(events: Events, capacity_bytes: int | None = None) -> int:
+    """The most bytes that the allocator has of the device over these events."""
+    allocator = CachingAllocator(capacity_bytes)
     for number, size in events:
         if size > 0:
             allocator.allocate(number, size)
         else:
             allocator.free(number)
-    return allocator.reserved_bytes
+    return allocator.peak_bytes
 
 
 def events_of(course: Course) -> Iterator[tuple[int, int]]:
@@ -87,11 +114,11 @@ def events_of(course: Course) -> Iterator[tuple[int, int]]:
     away = KINDS.index("offloaded")
     changes = zip(course.nbytes.tolist(), course.kind.tolist(), strict=True)
     for number, (nbytes, kind) in enumerate(changes):
-        alike = living[abs(nbytes), kind]
         if kind == away or not nbytes:
             continue
+        alike = living[abs(nbytes), kind]
         if nbytes > 0:
             alike.append(number)
             yield number, nbytes
-        elif alike:
+        else:
             yield alike.pop(), nbytes

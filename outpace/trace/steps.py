@@ -43,11 +43,6 @@ class Workload:
     accumulation: int
     settings: TrainSettings
 
-    def __post_init__(self) -> None:
-        """Any learning rate will do, where there is none yet."""
-        known = self.settings.model_copy(update={"lr": self.settings.lr or 1e-3})
-        object.__setattr__(self, "settings", known)
-
     def batch(self) -> dict[str, Tensor]:
         """What a rank that reads gets at once, of no particular tokens."""
         shape = (self.plan.samples_read, self.seq_len)
@@ -58,8 +53,8 @@ def run_steps(
     work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
 ) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
-    plan, settings = work.plan, work.settings
-    assert settings.lr is not None
+    plan, lr = work.plan, work.settings.lr or 1e-3  # any will do, where there is none yet
+    settings = work.settings.model_copy(update={"lr": lr})
     mixed = make_mixed(plan.precision, CPU, keeps_casts(settings.autocast_cache, False))
     objective = _objective(work, mixed)
     rules.prepare(objective)
@@ -81,7 +76,7 @@ def run_steps(
     watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
     for step in range(1, STEPS + 1):
         watch.begin_step(step)
-        begin_step(optimizer, step, settings.lr)
+        begin_step(optimizer, step, lr)
         _step(work, ranks, watch, layout, optimizer, mixed)
 
 

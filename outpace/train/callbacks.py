@@ -6,6 +6,7 @@ from pathlib import Path
 from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
 from outpace.records.memory import MemoryUse
 from outpace.records.plan import Plan
+from outpace.records.utilisation import Load
 
 
 class Callback:
@@ -28,6 +29,9 @@ class Callback:
 
     def on_step(self, record: StepRecord) -> None:
         """A step is done."""
+
+    def on_load(self, load: Load, step: int) -> None:
+        """How busy rank 0's host was of late, told after `step`; every second or more rarely."""
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
         """The held-out loss was measured."""

@@ -7,6 +7,7 @@ from typing import Any
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import RunRecord
+from outpace.records.utilisation import Load
 from outpace.train.callbacks import Callback
 from outpace.train.run_dir import RunDir
 
@@ -29,6 +30,15 @@ class _Scalars(Callback):
         figures = {name: getattr(record, name) for name in _CURVES}
         known = {f"train/{name}": value for name, value in figures.items() if value is not None}
         self._write(known, record.step)
+
+    def on_load(self, load: Load, step: int) -> None:
+        """Log how busy devices and cores are."""
+        figures = {"cores": load.host.utilisation, "run_cores": load.host.run_cores}
+        for device in load.devices:
+            name = f"device_{device.index}"
+            figures |= {name: device.utilisation, f"{name}_power_w": device.power_w}
+        known = {f"utilisation/{name}": x for name, x in figures.items() if x is not None}
+        self._write(known, step)
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
         """Log the held-out loss and a task's metrics."""

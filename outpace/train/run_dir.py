@@ -1,4 +1,4 @@
-"""The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/."""
+"""The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/ and more."""
 
 import json
 import os
@@ -14,6 +14,7 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
+UTILISATION_FOLDER = "utilisation"
 # A run writes its metrics, a checkpoint and the model; below this it can write none of them.
 _LEAST_FREE_BYTES = 16 << 20
 

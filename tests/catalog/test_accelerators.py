@@ -1,6 +1,8 @@
 import pytest
+from pytest import approx
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.catalog.links import LINKS, bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,18 @@ from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
         ("NVIDIA H200", 150_110_011_392, "H200 SXM"),
         ("NVIDIA GeForce RTX 4090", 25_386_352_640, "RTX 4090"),
         ("Tesla T4", 15_843_721_216, "T4"),
+        ("NVIDIA GeForce GTX 1080 Ti", 11_714_691_072, "GTX 1080 Ti"),  # 11,172 MiB
+        ("TITAN RTX", 25_396_969_472, "TITAN RTX"),
+        ("NVIDIA TITAN RTX", None, "TITAN RTX"),
+        ("NVIDIA A10G", 23_609_475_072, "A10G"),  # 22,516 MiB: error correction takes its part
+        ("NVIDIA GeForce RTX 3090", 25_438_126_080, "RTX 3090"),
+        ("NVIDIA L4", 23_580_639_232, "L4"),
+        ("NVIDIA L40S", 47_697_362_944, "L40S"),
+        ("NVIDIA GeForce RTX 5090", 34_190_917_632, "RTX 5090"),  # 32,607 MiB
+        ("NVIDIA B200", 192_265_846_784, "B200"),  # 183,359 MiB
+        ("NVIDIA GB200", 198_674_743_296, "GB200"),  # 189,471 MiB
+        ("AMD Instinct MI250X", 68_702_699_520, "MI250X GCD"),
+        ("AMD Instinct MI300X", 206_141_652_992, "MI300X"),
     ],
 )
 def test_what_drivers_report_is_found(driver_name, memory_bytes, name):
@@ -32,7 +46,10 @@ def test_what_drivers_report_is_found(driver_name, memory_bytes, name):
         ("NVIDIA GH200 480GB", None),  # has H200 in its name
         ("NVIDIA GeForce RTX 4090 D", None),  # fewer units
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 42_000_000_000),
+        ("NVIDIA B200", 96_000_000_000),  # a slice
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA A100-SXM4-80GB", 10_000_000_000),  # a slice
         ("NVIDIA H100", None),  # which one?
@@ -51,13 +68,74 @@ def test_peaks_are_dense_and_have_a_source():
     assert ACCELERATORS["T4"].peak.flops_per_s["fp16"] == 65e12
     for accelerator in ACCELERATORS.values():
         peaks = accelerator.peak.flops_per_s
+        assert accelerator.peak.source in accelerator.source
         assert "datasheet" in accelerator.peak.source or "whitepaper" in accelerator.peak.source
-        assert peaks["fp32"] < peaks["fp16"]
+        if "fp16" in peaks:  # tensor cores
+            assert peaks["fp32"] < peaks["fp16"]
         if "bf16" in peaks:
             assert peaks["bf16"] == peaks["fp16"]
-            assert peaks["tf32"] == pytest.approx(peaks["bf16"] / 2, rel=0.001)
+            # Makers round: 183 of 362.05, 1.1 of 2.25 peta.
+            assert peaks.get("tf32", peaks["bf16"] / 2) == approx(peaks["bf16"] / 2, rel=0.025)
+        if "fp8" in peaks:
+            assert peaks["fp8"] == approx(2 * peaks["bf16"], rel=0.015)
+        if "int8" in peaks:
+            assert peaks["int8"] / peaks["fp16"] in (
+                approx(1),
+                approx(2, rel=0.015),
+                approx(4, rel=0.002),
+            )
 
 
 def test_chips_before_ampere_have_no_bf16():
-    for name in ("V100 SXM2 16 GB", "T4"):
+    for name in ("GTX 1080 Ti", "V100 SXM2 16 GB", "TITAN RTX", "T4"):
         assert "bf16" not in ACCELERATORS[name].peak.flops_per_s
+
+
+def test_half_of_what_is_printed_with_sparsity():
+    printed = {  # bf16, with sparsity, TFLOP/s
+        "H100 SXM": 1979, "H100 PCIe": 1513, "L4": 242, "L40S": 733, "B200": 4500, "GB200": 5000,
+        "RTX 5090": 419, "RTX 3090": 142,
+    }  # fmt: skip
+    for name, sparse in printed.items():
+        dense = ACCELERATORS[name].peak.flops_per_s["bf16"]
+        assert dense == approx(sparse / 2 * 1e12, rel=0.015), name
+    # 5.76 and 360 (with sparsity) PFLOP/s in a rack of 72, 13.4 TB and 576 TB/s.
+    rack = ACCELERATORS["GB200"]
+    assert 72 * rack.peak.flops_per_s["fp32"] == approx(5.76e15)
+    assert 2 * 72 * rack.peak.flops_per_s["bf16"] == approx(360e15)
+    assert 72 * rack.memory_bytes_per_s == approx(576e12)
+
+
+def test_fp32_is_two_flop_a_lane_and_clock():
+    """Multiprocessors, their fp32 lanes, boost clock in MHz: the makers' figures agree."""
+    published = {
+        "GTX 1080 Ti": (128, 1582), "V100 SXM2 32 GB": (64, 1530), "TITAN RTX": (64, 1770),
+        "T4": (64, 1590), "A100 SXM 80 GB": (64, 1410), "A10": (128, 1695), "A10G": (128, 1710),
+        "RTX 3090": (128, 1695), "L4": (128, 2040), "L40S": (128, 2520), "RTX 4090": (128, 2520),
+        "RTX 5090": (128, 2407), "H100 SXM": (128, 1980), "MI300X": (128, 2100),
+        "MI250X GCD": (128, 1700),
+    }  # fmt: skip
+    for name, (lanes, megahertz) in published.items():
+        chip = ACCELERATORS[name]
+        assert chip.multiprocessors is not None
+        rate = 2 * chip.multiprocessors * lanes * megahertz * 1e6
+        assert chip.peak.flops_per_s["fp32"] == approx(rate, rel=0.015), name
+
+
+def test_links_power_and_memory():
+    printed = {  # GB/s in both directions
+        "V100 SXM2 16 GB": 300, "TITAN RTX": 100, "RTX 3090": 112.5, "A100 SXM 40 GB": 600,
+        "H100 SXM": 900, "H100 PCIe": 600, "H200 SXM": 900, "B200": 1800, "GB200": 1800,
+        "MI300X": 896,
+    }  # fmt: skip
+    for name, both in printed.items():
+        assert bytes_per_s(ACCELERATORS[name].device_link) == both / 2 * 1e9, name
+    for chip in ACCELERATORS.values():
+        assert chip.host_link in LINKS
+        assert 50 < chip.power_w <= 1200 and chip.power_w not in chip.power_variants_w
+        assert chip.memory_bytes % 2**30 == 0
+        assert 15 < chip.memory_bytes / chip.memory_bytes_per_s * 1000 < 90  # ms to read it all
+    assert ACCELERATORS["H100 PCIe"].power_variants_w == (300,)
+    assert ACCELERATORS["A100 SXM 80 GB"].power_variants_w == (500,)
+    for name in ("GTX 1080 Ti", "RTX 4090", "RTX 5090", "A10G", "L4", "L40S", "V100 PCIe 32 GB"):
+        assert ACCELERATORS[name].device_link is None, name

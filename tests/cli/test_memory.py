@@ -57,10 +57,11 @@ def test_seventy_billion_parameters_on_a_node(capsys, tmp_path):
         (["--rank=3"], "--rank 3: the plan has ranks 0 to 0."),
         (["--nproc=3", "--tp=2"], "tp 2, but there are 3 processes"),
         (["--measure", "--machine=hgx-h100"], "--measure runs on this host"),
+        (["--measure", "--device=cuda"], "outpace train --memory measures a run"),
         (["--nodes=2"], "--nodes 2: of which machine? Name it with --machine"),
         (["--nproc=2", "--machine=hgx-h100"], "--nodes says how many of these machines"),
         (["--machine=RTX 4090", "--offload-activations=disk"], "is for training on the CPU"),
-        (["--machine=hgx-h100", "--precision=fp8"], "--precision fp8: its products"),
+        (["--machine=dgx-a100", "--precision=fp8"], "which A100 SXM 80 GB has not"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(words, sentence, capsys):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -122,11 +123,15 @@ def test_one_ctrl_c_saves_and_ends_with_75(train_flags: list[str], tmp_path: Pat
     )
     metrics = out / "metrics.jsonl"
     deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, errors = process.communicate(timeout=90)
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, errors = process.communicate(timeout=90)
+    finally:
+        with suppress(ProcessLookupError):  # a run that goes on slows all other tests down
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 75, errors
     assert errors.count("--resume") >= 1
     assert "Traceback" not in errors

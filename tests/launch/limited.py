@@ -40,6 +40,7 @@ class StandIn:
         samples = plan.micro_batch * ask.accumulation
         return Traced(
             peak_memory_bytes=sum(kinds.values()),
+            needed_bytes=sum(kinds.values()),
             by_kind=kinds,
             flops=step_flops(spec, ask.seq_len, samples, modes),
             bytes_moved=3 * kinds["activations"] * ask.accumulation,

@@ -7,6 +7,7 @@ DTensor keeps names of process groups in its caches, so that a process can belon
 its life; and starting Python with torch takes seconds.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -84,6 +85,7 @@ def _rank(ranks: Ranks, port: int, action: Callable[[Ranks], Any], pipe: Connect
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that a signal ends says where it was
     outcome: tuple[str | None, Any]
     try:
         outcome = (None, action(ranks))

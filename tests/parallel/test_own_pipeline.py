@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from outpace.interop.own import OwnModel, OwnObjective
-from outpace.parallel.own_pipeline import OwnStage
+from outpace.parallel.own_stage import OwnStage
 from outpace.records.errors import BadInputError
 
 

@@ -44,12 +44,14 @@ def plan_of(strategy, **levers):
 def test_equal_layers_are_extended_exactly(strategy, levers):
     plan = plan_of(strategy, **levers)
     assert shallow_depths(DEEP, plan) is not None
-    extended = account(DEEP, plan, seq_len=64, accumulation=2)
+    rules = Rules(ACCELERATORS["H100 SXM"])
+    extended = account(DEEP, plan, seq_len=64, accumulation=2, accelerator=rules.accelerator)
     work = Workload(DEEP, plan, 64, 2, SETTINGS)
-    whole = summed_up(recorded(work, 0, Rules(), 8), plan, 0, Rules())
+    whole = summed_up(recorded(work, 0, rules, 8), plan, 0, rules)
     assert extended.peak == whole.peak
     assert extended.activations_by_module == whole.activations_by_module
     assert (extended.flops, extended.bytes_moved) == (whole.flops, whole.bytes_moved)
+    assert extended.reserved_bytes == whole.reserved_bytes
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,18 @@ def test_the_trace_is_what_two_real_steps_take(levers):
     assert traced.peak_memory_bytes == pytest.approx(measured.allocated_bytes, rel=1e-3)
     if "offload_optimizer" not in levers:  # files that are mapped are tensors too
         assert dict(traced.peak.by_kind) == pytest.approx(dict(measured.peak.by_kind), rel=0.01)
+
+
+def test_weights_in_4_bits_come_from_the_host():
+    """On a device the peak is of training, not of the fp32 weights that 4 bits are made of."""
+    plan = Plan(lora_rank=4, base="nf4", loss="chunked")
+    device, spec = ACCELERATORS["H100 SXM"], DEEP.model_copy(update={"hidden": 512, "layers": 4})
+    on_host, on_device = (
+        account(spec, plan, seq_len=8, accelerator=where) for where in (None, device)
+    )
+    assert on_host.peak.part == "prepare"
+    assert on_device.peak.part != "prepare"
+    assert on_device.peak.nbytes < on_host.peak.nbytes + sum(Rules(device).workspaces())
 
 
 def test_weights_and_states_are_what_the_plan_says():

@@ -27,6 +27,13 @@ def test_the_allocator_cuts_joins_and_keeps():
     assert allocator.reserved_bytes == 40 * MIB
 
 
+def test_empty_segments_go_back_where_there_is_no_room():
+    events = [(1, 30 * MIB), (2, 3 * MIB), (1, -30 * MIB), (3, 60 * MIB)]
+    assert reserved(events) == 110 * MIB
+    assert reserved(events, 90 * MIB) == 80 * MIB  # the second's segment of 20 is in use
+    assert reserved(events, 70 * MIB) == 80 * MIB  # it does not fit
+
+
 @pytest.mark.fakeworld
 def test_a_traced_device_reserves_more_than_its_tensors_and_not_much_more():
     spec = ModelSpec.parse(

@@ -1,0 +1,35 @@
+"""Models of which only the dimensions are known here: to reckon with, not to train.
+
+What makes them models of their own (BLOOM's ALiBi positions and the norm after its embedding) has
+no place in a ModelSpec, and next to no parameters.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from outpace.catalog.models import Preset
+from outpace.records.model import ModelSpec
+
+_BLOOM = ModelSpec.parse(
+    {
+        "family": "gpt2",
+        "layers": 70,
+        "hidden": 14336,
+        "heads": 112,
+        "vocab": 250880,
+        "max_positions": 2048,
+        "dropout": 0.1,
+        "positions": "rotary",  # as ALiBi: no parameters
+    },
+    "bloom-176b",
+)
+
+DIMENSIONS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "bloom-176b": Preset(
+            spec=_BLOOM,
+            source="BigScience, arXiv 2211.05100, table 3; vocabulary as padded, and dropout: "
+            "train/tr11-176B-ml/README.md of github.com/bigscience-workshop/bigscience",
+        )
+    }
+)

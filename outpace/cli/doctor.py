@@ -1,0 +1,50 @@
+"""`outpace doctor`."""
+
+import json
+from collections.abc import Mapping
+
+from outpace.cli.parser import Parser, number_type
+
+_ABOUT = "What on this host costs speed, and what to do about it: the most costly first."
+_EPILOG = (
+    "Put it in the place of the training command, under the same launcher and in the same "
+    "container: it then sees what the training would."
+)
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Examine this host and print the findings; 0, with --strict 1 if there are any."""
+    arguments = _parser().read(argv)
+    from outpace.probe.doctor import examine
+    from outpace.probe.inventory import gather
+
+    inventory = gather(environ, timeout_s=arguments.timeout)
+    examination = examine(inventory)
+    if arguments.json:
+        said = {
+            **examination.model_dump(mode="json"),
+            "inventory": inventory.model_dump(mode="json"),
+        }
+        print(json.dumps(said, indent=2), flush=True)
+    else:
+        from rich.console import Console
+
+        from outpace.report.doctor import examination_text
+
+        Console(highlight=False).print(examination_text(examination))
+    return 1 if arguments.strict and examination.findings else 0
+
+
+def _parser() -> Parser:
+    parser = Parser("doctor", _ABOUT, _EPILOG)
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("--strict", action="store_true", default=False, help="exit code 1 if anything is found")
+    add(
+        "--timeout",
+        type=number_type(float, 0.1),
+        default=20.0,
+        metavar="SECONDS",
+        help="how long to wait for each of the driver's answers (default: 20)",
+    )
+    return parser

@@ -1,0 +1,163 @@
+"""`outpace probe`."""
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+from outpace.cli.parser import Parser, number_type
+from outpace.launch.environment import ranks_from, restart_count
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.probed import SectionName
+from outpace.records.settings import TrainSettings
+
+SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
+# allreduce is a part of collectives.
+_ALL: tuple[SectionName, ...] = ("matmul", "memory", "storage", "loader", "collectives")
+_AS_IN_TRAINING = ("device", "nproc", "backend", "data", "text_field", "tokenizer", "seq_len",
+                   "micro_batch", "offload_dir")  # fmt: skip
+_DEFAULT_MODEL = "gpt2"
+
+_ABOUT = "Measure what this machine can really do: products, memory, links, disks, data loading."
+_EPILOG = (
+    f"SECTION is one of {', '.join(SECTIONS)}, or all (the default). It runs by itself on this "
+    "host's devices, or under torchrun on all hosts that will be used. End first what else uses "
+    "the machine."
+)
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Probe the machine, print what was found, keep it; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    sections = _sections(arguments.section)
+    out: Path | None = arguments.out
+    if out is not None and not out.absolute().parent.is_dir():
+        raise BadInputError(f"--out {out}: there is no folder {out.absolute().parent}")
+    if arguments.handed_over is not None:
+        settings = TrainSettings.load(arguments.handed_over)
+    else:
+        settings = _settings(vars(arguments))
+    ranks = ranks_from(environ)
+    from outpace.launch import probing
+    from outpace.launch.probe_wishes import Wishes
+    from outpace.report.probe import progress_of, show_machine
+
+    command = " ".join(["outpace", "probe", *(shlex.quote(_without_place(word)) for word in argv)])
+    wishes = Wishes(sections, arguments.quick, settings, command, arguments.budget)
+    # What started us shows a bar of its own.
+    quiet = arguments.handed_over is not None or (ranks is not None and ranks.rank != 0)
+    with progress_of(sections, quiet) as shown:
+        if ranks is None:
+            machine = probing.probe_here(wishes, shown)
+        else:
+            found = probing.probe_ranks(wishes, ranks, restart_count(environ), shown)
+            if found is None:  # rank 0 speaks
+                return 0
+            machine = found
+    if out is not None:
+        machine.save(out)
+    if arguments.handed_over is not None:  # what started us shows it
+        return 0
+    if arguments.json:
+        print(machine.model_dump_json(indent=2), flush=True)
+    else:
+        show_machine(machine, out)
+    return 0
+
+
+def _without_place(word: str) -> str:
+    """A path's last part: records are sent to colleagues."""
+    option, equals, value = word.rpartition("=")
+    return option + equals + ("…/" + Path(value).name if "/" in value else value)
+
+
+def _sections(words: list[str]) -> tuple[SectionName, ...]:
+    if not words or "all" in words:
+        return _ALL
+    for word in words:
+        if word not in SECTIONS:
+            raise BadInputError(
+                f"outpace probe has no section {word!r}.{nearest(word, (*SECTIONS, 'all'))} "
+                f"Sections: {', '.join(SECTIONS)}, or all."
+            )
+    if "collectives" in words:
+        words = [word for word in words if word != "allreduce"]  # it is a part of them
+    return tuple(name for name in (*_ALL, "allreduce") if name in words)
+
+
+def _settings(given: Mapping[str, object]) -> TrainSettings:
+    """What of the options training has, too, by the same names."""
+    values = {name: given[name] for name in _AS_IN_TRAINING if given.get(name) is not None}
+    values |= {"model": given["model"] or _DEFAULT_MODEL, "out": given["checkpoint_dir"]}
+    return TrainSettings.parse(values, "outpace probe")
+
+
+def _parser() -> Parser:
+    parser = Parser("probe", _ABOUT, _EPILOG, usage="[SECTION …] [options]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("section", nargs="*", default=[], metavar="SECTION", help="what to measure")
+    add(
+        "--quick",
+        action="store_true",
+        default=False,
+        help="in less than a minute; without, in up to ten, and with narrower intervals",
+    )
+    add(
+        "--budget",
+        type=number_type(float, 0.1),
+        default=None,
+        metavar="S",
+        help="measure for about this many seconds (default: 40 with --quick, else 500)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=None,
+        metavar="machine.json",
+        help="keep the machine's record, which the planner reads",
+    )
+    add(
+        "--model",
+        default=None,
+        metavar="M",
+        help="give advice on its sizes: a preset, a directory, a spec file (default: gpt2)",
+    )
+    add("--device", default=None, choices=("auto", "cpu", "cuda"), help="what to measure on")
+    add(
+        "--nproc",
+        type=number_type(int, 1),
+        default=None,
+        metavar="N",
+        help="processes for collectives (default: one for each GPU, or up to four on a CPU)",
+    )
+    add("--backend", default=None, choices=("auto", "gloo", "nccl"), help="of collectives")
+    add(
+        "--data",
+        default=None,
+        action="append",
+        metavar="FILE",
+        help="measure loading of this, as training would; repeat for more (default: Python's own "
+        "source code)",
+    )
+    add("--text-field", default=None, metavar="KEY", help="of the text in it (default: text)")
+    add("--seq-len", type=number_type(int, 1), default=None, metavar="N", help="tokens per sample")
+    add("--micro-batch", type=number_type(int, 1), default=None, metavar="N", help="to be loaded")
+    add("--tokenizer", default=None, metavar="T", help="measure tokenising with it")
+    add(
+        "--checkpoint-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="measure this directory's disk for checkpoints (default: the current one)",
+    )
+    add(
+        "--offload-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="and this one's for offloading (default: the system's for temporary files)",
+    )
+    add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
+    return parser

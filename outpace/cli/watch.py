@@ -1,0 +1,250 @@
+"""`outpace watch`."""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outpace.cli.parser import Parser, number_type
+from outpace.records.errors import BadInputError
+from outpace.records.units import show_count
+from outpace.records.utilisation import Utilisation
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outpace.probe.utilisation import Sampler
+    from outpace.report.utilisation import View
+
+_ABOUT = "How busy devices and cores are while something trains; averages at the end."
+_EPILOG = (
+    "With RUN it follows the processes that train in that folder on this host, until they end, and "
+    "keeps the series there; of a run that has ended it shows what the run recorded by itself. "
+    "With a command after -- it starts the command, watches until it ends, and ends with its exit "
+    "code. Else Ctrl-C ends it."
+)
+_INTERRUPTED = 130
+_TAIL_BYTES = 1 << 14
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Watch; returns 0, 130 when --for was cut short, or the command's exit code."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    words, command = argv[:at], argv[at + 1 :]
+    arguments = _parser().read(words)
+    _check(arguments, command, at < len(argv))
+    from rich.console import Console
+
+    from outpace.probe.utilisation import Sampler, open_nvml, training_in
+    from outpace.report.utilisation import View
+
+    folder: Path | None = arguments.run
+    roots = [] if folder is None else training_in(folder / "metrics.jsonl")
+    if folder is not None and not roots:
+        return _recorded(folder, arguments)
+    nvml = open_nvml()
+    console = Console(stderr=True, highlight=False)
+    view = View(console, arguments.every)
+    if command:
+        from outpace.cli.watched import Command
+
+        with Command(command, console, arguments.json) as started:
+            sampler = Sampler([started.pid], nvml=nvml)
+            watching = _Watching(sampler, view, arguments.every, said=lambda: started.said)
+            try:
+                started.outlive(watching.until)
+            finally:
+                view.close()
+                _finish(watching, arguments, console, command=True)
+            return started.exit_code
+    sampler = Sampler(roots, nvml=nvml)
+    doing = (lambda: "") if folder is None else (lambda: _latest_step(folder))
+    watching = _Watching(sampler, view, arguments.every, doing)
+    code = 0
+    try:
+        watching.until(_nap, arguments.for_s)
+    except KeyboardInterrupt:
+        code = _INTERRUPTED if arguments.for_s is not None else 0
+    finally:
+        view.close()
+        _finish(watching, arguments, console)
+    return code
+
+
+def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
+    if dashes and not command:
+        raise BadInputError("outpace watch -- : which command? Write it after the two dashes.")
+    if command and arguments.run is not None:
+        raise BadInputError(
+            f"{arguments.run} and a command: watch a run that goes on, or start a command. Leave "
+            "one of them out; a run that outpace train starts records its load by itself."
+        )
+    if command and arguments.for_s is not None:
+        raise BadInputError("--for with a command: it is watched until it ends. Leave --for out.")
+
+
+class _Watching:
+    """Takes samples, shows them and keeps them."""
+
+    def __init__(
+        self,
+        sampler: "Sampler",
+        view: "View",
+        every_s: float,
+        doing: Callable[[], str] = lambda: "",
+        said: Callable[[], str] = lambda: "",
+    ) -> None:
+        from outpace.probe.recorder import Samples
+
+        self._samples, self._view, self._every_s = Samples(sampler, every_s), view, every_s
+        self._doing, self._said = doing, said
+        self._began_s = time.monotonic()
+
+    @property
+    def seen(self) -> Utilisation | None:
+        """All so far; None before the first sample."""
+        return self._samples.series
+
+    def until(self, wait: Callable[[float], bool], for_s: float | None = None) -> None:
+        """Sample until `wait(seconds)` says that it is over, the run has ended or time is up."""
+        over = False
+        try:
+            while not over:
+                passed_s = time.monotonic() - self._began_s
+                left_s = float("inf") if for_s is None else for_s - passed_s
+                over = wait(max(0.0, min(self._every_s - passed_s % self._every_s, left_s)))
+                self._sample()
+                passed_s = time.monotonic() - self._began_s
+                over |= for_s is not None and passed_s >= for_s
+                over |= self._samples.sampler.run_ended
+        except BaseException:
+            self._sample(shown=False)
+            raise
+
+    def _sample(self, shown: bool = True) -> None:
+        load = self._samples.take()
+        if shown and load is not None:
+            self._view.show(load, self._doing(), self._said())
+
+
+def _nap(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _finish(
+    watching: _Watching, arguments: Namespace, console: "Console", command: bool = False
+) -> None:
+    """Write the files, then the table or the document."""
+    from rich.console import Console
+
+    from outpace.report.utilisation import closing
+
+    seen = watching.seen
+    if seen is None:
+        console.print("nothing was seen: it was over within a tenth of a second")
+        return
+    paths = [] if arguments.out_file is None else [arguments.out_file]
+    if arguments.run is not None:
+        stamp = datetime.fromisoformat(seen.started).strftime("%Y%m%dT%H%M%SZ")
+        paths.append(arguments.run / "utilisation" / f"watch-{stamp}.json")
+        paths[-1].parent.mkdir(exist_ok=True)
+    for path in paths:
+        try:
+            seen.save(path)
+        except OSError as error:
+            raise BadInputError(f"cannot write {path}: {error.strerror}") from None
+    if arguments.json:
+        _print_json([seen])
+        return
+    # Beside a command's own output there is standard error alone.
+    console = console if command else Console(highlight=False)
+    console.print(closing(seen, console.width))
+    for path in paths:
+        console.print(f"written to {path}", style="dim", markup=False, soft_wrap=True)
+
+
+def _print_json(seen: list[Utilisation]) -> None:
+    averages = [one.average() for one in seen]
+    print(
+        json.dumps(
+            {
+                "average": [None if one is None else one.model_dump() for one in averages],
+                "series": [one.model_dump() for one in seen],
+            }
+        ),
+        flush=True,
+    )
+
+
+def _recorded(folder: Path, arguments: Namespace) -> int:
+    """Show what a run that is over recorded by itself. Raises BadInputError when it did not."""
+    if not (folder / "run.json").is_file():
+        raise BadInputError(f"{folder} holds no run (no run.json). Name the folder of a run.")
+    paths = sorted((folder / "utilisation").glob("host-*.json"))
+    if not paths:
+        raise BadInputError(
+            f"no process of this host trains in {folder}, and no load was recorded there. On "
+            "another of its hosts, or to see the whole machine, leave the folder out."
+        )
+    seen = [Utilisation.load(path) for path in paths]
+    if arguments.json:
+        _print_json(seen)
+        return 0
+    from rich.console import Console
+
+    from outpace.report.utilisation import closing
+
+    console = Console(highlight=False)
+    for path, one in zip(paths, seen, strict=True):
+        console.print(f"{path}, recorded from {one.started}", markup=False, soft_wrap=True)
+        console.print(closing(one, console.width))
+    return 0
+
+
+def _latest_step(folder: Path) -> str:
+    """The newest step that the run has written down, in words; '' when there is none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        total = json.loads((folder / "run.json").read_text(encoding="utf-8"))["total_steps"]
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            line = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+        step = json.loads(line)
+        rate = show_count(step["tokens_per_s"], "tokens/s")
+        return f"step {step['step']:,}/{total:,}  loss {step['loss']:.4f}  {rate}"
+    return ""
+
+
+def _parser() -> Parser:
+    parser = Parser("watch", _ABOUT, _EPILOG, usage="[RUN] [options] | [options] -- COMMAND …")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("run", nargs="?", type=Path, default=None, metavar="RUN", help="the folder of a run")
+    add(
+        "--every",
+        type=number_type(float, 0.2),
+        default=1.0,
+        metavar="S",
+        help="seconds from sample to sample (default: 1)",
+    )
+    add(
+        "--for",
+        dest="for_s",
+        type=number_type(float, 0.2),
+        default=None,
+        metavar="S",
+        help="end after so many seconds",
+    )
+    add(
+        "--out",
+        dest="out_file",
+        type=Path,
+        default=None,
+        metavar="FILE.json",
+        help="keep the series",
+    )
+    return parser

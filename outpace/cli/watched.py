@@ -1,0 +1,101 @@
+"""A command that `outpace watch` starts, with what it writes kept clear of the live view."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any, Self
+
+from rich.console import Console
+from rich.text import Text
+
+from outpace.records.errors import BadInputError
+
+_CHUNK = 1 << 14
+
+
+class Command:
+    """A process in this one's terminal; ended with this one, where it has not ended before.
+
+    In a terminal its lines are printed above the live view, and `said` is the line that it is still
+    writing (a progress bar). Elsewhere it writes where this process writes; with `json` nothing of
+    it goes to standard output.
+    """
+
+    def __init__(self, command: list[str], console: Console, json: bool) -> None:
+        self.said = ""
+        self._console = console
+        out: int | IO[Any] | None = sys.stderr if json else None
+        errors: int | None = None
+        if console.is_terminal:
+            errors = subprocess.PIPE
+            if json or sys.stdout.isatty():
+                out = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(command, stdout=out, stderr=errors)
+        except OSError as error:
+            raise BadInputError(f"cannot start {command[0]}: {error.strerror}") from None
+        pipes = [pipe for pipe in (self._process.stdout, self._process.stderr) if pipe]
+        self._readers = [
+            threading.Thread(target=self._pass_on, args=(pipe,), daemon=True) for pipe in pipes
+        ]
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it: 128 and the signal's number for one that a signal ended."""
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def __enter__(self) -> Self:
+        for reader in self._readers:
+            reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join(timeout=1)  # what it has started may still hold the pipe
+
+    def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
+        """Call `watch(wait)` until the process has ended, also through Ctrl-C.
+
+        A terminal sends the signal to both, and the command may have something to save.
+        """
+        while self._process.poll() is None:
+            with suppress(KeyboardInterrupt):
+                watch(self._ended_within)
+        for reader in self._readers:
+            reader.join(timeout=1)
+
+    def _ended_within(self, seconds: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.poll() is not None
+
+    def _pass_on(self, pipe: IO[bytes]) -> None:
+        left = b""
+        while chunk := os.read(pipe.fileno(), _CHUNK):
+            *lines, left = (left + chunk).split(b"\n")
+            for line in lines:
+                self._print(line)
+            self.said = _last(left)
+        if left:
+            self._print(left)
+        self.said = ""
+
+    def _print(self, line: bytes) -> None:
+        self._console.print(Text.from_ansi(_last(line)), soft_wrap=True)
+
+
+def _last(line: bytes) -> str:
+    """What is seen of a line that was written over by carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

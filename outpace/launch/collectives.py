@@ -1,0 +1,235 @@
+"""The collectives of a job's ranks: times by size on every axis, links, stragglers, overlap."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from outpace.launch.alive import Doing, watched
+from outpace.launch.group import Groups
+from outpace.probe.axes import Axis, Nodes, axes_of, nodes_of
+from outpace.probe.buffers import Buffers
+from outpace.probe.collectives import FULL_BYTES, QUICK_BYTES, Limits, Place, check_again, climb
+from outpace.probe.fit import COLLECTIVES, fit_link
+from outpace.probe.limits import find_cgroup
+from outpace.probe.link_words import network_advice, pair_advice, rank_advice, world_notes
+from outpace.probe.measure import Case, Effort, measure
+from outpace.probe.overlap import probe_overlap
+from outpace.probe.ranks_clock import RanksClock, patient_clock
+from outpace.probe.section import Section
+from outpace.probe.side_by_side import pair_figures, pair_fits, ranks_figures, work_of
+from outpace.records.errors import BadInputError
+from outpace.records.figure import Figure
+
+# With one long sample in each, so that ranks need not begin together more often.
+_QUICK_ROUNDS, _ROUNDS, _LEAST_ROUNDS = 12, 24, 6
+# Shares of the budget; what is around them takes the rest.
+_CASES, _PAIRS, _RANKS, _OVERLAP = 0.55, 0.10, 0.08, 0.12
+_TIMED = 0.9  # of a part; the rest is for looking at the values again after it
+_ALL_PAIRS = 64
+_TOP_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class _Run:
+    groups: Groups
+    place: Place  # among all
+    clock: RanksClock
+    nodes: Nodes
+    quick: bool
+    budget_s: float
+    doing: Doing
+    progress: Callable[[float], None]
+
+    @property
+    def rounds(self) -> int:
+        """So many of each case are planned for, where nothing else delays them."""
+        return _QUICK_ROUNDS if self.quick else _ROUNDS
+
+    def part(self, what: str, begin: float, share: float) -> tuple[float, Callable[[float], None]]:
+        """The budget of a part of this, in seconds, and whom to tell how far it is."""
+        self.doing.what = what
+        self.progress(begin)
+        return share * self.budget_s, lambda done: self.progress(begin + share * min(done, 1.0))
+
+
+def probe_collectives(
+    groups: Groups,
+    device: torch.device,
+    quick: bool,
+    budget_s: float,
+    progress: Callable[[float], None] = lambda share: None,
+    only: str | None = None,
+) -> Section:
+    """Measure what lies between the ranks; all of them call it, and rank 0's answer is the whole.
+
+    `only` one collective: its times by size on all axes, and what is fitted to them. Arrays stay
+    within a share of the memory and of the time; values that come out are checked. Raises
+    RankLostError where a rank dies or hangs, naming it and the collective, and WrongResultError
+    where a collective computes something wrong; both on all ranks that are left.
+    """
+    if only is not None and only not in COLLECTIVES:
+        raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
+    if groups.ranks.world_size < 2:
+        return Section(notes=("one rank: nothing lies between ranks, and no collective ran",))
+    doing = Doing()
+    with watched(groups, doing):
+        run = _begin(groups, device, quick, budget_s, doing, progress)
+        found = Section(notes=tuple(world_notes(run.nodes)))
+        if only is not None:
+            found += _by_size(run, (only,), 1.0)
+        else:
+            found += _by_size(run, COLLECTIVES, _CASES)
+            found += _side_by_side(run) + _overlap(run)
+        doing.what = "the end"
+        dist.barrier(groups.control)
+    progress(1.0)
+    return found
+
+
+def _begin(
+    groups: Groups, device: torch.device, quick: bool, budget_s: float, doing: Doing,
+    progress: Callable[[float], None],
+) -> _Run:  # fmt: skip
+    ranks = groups.ranks
+    said: list[tuple[int, int]] = [(0, 0)] * ranks.world_size
+    dist.all_gather_object(said, (ranks.local_rank, ranks.local_world_size), group=groups.control)
+    nodes = nodes_of(said)
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    place = Place(
+        axes_of(nodes)[0], everyone, groups.control, ranks.rank, backend_of(device),
+        Buffers(device, ranks.rank),
+    )  # fmt: skip
+    clock = RanksClock(patient_clock(device, everyone), groups.control)
+    return _Run(groups, place, clock, nodes, quick, budget_s, doing, progress)
+
+
+def backend_of(device: torch.device) -> str:
+    """What carries this device's tensors in the default group: 'gloo' or 'nccl'."""
+    return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
+
+
+def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Section:
+    """All collectives on all axes, in the same rounds."""
+    axes = axes_of(run.nodes)
+    budget_s, told = run.part("collectives", 0.0, share)
+    # Half of the time is for large arrays: each round has a sample and a call before it, and the
+    # sizes below the largest take a third of its time together.
+    calls = 2 * run.rounds * 4 / 3 * len(axes) * len(collectives)
+    limits = Limits(_most_bytes(run), budget_s / 2 / calls)
+    sizes = QUICK_BYTES if run.quick else FULL_BYTES
+    cases: list[Case] = []
+    for place in (_place_on(run, axis) for axis in axes):
+        for name in collectives:
+            run.doing.what = f"{name} over the axis {place.axis.name}"
+            cases += climb(name, place, sizes, limits, run.clock)
+    run.place.buffers.settle()
+    sample_s = budget_s / 2 / (run.rounds * max(1, len(cases)))
+    effort = Effort(
+        budget_s * _TIMED, sample_s=min(0.04, max(0.001, sample_s)), samples=1,
+        least_rounds=_LEAST_ROUNDS,
+    )  # fmt: skip
+    said = [_said(run.doing, one) for one in cases]
+    figures = measure(said, run.clock, effort, told)
+    check_again(said, run.place.buffers)
+    series = [
+        [f for f in figures if f.key.kind == name and f.key.has(axis=axis.name)]
+        for axis in axes
+        for name in collectives
+    ]
+    fits = [fit for of in series if (fit := fit_link(of)) is not None]
+    return Section(tuple(figures), tuple(network_advice(fits, run.nodes)), fits=tuple(fits))
+
+
+def _place_on(run: _Run, axis: Axis) -> Place:
+    """This rank's place on an axis. Makes the axis's groups, so all ranks call it."""
+    if axis.name == "all":
+        return run.place
+    timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
+    own = run.place.group
+    for members in axis.groups:  # each made by every rank, in the same order
+        made = dist.new_group(list(members), timeout=timeout)
+        if made is not None and run.groups.ranks.rank in members:
+            own = made
+    return replace(run.place, axis=axis, group=own)
+
+
+def _most_bytes(run: _Run) -> int:
+    """Of an array of which each rank has two, so that all ranks have room for theirs."""
+    device = run.place.buffers.device
+    if device.type == "cuda":
+        share = torch.cuda.mem_get_info(device)[0] // 8
+    else:
+        share = _free_bytes() // 8 // run.groups.ranks.local_world_size
+    least = torch.tensor([min(share, _TOP_BYTES)])
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=run.groups.control)
+    return int(least.item())
+
+
+def _free_bytes() -> int:
+    """Of the host's memory, what this process may still take: its control group may have less."""
+    free = int(psutil.virtual_memory().available)
+    group = find_cgroup()
+    if group is None or group.limit_bytes is None:
+        return free
+    return max(0, min(free, group.limit_bytes - group.used_bytes()))
+
+
+def _said(doing: Doing, case: Case) -> Case:
+    """The case, which says of itself when it begins."""
+
+    def make() -> Callable[[], object]:
+        of = case.key.of
+        doing.what = f"{case.key.kind} of {of['bytes']} bytes over the axis {of['axis']}"
+        return case.make()
+
+    return replace(case, make=make)
+
+
+def _side_by_side(run: _Run) -> Section:
+    """Each rank's own speed beside the others', and each pair's."""
+    device = run.place.buffers.device
+    budget_s, _ = run.part("each rank's own speed", _CASES, _RANKS)
+    figures = ranks_figures(work_of(device), run.place, run.clock, budget_s)
+    found = Section(tuple(figures), advice=tuple(rank_advice(figures)))
+    if run.groups.ranks.world_size == 2:
+        return found  # the only pair is all ranks
+    budget_s, _ = run.part("send/recv between pairs", _CASES + _RANKS, _PAIRS)
+    sizes = (4, 1 << 20) if run.quick else (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    pairs = pair_figures(run.nodes, run.place, sizes, run.clock, budget_s)
+    advice = tuple(pair_advice(pairs, run.nodes))
+    if len(pairs) > _ALL_PAIRS:
+        named = {key for one in advice for key in one.of}
+        kept = {pair: of for pair, of in pairs.items() if any(f.key in named for f in of)}
+        note = f"{len(pairs)} pairs were measured; kept are those that are named as slow"
+        found += Section(notes=(note,))
+        pairs = kept
+    figures = [figure for of in pairs.values() for figure in of]
+    return found + Section(tuple(figures), advice, fits=tuple(pair_fits(pairs)))
+
+
+def _overlap(run: _Run) -> Section:
+    """How much of an all-reduce hides behind computing."""
+    budget_s, told = run.part("all-reduce while computing", _CASES + _RANKS + _PAIRS, _OVERLAP)
+    size = (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20)
+    sample_s = budget_s / (6 * run.rounds)
+    effort = Effort(budget_s, sample_s=sample_s, samples=1, least_rounds=_LEAST_ROUNDS)
+    figures = probe_overlap(run.place, min(size, _most_bytes(run)), run.clock, effort, told)
+    return Section(tuple(figures), notes=tuple(overlap_notes(figures)))
+
+
+def overlap_notes(figures: Sequence[Figure]) -> list[str]:
+    """How much hides, in a sentence."""
+    hidden = figures[-1]
+    compute, alone, both = (median(map(median, figure.rounds)) for figure in figures[:3])
+    times = (
+        f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of all-reduce take "
+        f"{1e3 * both:.3g} ms at once"
+    )
+    if hidden.value is None:
+        return [f"overlap: {times}; how much hides is not stable enough to say: {hidden.unstable}"]
+    return [f"overlap: {times}: {hidden.value:.0%} of the shorter hides behind the longer"]

@@ -1,0 +1,99 @@
+"""What to probe, of what, and for how long."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from outpace.data.tokenizer import load_tokenizer
+from outpace.interop.models import open_model
+from outpace.probe.loader_data import LoaderData
+from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
+from outpace.records.probed import SectionName
+from outpace.records.settings import TrainSettings
+
+# Seconds for each section, quick and full: all of them, with what is around them, end within 60 s
+# and within 10 minutes.
+SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
+    {
+        "matmul": (12, 220), "memory": (5, 50), "storage": (5, 45), "loader": (6, 45),
+        "allreduce": (8, 90), "collectives": (10, 140),
+    }
+)  # fmt: skip
+BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Of `settings` those count that say which device, model, data and directories.
+
+    `within_s`: for all sections; None for as long as they usually take.
+    """
+
+    sections: tuple[SectionName, ...]
+    quick: bool
+    settings: TrainSettings
+    command: str
+    within_s: float | None = None
+
+    def budget_s(self, section: SectionName) -> float:
+        """For one section; its share of what is given for all."""
+        usual = {name: SECONDS[name][0 if self.quick else 1] for name in self.sections}
+        if self.within_s is None:
+            return usual[section]
+        return self.within_s * usual[section] / sum(usual.values())
+
+    def alone(self) -> tuple[SectionName, ...]:
+        """The sections that one process probes by itself."""
+        return tuple(name for name in self.sections if name not in BETWEEN_RANKS)
+
+    def between(self) -> tuple[SectionName, ...]:
+        """Those that need several."""
+        return tuple(name for name in self.sections if name in BETWEEN_RANKS)
+
+    def check(self) -> None:
+        """Refuse bad input before anything is measured. Raises BadInputError."""
+        if "matmul" in self.sections:
+            self.spec()
+        if "storage" in self.sections:
+            self.directories()
+
+    def spec(self) -> ModelSpec:
+        """The model on whose sizes advice is given. Raises BadInputError."""
+        spec = open_model(self.settings.model).spec
+        if spec is None:
+            raise BadInputError(
+                f"--model {self.settings.model}: the dimensions of a model of one's own are not "
+                "known. Name a preset, a Hugging Face directory or a spec file."
+            )
+        return spec
+
+    def directories(self) -> dict[str, Path]:
+        """What storage is measured, by what it is for. Raises BadInputError."""
+        scratch = self.settings.offload_dir or Path(tempfile.gettempdir())
+        places = {"checkpoints": self.settings.out or Path(), "offload": scratch}
+        for role, place in places.items():
+            if not place.is_dir():
+                raise BadInputError(
+                    f"{place} is to be measured for {role}, but it is no directory. Make it first, "
+                    "or name another one on the same disk."
+                )
+        return places
+
+    def loader(self) -> LoaderData:
+        """The data as training would load it."""
+        settings = self.settings
+        opened = open_model(settings.model)
+        reference = settings.tokenizer or opened.tokenizer
+        masked = opened.spec is not None and opened.spec.objective == "masked"
+        size = settings.micro_batch
+        return LoaderData(
+            sources=settings.data,
+            text_field=settings.text_field,
+            tokenizer=load_tokenizer(str(reference)) if reference else None,
+            objective="masked" if masked else "causal",
+            micro_batch=size if isinstance(size, int) else LoaderData.micro_batch,
+            seq_len=settings.seq_len or LoaderData.seq_len,
+        )

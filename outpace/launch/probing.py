@@ -1,0 +1,216 @@
+"""`outpace probe`: its sections one after the other, on one process or on all ranks of a job."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.launch import local
+from outpace.launch.collectives import probe_collectives
+from outpace.launch.group import Groups, process_groups, resolve_backend
+from outpace.launch.probe_wishes import Wishes
+from outpace.launch.resolve import resolve_device
+from outpace.probe import nvml
+from outpace.probe.bandwidth import probe_memory
+from outpace.probe.loader import probe_loader
+from outpace.probe.machine import identify, usable_cores
+from outpace.probe.products import probe_matmul
+from outpace.probe.section import Section
+from outpace.probe.steady import Steady, Used, disturbed, judged, withdrawn
+from outpace.probe.storage import probe_storage
+from outpace.probe.versions import versions
+from outpace.records.figure import Figure, Key
+from outpace.records.machine import Machine
+from outpace.records.probed import Probed, SectionName, Shown, Steadiness
+from outpace.records.ranks import Ranks
+from outpace.train.threads import set_threads
+
+# A rank that is waited for longer than this has died or hangs.
+_TIMEOUT_S = 60.0
+_DRIVER_S = 10.0
+
+
+def probe_here(wishes: Wishes, shown: Shown) -> Machine:
+    """Probe this host: its own sections here, those between ranks on processes that are started."""
+    begin_s, steady = time.monotonic(), Steady()
+    wishes.check()
+    device, notes = _device(wishes, Ranks())
+    found = Section(notes=notes)
+    for name in wishes.alone():
+        found += _alone(name, wishes, device, shown)
+    world_size, between = 1, wishes.between()
+    if between:
+        shown(between[0], 0.0)
+        section, world_size = _started(wishes, device)
+        found += section
+        for name in between:
+            shown(name, 1.0)
+    steadiness = judged([[steady.used()]], _throttled(device))
+    return _machine(wishes, found, steadiness, time.monotonic() - begin_s, world_size)
+
+
+def probe_ranks(wishes: Wishes, ranks: Ranks, restart: int, shown: Shown) -> Machine | None:
+    """Probe as one of a job's ranks; the machine on rank 0, None on others."""
+    begin_s, steady = time.monotonic(), Steady()
+    wishes.check()
+    device, notes = _device(wishes, ranks)
+    set_threads(None, usable_cores(), ranks.local_world_size)
+    found = Section(notes=notes)
+    backend = resolve_backend(wishes.settings.backend, device)
+    with process_groups(ranks, device, _TIMEOUT_S, restart, backend) as groups:
+        for name in wishes.alone():
+            section = groups.once(lambda name=name: _alone(name, wishes, device, shown))  # type: ignore[misc]
+            found += section
+        for name in wishes.between():
+            found += _between(name, wishes, device, groups, shown)
+        used = _by_host(steady.used(), groups)
+    if ranks.rank != 0:
+        return None
+    took_s = time.monotonic() - begin_s
+    steadiness = judged(used, _throttled(device))
+    return _machine(wishes, found, steadiness, took_s, ranks.world_size, len(used))
+
+
+def _device(wishes: Wishes, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
+    """What to measure on. Metal devices have no clock here."""
+    device = resolve_device(wishes.settings, ranks)
+    if device.type != "mps":
+        return device, ()
+    note = "Metal devices are not measured: all figures are of the processor"
+    return torch.device("cpu"), (note,)
+
+
+def _alone(name: SectionName, wishes: Wishes, device: torch.device, shown: Shown) -> Section:
+    """What one process probes by itself."""
+    budget_s, progress, quick = wishes.budget_s(name), _progress(name, shown), wishes.quick
+    steady = Steady()
+    if name == "matmul":
+        features = identify(find_accelerator).cpu_features
+        section = probe_matmul(device, features, wishes.spec(), quick, budget_s, progress)
+    elif name == "memory":
+        section = probe_memory(device, quick, budget_s, progress)
+    elif name == "storage":
+        section = probe_storage(wishes.directories(), quick, budget_s, progress)
+    else:
+        section = probe_loader(wishes.loader(), quick, budget_s, progress, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # others measure on the same device next
+    shown(name, 1.0)
+    return _judged(section, device, [[steady.used()]])
+
+
+def _judged(section: Section, device: torch.device, hosts: Sequence[Sequence[Used]]) -> Section:
+    """As it is, or withdrawn where others used the processor that was measured."""
+    why = disturbed(hosts) if device.type == "cpu" else None
+    return section if why is None else withdrawn(section, why)
+
+
+def _progress(name: str, shown: Shown) -> Callable[[float], None]:
+    return lambda share: shown(name, min(share, 1.0))
+
+
+def _started(wishes: Wishes, device: torch.device) -> tuple[Section, int]:
+    """What lies between ranks, on one process for each device, or for each core, of this host.
+
+    With how many they were.
+    """
+    nproc = wishes.settings.nproc or _default_nproc(device)
+    if nproc < 2:
+        note = "one device: nothing lies between ranks, and no collective ran"
+        return Section(notes=(note,)), 1
+    left_s = sum(wishes.budget_s(name) for name in wishes.between())
+    settings = wishes.settings.model_copy(update={"device": device.type})
+    with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
+        given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
+        given.write_text(settings.model_dump_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "outpace", "probe", *wishes.between()]
+        command += ["--handed-over", str(given), "--out", str(out), "--budget", str(left_s)]
+        local.start(nproc, command + ["--quick"] * wishes.quick)
+        probed = Machine.load(out).probed
+    assert probed is not None
+    return Section(probed.figures, probed.advice, probed.notes, probed.fits), nproc
+
+
+def _default_nproc(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.device_count()
+    return min(4, max(2, torch.get_num_threads()))
+
+
+def _between(
+    name: SectionName, wishes: Wishes, device: torch.device, groups: Groups, shown: Shown
+) -> Section:
+    only = "all-reduce" if name == "allreduce" else None
+    steady = Steady()
+    found = probe_collectives(
+        groups, device, wishes.quick, wishes.budget_s(name), _progress(name, shown), only
+    )
+    return _judged(found, device, _by_host(steady.used(), groups))
+
+
+def _by_host(used: Used, groups: Groups) -> list[list[Used]]:
+    """What each host's ranks used; a host begins with its local rank 0."""
+    said: list[Any] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, (groups.ranks.local_rank, used), group=groups.control)
+    hosts: list[list[Used]] = []
+    for local_rank, one in said:
+        if local_rank == 0:
+            hosts.append([])
+        hosts[-1].append(one)
+    return hosts
+
+
+def _throttled(device: torch.device) -> Sequence[str]:
+    """Devices of this host that their driver slows down now, after the work."""
+    if device.type != "cuda":
+        return ()
+    gpus, _ = nvml.query(_DRIVER_S)
+    return [f"GPU {gpu.index} is slowed down: {', '.join(gpu.throttled_by)}"
+            for gpu in gpus if gpu.throttled_by]  # fmt: skip
+
+
+def _machine(
+    wishes: Wishes, found: Section, steadiness: Steadiness, took_s: float, world_size: int,
+    hosts: int = 1,
+) -> Machine:  # fmt: skip
+    machine = identify(find_accelerator)
+    probed = Probed(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        command=wishes.command,
+        sections=wishes.sections,
+        quick=wishes.quick,
+        took_s=took_s,
+        world_size=world_size,
+        hosts=hosts,
+        figures=found.figures + tuple(_from_catalog(machine)),
+        fits=found.fits,
+        advice=tuple(sorted(found.advice, key=lambda one: -(one.gain or 0.0))),
+        notes=found.notes,
+        steadiness=steadiness,
+    )
+    return machine.model_copy(update={"probed": probed})
+
+
+def _from_catalog(machine: Machine) -> list[Figure]:
+    """What is published of the first device: peaks and memory bandwidth, to stand beside."""
+    if not machine.devices or machine.devices[0].accelerator is None:
+        return []
+    known = ACCELERATORS[machine.devices[0].accelerator]
+    figures = [
+        Figure(
+            key=Key(kind="matmul", what="peak", of={"dtype": dtype}), unit="FLOP/s", value=rate,
+            origin="catalog", source=known.peak.source,
+        )
+        for dtype, rate in known.peak.flops_per_s.items()
+    ]  # fmt: skip
+    key = Key(kind="memory", what="bandwidth")
+    return [*figures, Figure(key=key, unit="B/s", value=known.memory_bytes_per_s, origin="catalog",
+                             source=known.source)]  # fmt: skip

@@ -1,0 +1,207 @@
+"""How fast memory is: read, written, copied, computed on element by element, and allocated.
+
+The sizes reach from what a cache holds to what none does; the latter's are the memory's.
+McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", counts as here:
+bytes read and bytes written, and not what a cache reads before it writes.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from outpace.probe.cpus import read_cpus
+from outpace.probe.measure import Case, Effort, clock_of, measure
+from outpace.probe.section import Section
+from outpace.records.figure import Figure, Key
+from outpace.records.probed import Advice
+
+# fp32 elements, below that of `large_elements`.
+_QUICK = (1 << 14, 1 << 18)
+_FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+# A copy touches two arrays: half of it stays in a cache that holds one.
+_BEYOND = 2
+_LEAST, _MOST = 1 << 24, 1 << 28
+_USUAL_L2_BYTES = 128 << 20  # of a GPU that does not tell
+
+
+def large_elements(device: torch.device) -> int:
+    """fp32 elements of an array that no cache holds, as far as memory allows."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        cache = max((c.cache_bytes * c.count for c in read_cpus().caches), default=0)
+        free = psutil.virtual_memory().available
+    wanted = max(_LEAST, min(_MOST, _BEYOND * cache // 4))
+    return int(min(wanted, free // 64))
+
+
+def memory_cases(device: torch.device, quick: bool) -> list[Case]:
+    """Of one device's memory, and of the way between it and the host's."""
+    large = large_elements(device)
+    elements = [count for count in (_QUICK if quick else _FULL) if count < large] + [large]
+    pool = torch.empty(large, device=device).normal_()
+    out = torch.empty_like(pool)
+    cases = [case for count in elements for case in _streams(pool[:count], out[:count])]
+    cases += _operations(pool, out, quick)
+    cases += _allocations(device, quick)
+    cases += [_optimizer_step(device, large // 4)]  # of each of its four arrays
+    if device.type == "cuda":
+        cases += list(_transfers(device, quick))
+    return cases
+
+
+def _key(what: str, **of: str | int) -> Key:
+    return Key(kind="memory", what=what, of=of)
+
+
+def _called(call: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+    return lambda: call
+
+
+def _streams(x: Tensor, out: Tensor) -> Iterator[Case]:
+    size = x.nbytes
+
+    def copied(found: Tensor) -> str | None:
+        return None if torch.equal(found, x) else "the copy is not equal"
+
+    def written(found: Tensor) -> str | None:
+        return None if bool((found == 1.5).all()) else "not all was written"
+
+    yield Case(_key("copy", bytes=size), "B/s", _called(lambda: out.copy_(x)), 2 * size, copied)
+    yield Case(_key("write", bytes=size), "B/s", _called(lambda: out.fill_(1.5)), size, written)
+    yield Case(_key("read", bytes=size), "B/s", _called(x.sum), size, lambda s: _sums(s, x))
+
+
+def _sums(found: Tensor, x: Tensor) -> str | None:
+    """Rounding errors of a sum grow with what is added, not with what is left of it."""
+    true = x.sum(dtype=torch.float64).item()
+    allowed = 1e-6 * x.abs().sum(dtype=torch.float64).item()
+    return None if abs(found.item() - true) <= allowed else f"sum {found.item()} is not {true}"
+
+
+def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
+    """What transformers do between their products, on what no cache holds."""
+    size = x.nbytes
+
+    def right(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
+        few = slice(0, 1 << 16)
+
+        def check(found: Tensor) -> str | None:
+            flat, true = found.view(-1)[few], reference(x[few].double())
+            return None if torch.allclose(flat.double(), true, atol=1e-4) else "wrong values"
+
+        return check
+
+    gelu = partial(torch.ops.aten.gelu.out, x, out=out)
+    yield Case(_key("gelu", bytes=size), "B/s", _called(gelu), 2 * size, right(F.gelu))
+    if quick:
+        return
+    yield Case(_key("add", bytes=size), "B/s", _called(lambda: torch.add(x, x, out=out)), 2 * size,
+               right(lambda few: few + few))  # fmt: skip
+    rows, softened = (whole[: 1024 * (whole.numel() // 1024)].view(-1, 1024) for whole in (x, out))
+    yield Case(_key("softmax", bytes=size), "B/s",
+               _called(lambda: torch.softmax(rows, -1, out=softened)), 2 * size,
+               right(lambda few: few.view(-1, 1024).softmax(-1).view(-1)))  # fmt: skip
+
+
+def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Getting memory, writing each page once, and giving it back: what a temporary costs."""
+    for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
+        count = size // 4
+        fill = partial(_allocate, count, device)
+        yield Case(_key("allocate and fill", bytes=size), "s", _called(fill))
+
+
+def _allocate(count: int, device: torch.device) -> Tensor:
+    return torch.empty(count, device=device).fill_(1.0)
+
+
+def _optimizer_step(device: torch.device, elements: int) -> Case:
+    """AdamW's: reads weight, gradient and two moments, writes all but the gradient."""
+    parameter = torch.nn.Parameter(torch.randn(elements, device=device))
+    parameter.grad = torch.randn_like(parameter)
+    before = parameter.detach()[:1024].clone()
+    optimizer = torch.optim.AdamW([parameter], lr=1e-9, weight_decay=0.0, fused=True)
+    moved = 7 * parameter.nbytes
+
+    def stepped(_: object) -> str | None:
+        """A first step is one learning rate against the gradient's sign: too small to be seen."""
+        moment = optimizer.state[parameter]["exp_avg"][:1024]
+        assert parameter.grad is not None
+        right = torch.allclose(moment, 0.1 * parameter.grad[:1024], rtol=1e-4)
+        unmoved = torch.allclose(parameter.detach()[:1024], before, atol=1e-6)
+        return None if right and unmoved else "an AdamW step gives wrong values"
+
+    return Case(_key("AdamW step", bytes=moved), "B/s", _called(optimizer.step), moved, stepped)
+
+
+def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
+    """Between host and device, pageable and page-locked, each way, and under a product."""
+    for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
+        there = torch.empty(size // 4, device=device).normal_()
+        for pinned in (False, True):
+            here = torch.empty(size // 4, pin_memory=pinned).normal_()
+            of = {"bytes": size, "memory": "pinned" if pinned else "pageable"}
+            for what, to, source in (("to device", there, here), ("to host", here, there)):
+                send = partial(to.copy_, source, non_blocking=True)
+                yield Case(_key(what, **of), "B/s", _called(send), size, partial(_sent, source))
+    yield from _overlapped(device)
+
+
+def _sent(source: Tensor, found: Tensor) -> str | None:
+    torch.cuda.synchronize()
+    same = torch.equal(source.cpu(), found.cpu())
+    return None if same else "what arrived is not what was sent"
+
+
+def _overlapped(device: torch.device) -> Iterator[Case]:
+    """A product, a transfer, and both at once: what of a transfer hides behind computing."""
+    a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
+    there = torch.empty(1 << 26, device=device).normal_()
+    here = torch.empty(1 << 26, pin_memory=True)
+    stream = torch.cuda.Stream(device)
+
+    def send() -> None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            here.copy_(there, non_blocking=True)
+
+    def both() -> None:
+        send()
+        torch.mm(a, a)
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def alone() -> None:
+        send()
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    for what, call in (("product", lambda: torch.mm(a, a)), ("transfer", alone), ("both", both)):
+        yield Case(_key("overlap", of=what), "s", _called(call))
+
+
+def probe_memory(
+    device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
+) -> Section:
+    """Time a device's memory, and on a GPU the way to the host's."""
+    effort = Effort(budget_s)
+    figures = measure(memory_cases(device, quick), clock_of(device), effort, progress)
+    notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
+    return Section(tuple(figures), tuple(_hidden(figures)), notes)
+
+
+def _hidden(figures: list[Figure]) -> Iterator[Advice]:
+    """How much of a transfer hides behind a product."""
+    took = {f.key.of["of"]: f.value for f in figures if f.key.what == "overlap"}
+    product, transfer, both = (took.get(name) for name in ("product", "transfer", "both"))
+    if product and transfer and both:
+        share = min(1.0, max(0.0, (product + transfer - both) / min(product, transfer)))
+        yield Advice(
+            about="overlap", text=f"{share:.0%} of a transfer to the host hides behind a product"
+        )

@@ -1,0 +1,231 @@
+"""The doctor's checks of the GPUs themselves, as their driver tells of them."""
+
+from collections.abc import Iterator
+
+from outpace.probe.doctor_words import CannotTell, found, these, times
+from outpace.records.finding import Finding
+from outpace.records.inventory import GpuState, Inventory
+from outpace.records.topology import cpu_set
+from outpace.records.units import show_bytes
+
+_HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", "power brake")
+
+
+def _gpus(inventory: Inventory) -> tuple[GpuState, ...]:
+    if not inventory.gpus:
+        raise CannotTell(inventory.gpus_unknown or "there is no GPU")
+    return inventory.gpus
+
+
+def _named(gpus: list[GpuState]) -> str:
+    return "GPU " + these([str(gpu.index) for gpu in gpus])
+
+
+def pcie(inventory: Inventory) -> Iterator[Finding]:
+    """A card in a slot, or behind a riser, with fewer lanes or an older generation than it has."""
+    name = "PCIe width"
+    gpus = _gpus(inventory)
+    known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
+    if not known:
+        raise CannotTell(_refused(gpus, "CurrPcieLinkWidth"))
+    for width, most in sorted({(gpu.pcie_width or 0, gpu.pcie_width_max or 0) for gpu in known}):
+        if width >= most:
+            continue
+        these_gpus = [gpu for gpu in known if (gpu.pcie_width, gpu.pcie_width_max) == (width, most)]
+        yield found(
+            name,
+            "high",
+            "a card runs on fewer PCIe lanes than it can",
+            f"{_named(these_gpus)}: ×{width} of ×{most}",
+            "reseat the card, take a slot with all lanes, check the riser, and in the BIOS how "
+            "lanes are split",
+            times(most / width, most / width, "transfers over PCIe",
+                  "lanes: the rate is proportional"),
+        )  # fmt: skip
+    held = [
+        gpu
+        for gpu in gpus
+        if gpu.pcie_generation_card and gpu.pcie_generation_max
+        and gpu.pcie_generation_max < gpu.pcie_generation_card
+    ]  # fmt: skip
+    if held:
+        now, can = held[0].pcie_generation_max or 1, held[0].pcie_generation_card or 1
+        yield found(
+            name, "low", "the slot is of an older PCIe generation than the card",
+            f"{_named(held)}: {now} of {can}",
+            "a slot of that generation; in the BIOS, the slot's link speed: Auto",
+            times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
+                  "PCI-SIG: each generation has twice the rate of the one before"),
+        )  # fmt: skip
+    # An idle card lowers its generation to save power: only a busy one says something.
+    slow = [
+        gpu
+        for gpu in gpus
+        if gpu.performance_state == 0 and (gpu.utilisation or 0) > 0.5
+        and gpu.pcie_generation and gpu.pcie_generation_max
+        and gpu.pcie_generation < gpu.pcie_generation_max
+    ]  # fmt: skip
+    if slow:
+        yield found(
+            name, "high", "a busy card runs at a lower PCIe generation than it can",
+            f"{_named(slow)}: {slow[0].pcie_generation} of {slow[0].pcie_generation_max}",
+            "reseat the card; look for PCIe errors (dmesg | grep AER)",
+        )  # fmt: skip
+
+
+def _refused(gpus: tuple[GpuState, ...], question: str) -> str:
+    reasons = {gpu.not_told[question] for gpu in gpus if question in gpu.not_told}
+    return f"the driver does not say: {these(sorted(reasons))}" if reasons else "not told"
+
+
+def power(inventory: Inventory) -> Iterator[Finding]:
+    """A limit below the card's own."""
+    gpus = _gpus(inventory)
+    known = [gpu for gpu in gpus if gpu.power_limit_w and gpu.power_limit_default_w]
+    if not known:
+        raise CannotTell(_refused(gpus, "EnforcedPowerLimit"))
+    low = [g for g in known if (g.power_limit_w or 0) < 0.98 * (g.power_limit_default_w or 0)]
+    if low:
+        one = low[0]
+        yield found(
+            "power cap", "moderate", "the power limit is below the card's own",
+            f"{_named(low)}: {one.power_limit_w:.0f} W of {one.power_limit_default_w:.0f} W",
+            f"nvidia-smi -pl {one.power_limit_default_w:.0f} as root, if cooling and supply allow; "
+            "what it costs: outpace probe matmul at both",
+        )  # fmt: skip
+
+
+def throttling(inventory: Inventory) -> Iterator[Finding]:
+    """Clocks that are held down now."""
+    gpus = _gpus(inventory)
+    if all(gpu.throttled_by is None for gpu in gpus):
+        raise CannotTell(_refused(gpus, "CurrentClocksEventReasons"))
+    hot = [gpu for gpu in gpus if set(gpu.throttled_by or ()) & set(_HEAT)]
+    if hot:
+        why = sorted({reason for gpu in hot for reason in gpu.throttled_by or ()} & set(_HEAT))
+        clocks = [
+            f"{(gpu.sm_clock_hz or 0) / 1e6:.0f} of {gpu.sm_clock_max_hz / 1e6:.0f} MHz"
+            for gpu in hot if gpu.sm_clock_max_hz
+        ][:1]  # fmt: skip
+        yield found(
+            "throttling", "severe", "clocks are held down",
+            f"{_named(hot)}: {', '.join([*why, *clocks])}",
+            "air flow, dust, the room's temperature; power brake: the supply or its cables",
+        )  # fmt: skip
+    fixed = [gpu for gpu in gpus if "clocks set by a person" in (gpu.throttled_by or ())]
+    if fixed:
+        yield found("throttling", "moderate", "clocks were set by a person", _named(fixed),
+                    "nvidia-smi -rgc and -rac as root put them back")  # fmt: skip
+
+
+def ecc(inventory: Inventory) -> Iterator[Finding]:
+    """Memory errors, and protection that is off."""
+    gpus = _gpus(inventory)
+    if all(gpu.ecc is None for gpu in gpus):
+        raise CannotTell(_refused(gpus, "EccMode"))
+    bad = [gpu for gpu in gpus if gpu.ecc_uncorrected]
+    if bad:
+        yield found(
+            "ECC", "severe", "memory errors that could not be corrected",
+            f"{_named(bad)}: {sum(gpu.ecc_uncorrected or 0 for gpu in bad)} since the start",
+            "take the GPU out of the job, reset it (nvidia-smi -r), and run dcgmi diag -r 3",
+        )  # fmt: skip
+    rows = [gpu for gpu in gpus if gpu.remap_pending]
+    if rows:
+        yield found("ECC", "moderate", "memory rows wait to be replaced", _named(rows),
+                    "reset the GPU when it is free: nvidia-smi -r")  # fmt: skip
+    off = [gpu for gpu in gpus if gpu.ecc is False]
+    if off:
+        yield found(
+            "ECC", "low", "memory errors go unnoticed: protection is off", _named(off),
+            "nvidia-smi -e 1 as root and a reset; on cards with GDDR memory it takes some of the "
+            "memory's rate",
+        )  # fmt: skip
+    changing = [gpu for gpu in gpus if None not in (gpu.ecc, gpu.ecc_pending)
+                and gpu.ecc != gpu.ecc_pending]  # fmt: skip
+    if changing:
+        yield found("ECC", "low", "a change waits for a reset", _named(changing),
+                    "nvidia-smi -r when it is free")  # fmt: skip
+
+
+def links(inventory: Inventory) -> Iterator[Finding]:
+    """NVLinks that are not up."""
+    gpus = _gpus(inventory)
+    if all(gpu.nvlinks is None for gpu in gpus):
+        raise CannotTell(_refused(gpus, "NvLinkState"))
+    most = max((gpu.nvlinks_active or 0 for gpu in gpus), default=0)
+    fewer = [gpu for gpu in gpus if gpu.nvlinks and (gpu.nvlinks_active or 0) < most]
+    if fewer:
+        least = min(gpu.nvlinks_active or 0 for gpu in fewer)
+        yield found(
+            "NVLink", "severe", "some GPUs have fewer NVLinks up than others",
+            f"{_named(fewer)}: {least} of {most}",
+            "nvidia-smi nvlink -s; with NVSwitch: systemctl status nvidia-fabricmanager",
+        )  # fmt: skip
+    elif most == 0 and len(gpus) > 1 and any(gpu.nvlinks for gpu in gpus):
+        yield found(
+            "NVLink", "high", "the cards have NVLinks, and none is up",
+            _named([gpu for gpu in gpus if gpu.nvlinks]),
+            "put on the bridge; with NVSwitch: systemctl start nvidia-fabricmanager",
+        )  # fmt: skip
+
+
+def sharing(inventory: Inventory) -> Iterator[Finding]:
+    """Others on the GPU, a slice instead of a GPU, a driver that unloads."""
+    gpus = _gpus(inventory)
+    used = [gpu for gpu in gpus if gpu.other_processes]
+    if used:
+        one = used[0]
+        yield found(
+            "GPU sharing", "high", "others compute on it now",
+            f"{_named(used)}: {sum(gpu.other_processes or 0 for gpu in used)} processes, "
+            f"{show_bytes(one.memory_used_bytes)} in use on GPU {one.index}",
+            "wait, end them (nvidia-smi lists them), or choose others by CUDA_VISIBLE_DEVICES",
+        )  # fmt: skip
+    sliced = [gpu for gpu in gpus if gpu.mig]
+    if sliced:
+        yield found(
+            "GPU sharing", "high", "cut into slices (MIG), which exchange neither by NVLink nor "
+            "directly over PCIe", _named(sliced),
+            "for one large training: nvidia-smi -mig 0 as root, and a reset",
+        )  # fmt: skip
+    unloading = [gpu for gpu in gpus if gpu.persistence is False]
+    if unloading:
+        yield found("GPU sharing", "low", "the driver unloads between programs, which start slower",
+                    _named(unloading), "systemctl enable --now nvidia-persistenced")  # fmt: skip
+
+
+def binding(inventory: Inventory) -> Iterator[Finding]:
+    """A rank far from its GPU: its memory and interrupts cross between CPUs."""
+    gpus, rank = _gpus(inventory), inventory.local_rank
+    if rank is None:
+        raise CannotTell("not started as a rank: put outpace doctor in the place of the training")
+    if rank >= len(gpus) or inventory.settings.get("CUDA_VISIBLE_DEVICES"):
+        raise CannotTell("which GPU this rank will use is not known")
+    # By default CUDA counts the fastest first, and NVML by place on the bus.
+    ordered = inventory.settings.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    if not ordered and len({gpu.name for gpu in gpus}) > 1:
+        raise CannotTell(
+            "the GPUs are not alike, and CUDA counts the fastest first: which one this rank will "
+            "use is not known. Set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    near = gpus[rank].cpu_affinity
+    if near is None:
+        raise CannotTell(_refused(gpus, "CpuAffinity"))
+    if not cpu_set(inventory.usable_cpus) & cpu_set(near):
+        yield found(
+            "GPU and CPU", "high", "the rank is bound to CPUs far from its GPU",
+            f"rank {rank} on CPUs {inventory.usable_cpus}, GPU {rank} is near {near}",
+            f"taskset -c {near}, or numactl --cpunodebind of the GPU's node",
+        )  # fmt: skip
+
+
+GPU_CHECKS = {
+    "PCIe width": pcie,
+    "NVLink": links,
+    "throttling": throttling,
+    "power cap": power,
+    "ECC": ecc,
+    "GPU sharing": sharing,
+    "GPU and CPU": binding,
+}

@@ -1,0 +1,26 @@
+"""What the doctor's checks share."""
+
+from outpace.records.finding import Cost, Finding, Severity
+
+
+class CannotTell(Exception):  # noqa: N818 - no error: an answer
+    """A check lacks a fact; the message says which, and how to get it."""
+
+
+def found(
+    check: str, severity: Severity, what: str, seen: str, remedy: str, costs: Cost | None = None
+) -> Finding:
+    """A finding, by position."""
+    return Finding(check=check, severity=severity, what=what, seen=seen, remedy=remedy, costs=costs)
+
+
+def times(low: float, high: float, of: str, source: str) -> Cost | None:
+    """A cost; None where it is none."""
+    return Cost(low=low, high=high, of=of, source=source) if high > 1.001 else None
+
+
+def these(names: list[str]) -> str:
+    """A list for a person: "GPU 0, 1, 2 and 5 more"."""
+    if len(names) > 8:
+        return f"{', '.join(names[:6])} and {len(names) - 6} more"
+    return ", ".join(names)

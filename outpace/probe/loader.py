@@ -1,0 +1,318 @@
+"""How fast a person's data is loaded, by number of workers, prefetching and pinned memory.
+
+Timed is outpace's own loader, as training uses it, and torch's DataLoader over text that is
+tokenised in its workers, as trainers do that do not prepare tokens. Loaders stay open from round
+to round; each call takes more batches than wait in their queues, so that what is timed is how fast
+batches are made, not how fast a full queue is emptied.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from outpace.data.loader import Loader, collate
+from outpace.probe.loader_advice import advise, cheapest
+from outpace.probe.loader_data import LoaderData, Prepared, prepared
+from outpace.probe.machine import usable_cores
+from outpace.probe.measure import Case, Effort, HostClock, measure
+from outpace.probe.section import Section
+from outpace.probe.tokenise import scaled, tokenise_figures
+from outpace.records.figure import Figure, Key
+
+PREFETCH = 2  # what outpace's loader has, and torch's where nothing is said
+_OTHER_PREFETCH, _FULL_OTHER_PREFETCH = (4,), (1, 4, 8)
+_QUICK_WORKERS = 4
+_ENDLESS = 1 << 40
+_CALL_S = 0.015
+_LOCATED = 32
+_QUICK_EFFORT = Effort(budget_s=2.5, sample_s=0.015, samples=2, least_rounds=5, half_width=0.03)
+_FULL_EFFORT = Effort(budget_s=25, sample_s=0.03)
+_START_EFFORT = Effort(budget_s=1.5, sample_s=0, samples=1, least_rounds=5, half_width=0.05)
+
+Progress = Callable[[float], None]
+CPU = torch.device("cpu")
+
+
+def probe_loader(
+    data: LoaderData,
+    quick: bool,
+    budget_s: float | None = None,
+    progress: Progress = lambda share: None,
+    device: torch.device = CPU,
+    wanted_tokens_per_s: float | None = None,
+) -> Section:
+    """Loading and tokenising, and the setting to recommend.
+
+    `wanted_tokens_per_s`: of one training process, where it is known how fast it trains. Raises
+    BadInputError for data that cannot be read.
+    """
+    budget_s = budget_s or (7.0 if quick else 75.0)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outpace-probe-")))
+        ready = prepared(data, folder, quick)
+        bench = _Bench(ready, data.micro_batch, device, quick, budget_s, stack)
+        with _one_thread_for_each_tokenizer():
+            figures = bench.throughput(lambda share: progress(0.6 * min(share, 1)))
+        stack.close()
+    counts = [count for count in _counts(quick) if count]
+    if ready.tokenizer is not None and ready.texts:
+        figures += tokenise_figures(
+            ready.texts, ready.tokenizer, sorted({1, counts[-1]}) if quick else counts, quick,
+            budget_s * 0.3, lambda share: progress(0.6 + 0.4 * min(share, 1)),
+        )  # fmt: skip
+    advice = advise(figures, wanted_tokens_per_s)
+    notes = [*ready.notes, *bench.notes()]
+    if not any(one.about == "loader" for one in advice):
+        notes.append(
+            "loader: the machine did not hold still enough to recommend a number of workers; end "
+            "other programs and probe again"
+        )
+    return Section(tuple(figures), advice, tuple(notes))
+
+
+def _counts(quick: bool) -> list[int]:
+    """Of workers: 0, powers of 2 up to the cores, and those."""
+    cores = usable_cores()
+    most = min(cores, _QUICK_WORKERS) if quick else cores
+    return sorted({0, most, *(1 << n for n in range(most.bit_length()) if 1 << n <= most)})
+
+
+@contextmanager
+def _one_thread_for_each_tokenizer() -> Iterator[None]:
+    """Workers are what is parallel; and tokenizers that have used threads warn of every fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """`loader`: outpace, torch (over the same tokens) or text (tokenised in the workers)."""
+
+    loader: str
+    workers: int
+    prefetch: int = PREFETCH
+    pin: bool = False
+
+    def key(self, what: str) -> Key:
+        of: dict[str, str | int] = {"loader": self.loader, "workers": self.workers}
+        if self.workers:
+            of["prefetch"] = self.prefetch
+        of["pin"] = "yes" if self.pin else "no"
+        return Key(kind="loader", what=what, of=of)
+
+
+@dataclass
+class _Open:
+    """A loader that runs; a call takes `batches` off it and gives the first."""
+
+    batches_of: Iterator[Any]
+    close: Callable[[], None]
+    device: torch.device
+    batches: int = 1
+    taken: int = 0
+
+    def __call__(self) -> Any:
+        first = next(self.batches_of)
+        for _ in range(self.batches - 1):
+            next(self.batches_of)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.taken += self.batches
+        return first
+
+
+@dataclass
+class _Bench:
+    """Times the settings of one data set."""
+
+    ready: Prepared
+    micro_batch: int
+    device: torch.device
+    quick: bool
+    budget_s: float
+    stack: ExitStack
+    _reference: dict[str, Any] = field(default_factory=dict)
+    _found: list[str] = field(default_factory=list)
+
+    def throughput(self, progress: Progress) -> list[Figure]:
+        """All numbers of workers first; then what else there is to set, at the best of them."""
+        counts = _counts(self.quick)
+        first = [_Setting("outpace", count) for count in counts]
+        if self.ready.as_text is not None:
+            text = counts if not self.quick else (counts[0], counts[-1])
+            first += [_Setting("text", count) for count in text]
+        share = self.budget_s * (0.35 if self.quick else 0.4)
+        by_tokens = self._measured(first, share, lambda s: progress(0.6 * s))
+        second = self._others(by_tokens)
+        by_tokens += self._measured(second, share / 3, lambda s: progress(0.6 + 0.3 * s))
+        starts = self._starts(sorted({setting.workers for setting in second} or {1}))
+        progress(1.0)
+        return [*by_tokens, *starts]
+
+    def notes(self) -> Iterator[str]:
+        """What was not timed."""
+        if self.device.type != "cuda":
+            yield "loader: pinned memory is not timed: there is no CUDA device to copy to"
+        yield from dict.fromkeys(self._found)
+
+    def _others(self, figures: Sequence[Figure]) -> list[_Setting]:
+        own = [f for f in figures if f.key.has(loader="outpace") and f.key.of["workers"]]
+        best = cheapest(own)
+        if not own:
+            return []  # one core
+        workers = 1 if best is None else int(best.key.of["workers"])
+        other = _OTHER_PREFETCH if self.quick else _FULL_OTHER_PREFETCH
+        found = [_Setting("torch", workers, prefetch) for prefetch in (PREFETCH, *other)]
+        if self.device.type == "cuda":
+            found += [_Setting("outpace", count, pin=True) for count in sorted({0, workers})]
+        return found
+
+    def _measured(
+        self, settings: Sequence[_Setting], budget_s: float, progress: Progress
+    ) -> list[Figure]:
+        """Samples/s and, where samples have a known number of them, tokens/s."""
+        effort = replace(_QUICK_EFFORT if self.quick else _FULL_EFFORT, budget_s=budget_s)
+
+        def clipped(share: float) -> None:
+            progress(min(share, 1.0))
+
+        with ExitStack() as stack:
+            cases = [self._case(setting, stack) for setting in settings]
+            figures = measure(cases, HostClock(), effort, clipped) if cases else []
+        found = []
+        for setting, figure in zip(settings, figures, strict=True):
+            tokens = self._sample_tokens(setting)
+            if tokens is not None:
+                found.append(scaled(figure, "tokens", "tokens/s", tokens))
+            found.append(figure)
+        return found
+
+    def _sample_tokens(self, setting: _Setting) -> float | None:
+        if setting.loader == "text" and self.ready.as_text is not None:
+            return self.ready.as_text.mean_tokens
+        return self.ready.sample_tokens
+
+    def _case(self, setting: _Setting, stack: ExitStack) -> Case:
+        running = self._opened(setting)
+        stack.callback(running.close)
+        wrong = self._wrong(setting, running())
+        # More than wait in the queues, which are full when a call begins after others' rounds.
+        waiting = setting.workers * (setting.prefetch + 1)
+        running.batches = max(1, waiting)
+        took_s = HostClock().seconds(running, 1)
+        took_s = HostClock().seconds(running, 1)
+        running.batches = max(running.batches, round(_CALL_S / took_s * running.batches))
+        return Case(setting.key("samples"), "samples/s", lambda: running,
+                    running.batches * self.micro_batch, check=lambda _: wrong)  # fmt: skip
+
+    def _wrong(self, setting: _Setting, first: Any) -> str | None:
+        """What is wrong with the first batch. A person's own data set may do as it likes."""
+        wrong = _unlike(first, self._reference.setdefault(setting.loader, first))
+        if wrong is None or setting.loader == "text" or hasattr(self.ready.tokens, "locate"):
+            return wrong
+        if setting.loader == "outpace":
+            self._found.append(
+                "loader: the data set gives other samples with workers than without: it draws on "
+                "something other than torch's, NumPy's and Python's random numbers"
+            )
+        return None
+
+    def _starts(self, counts: Sequence[int]) -> list[Figure]:
+        """Seconds from opening a loader to its first batch."""
+        with ExitStack() as stack:
+            starters = [_Starter(self._opened, _Setting("outpace", count)) for count in counts]
+            for starter in starters:
+                stack.callback(starter.close)
+            cases = [Case(s.setting.key("start"), "s", s.make) for s in starters]
+            return measure(cases, HostClock(), _START_EFFORT)
+
+    def _opened(self, setting: _Setting) -> _Open:
+        if setting.loader == "outpace":
+            loader = Loader(
+                self.ready.tokens, seed=0, global_batch=self.micro_batch,
+                micro_batch=self.micro_batch, rank=0, data_parallel=1, start_step=0,
+                total_steps=_ENDLESS, workers=setting.workers, pin_memory=setting.pin,
+                device=self.device,
+            )  # fmt: skip
+            return _Open((step[0] for step in loader), loader.close, self.device)
+        dataset: Any = self.ready.tokens if setting.loader == "torch" else self.ready.as_text
+        running = iter(
+            DataLoader(
+                dataset,
+                batch_sampler=_Endless(dataset, self.micro_batch),
+                num_workers=setting.workers,
+                collate_fn=collate,
+                prefetch_factor=setting.prefetch if setting.workers else None,
+            )
+        )
+        return _Open(running, getattr(running, "_shutdown_workers", _nothing), self.device)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class _Starter:
+    """Each call opens a loader and waits for its first batch."""
+
+    open: Callable[[_Setting], _Open]
+    setting: _Setting
+    opened: list[_Open] = field(default_factory=list)
+
+    def make(self) -> Callable[[], None]:
+        self.close()
+        return self._start
+
+    def _start(self) -> None:
+        running = self.open(self.setting)
+        self.opened.append(running)
+        running()
+
+    def close(self) -> None:
+        """End the workers."""
+        while self.opened:
+            self.opened.pop().close()
+
+
+class _Endless:
+    """Keys of micro-batches of any data set, in the order of training where it knows of one."""
+
+    def __init__(self, dataset: Any, micro_batch: int) -> None:
+        self._dataset, self._micro_batch = dataset, micro_batch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        at_once = _LOCATED * self._micro_batch
+        locate = getattr(self._dataset, "locate", None)
+        for begin in range(0, _ENDLESS, at_once):
+            places = np.arange(begin, begin + at_once)
+            keys = locate(0, places) if locate else (places % len(self._dataset)).tolist()
+            for first in range(0, at_once, self._micro_batch):
+                yield keys[first : first + self._micro_batch]
+
+
+def _unlike(batch: Any, reference: Any) -> str | None:
+    """The first batch is the same whoever loads it."""
+    both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
+    for a, b in both:
+        if isinstance(a, Tensor) and not torch.equal(a, b):
+            return "its first batch is not the one that is loaded without workers"
+    return None

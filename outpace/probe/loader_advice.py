@@ -1,0 +1,181 @@
+"""Which loader setting to use: the cheapest that is as fast as any, and what a training needs."""
+
+from collections.abc import Iterator, Sequence
+
+from outpace.probe.compare import Gain, gain
+from outpace.records.figure import Figure, Key
+from outpace.records.probed import Advice
+from outpace.records.units import show_count, show_seconds
+
+# Loading that takes more of a step than this, where nothing hides it, is worth a worker.
+_SHOWN = 0.01
+_WORTH = 0.05
+# What is this near the fastest is as fast, however sure the difference is.
+_ALIKE = 0.02
+
+
+def advise(figures: Sequence[Figure], wanted_tokens_per_s: float | None) -> tuple[Advice, ...]:
+    """In words, with the figures."""
+    unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
+    rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
+    own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
+    return (
+        *_workers(own, wanted_tokens_per_s if unit == "tokens" else None),
+        *_prefetch([f for f in rates if f.key.has(loader="torch")]),
+        *_pinning([f for f in rates if f.key.has(loader="outpace")]),
+        *_text(own, [f for f in rates if f.key.has(loader="text")]),
+        *_tokenising([f for f in figures if f.key.kind == "tokenise" and f.key.what == "bytes"]),
+    )
+
+
+def cheapest(figures: Sequence[Figure]) -> Figure | None:
+    """The first by workers, then by prefetching, that cannot be told from the fastest.
+
+    None where no figure is known.
+    """
+    known = [f for f in figures if f.value is not None]
+    if not known:
+        return None
+    best = max(known, key=lambda f: f.value or 0.0)
+
+    def cost(figure: Figure) -> tuple[int, int]:
+        return int(figure.key.of["workers"]), int(figure.key.of.get("prefetch", 0))
+
+    def as_fast(figure: Figure) -> bool:
+        by = gain(figure, best)
+        return by is not None and not (by.sure and by.value > _ALIKE)
+
+    return min([best, *filter(as_fast, known)], key=cost)
+
+
+def needed(figures: Sequence[Figure], wanted_per_s: float) -> Figure | None:
+    """The fewest workers that a training at this rate does not wait for; None: none suffices.
+
+    Without workers all loading is waited for, so it has to be a hundred times as fast.
+    """
+    for figure in sorted(figures, key=lambda f: int(f.key.of["workers"])):
+        if figure.value is None:
+            continue
+        factor = 1 if figure.key.of["workers"] else 1 / _SHOWN
+        if (figure.value if figure.low is None else figure.low) >= factor * wanted_per_s:
+            return figure
+    return None
+
+
+def _workers(own: Sequence[Figure], wanted: float | None) -> Iterator[Advice]:
+    alone = next((f for f in own if f.key.of["workers"] == 0 and f.value), None)
+    best = cheapest(own)
+    if best is None:
+        return
+    text = f"Recommended: {_flag(best)}, with {_rate(best)} for each training process"
+    text += ", as fast as any number of workers." if best.key.of["workers"] == 0 else "."
+    if alone is not None and alone is not best:
+        text += f" Without workers it is {_rate(alone)}."
+    if alone is not None and alone.value is not None:
+        limit = show_count(_SHOWN * alone.value, alone.unit)
+        text += f" Without workers loading is at most 1 % of a step up to {limit} of training"
+        one = next((f for f in own if f.key.of["workers"] and f.value), None)
+        text += "." if one is None else f"; beyond, {_flag(one)} hides it up to {_rate(one)}."
+    by = None if alone is None or alone is best else gain(alone, best)
+    yield Advice(about="loader", text=text, of=_keys(best, alone), **_said(by))
+    if wanted is not None:
+        yield _needs(own, wanted)
+
+
+def _needs(own: Sequence[Figure], wanted: float) -> Advice:
+    enough = needed(own, wanted)
+    rate = show_count(wanted, "tokens/s")
+    if enough is None:
+        text = (
+            f"Training at {rate} would wait for its data: no number of workers that was timed "
+            "loads that fast. Prepare the data in a form that costs less to load."
+        )
+        return Advice(about="loader", text=text, of=_keys(*own))
+    return Advice(
+        about="loader", text=f"Training at {rate} needs {_flag(enough)} ({_rate(enough)}).",
+        of=_keys(enough),
+    )  # fmt: skip
+
+
+def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
+    """Of torch's DataLoader: outpace's own always has 2."""
+    usual = next((f for f in rates if f.key.of.get("prefetch") == 2), None)
+    best = cheapest(rates)
+    if usual is None or best is None or usual.value is None or best.value is None:
+        return
+    count, by = best.key.of["prefetch"], gain(usual, best)
+    if int(count) <= 2 or by is None or not by.sure or by.value < _WORTH:
+        yield Advice(
+            about="loader",
+            text="More than 2 batches prefetched for each worker are not faster: leave it at 2.",
+            of=_keys(*rates),
+        )
+        return
+    yield Advice(
+        about="loader",
+        text=f"{count} batches prefetched for each worker load {_rate(best)}, 2 load "
+        f"{_rate(usual)}. That is prefetch_factor of a DataLoader of your own; outpace's has 2.",
+        of=_keys(best, usual), **_said(by),
+    )  # fmt: skip
+
+
+def _pinning(rates: Sequence[Figure]) -> Iterator[Advice]:
+    for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
+        workers = pinned.key.of["workers"]
+        other = next((f for f in rates if f.key.has(pin="no", workers=workers) and f.value), None)
+        if other is None or pinned.value is None or other.value is None:
+            continue
+        by = gain(other, pinned)
+        if by is None:
+            continue
+        sure = by.sure or by.high < 0
+        advised = "--pin-memory" if by.value > 0 else "--no-pin-memory"
+        yield Advice(
+            about="loader",
+            text=f"With {workers} workers batches reach the device at {_rate(pinned)} from pinned "
+            f"memory, at {_rate(other)} from pageable: "
+            + (f"{advised}." if sure else "no difference that is sure."),
+            of=_keys(pinned, other), **_said(by),
+        )  # fmt: skip
+
+
+def _text(own: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
+    prepared, written = cheapest(own), cheapest(text)
+    if prepared is None or written is None or not prepared.value or not written.value:
+        return
+    yield Advice(
+        about="loader",
+        text=f"A DataLoader that tokenises as it loads gives {_rate(written)} at best (num_workers="
+        f"{written.key.of['workers']}); tokens that were prepared once, as outpace trains "
+        f"from, are loaded {prepared.value / written.value:.0f} times as fast.",
+        of=_keys(prepared, written),
+    )
+
+
+def _tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
+    best = max((f for f in rates if f.value), key=lambda f: f.value or 0.0, default=None)
+    if best is None or best.value is None:
+        return
+    count = best.key.of["processes"]
+    yield Advice(
+        about="tokenisation",
+        text=f"Each GB of text is tokenised in {show_seconds(1e9 / best.value)} by "
+        f"{count} process{'' if count == 1 else 'es'} ({_rate(best)}), once: tokens are cached.",
+        of=_keys(best),
+    )
+
+
+def _said(by: Gain | None) -> dict[str, float]:
+    return {} if by is None else {"gain": by.value, "low": by.low, "high": by.high}
+
+
+def _flag(figure: Figure) -> str:
+    return f"--workers {figure.key.of['workers']}"
+
+
+def _rate(figure: Figure) -> str:
+    return show_count(figure.value, figure.unit)
+
+
+def _keys(*figures: Figure | None) -> tuple[Key, ...]:
+    return tuple(figure.key for figure in figures if figure is not None)

@@ -1,0 +1,153 @@
+"""What a topology means: which GPUs should hold tensor parallelism, where a slow link costs."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from outpace.records.topology import (
+    Grouping,
+    NearNics,
+    Placement,
+    SlowPairs,
+    Topology,
+    goodness,
+    nvlinks,
+)
+
+# Links that go through the CPU. Tensor parallelism exchanges in every layer, forward and backward.
+_SLOW = ("PHB", "NODE", "SYS", "SOC")
+_SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
+# More GPUs in one host than any sold; above it an exact search could take long.
+_MOST_SEARCHED = 16
+
+
+def place(topology: Topology, nvlink_bytes_per_s: float | None = None) -> Placement:
+    """Advice on a topology. `nvlink_bytes_per_s` is the rate of one NVLink in one direction."""
+    gpus = topology.gpus
+    sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
+    if len(gpus) > 1 and len(gpus) not in sizes:
+        sizes.append(len(gpus))
+    found = tuple(group_gpus(topology, size, nvlink_bytes_per_s) for size in sizes)
+    return Placement(
+        groupings=found,
+        tensor_parallel=_worth_it(found, len(gpus)),
+        bottleneck=bottleneck(topology),
+        slow=slow_pairs(topology),
+        nics=tuple(_near(topology, gpu) for gpu in gpus) if topology.nics else (),
+    )
+
+
+def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
+    """As many groups of `size` GPUs as there can be, whose worst inner link is the best possible.
+
+    Exact for up to 16 GPUs; with more, neighbours in the driver's order.
+    """
+    gpus = topology.gpus
+    score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
+    groups: tuple[tuple[str, ...], ...] | None = None
+    if len(gpus) <= _MOST_SEARCHED:
+        for least in sorted(set(score.values()), reverse=True):
+            groups = _partition(gpus, size, len(gpus) % size, score, least)
+            if groups is not None:
+                break
+    if groups is None:
+        whole = len(gpus) - len(gpus) % size
+        groups = tuple(gpus[at : at + size] for at in range(0, whole, size))
+    worst = min(
+        (topology.between(*pair) for group in groups for pair in combinations(group, 2)),
+        key=goodness,
+        default=None,
+    )
+    bonds = nvlinks(worst)
+    rate = bonds * nvlink_bytes_per_s if bonds and nvlink_bytes_per_s is not None else None
+    order = sorted(groups, key=lambda group: -_sum(group, score))
+    return Grouping(size=size, groups=tuple(order), worst_link=worst, link_bytes_per_s=rate)
+
+
+def _score(topology: Topology, one: str, other: str) -> int:
+    """How well a pair is joined; of two equal links, the one within a NUMA node is better."""
+    near = topology.device(one).numa_affinity
+    same = near is not None and near == topology.device(other).numa_affinity
+    return 2 * goodness(topology.between(one, other)) + same
+
+
+def _sum(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
+    return sum(score[frozenset(pair)] for pair in combinations(group, 2))
+
+
+def _partition(
+    gpus: tuple[str, ...], size: int, left_over: int, score: dict[frozenset[str], int], least: int
+) -> tuple[tuple[str, ...], ...] | None:
+    """Disjoint groups joined by links of at least `least`; None where there are too few."""
+    if len(gpus) < size:
+        return ()
+    first, *others = gpus
+    for group in _cliques(first, others, size, score, least):
+        rest = tuple(gpu for gpu in others if gpu not in group)
+        found = _partition(rest, size, left_over, score, least)
+        if found is not None:
+            return (group, *found)
+    if left_over:
+        return _partition(gpus[1:], size, left_over - 1, score, least)
+    return None
+
+
+def _cliques(
+    first: str, others: list[str], size: int, score: dict[frozenset[str], int], least: int
+) -> Iterator[tuple[str, ...]]:
+    """Groups of `size` with `first` in them, the best joined first."""
+    near = [gpu for gpu in others if score[frozenset((first, gpu))] >= least]
+    groups = (
+        (first, *rest)
+        for rest in combinations(near, size - 1)
+        if all(score[frozenset(pair)] >= least for pair in combinations(rest, 2))
+    )
+    yield from sorted(groups, key=lambda group: -_sum(group, score))
+
+
+def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
+    """The largest groups within NVLink; without NVLink, within PCIe switches; None without both."""
+    even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
+    by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
+    if by_nvlink:
+        return by_nvlink[-1]
+    switched = [one for one in even if goodness(one.worst_link) >= _SLOWEST_FOR_TENSOR_PARALLEL]
+    return switched[-1] if switched else None
+
+
+def bottleneck(topology: Topology) -> str | None:
+    """The best link that is the worst on the way between some two GPUs, whichever way is taken.
+
+    Anything that all GPUs take part in crosses one no better. None with fewer than two GPUs.
+    """
+    joined = {gpu: {gpu} for gpu in topology.gpus}
+    pairs = sorted(
+        combinations(topology.gpus, 2), key=lambda pair: -goodness(topology.between(*pair))
+    )
+    last = None
+    for one, other in pairs:  # Kruskal: the last edge of the best spanning tree
+        if joined[one] is joined[other]:
+            continue
+        last = topology.between(one, other)
+        joined[one] |= joined[other]
+        for gpu in joined[other]:
+            joined[gpu] = joined[one]
+    return last
+
+
+def slow_pairs(topology: Topology) -> tuple[SlowPairs, ...]:
+    """Pairs of GPUs whose link goes through the CPU, the slowest kind first."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for pair in combinations(topology.gpus, 2):
+        link = topology.between(*pair)
+        if link in _SLOW:
+            found.setdefault(str(link), []).append(pair)
+    kinds = sorted(found, key=goodness)
+    return tuple(SlowPairs(link=kind, pairs=tuple(found[kind])) for kind in kinds)
+
+
+def _near(topology: Topology, gpu: str) -> NearNics:
+    links = {nic: topology.between(gpu, nic) for nic in topology.nics}
+    best = max(links.values(), key=goodness)
+    return NearNics(
+        gpu=gpu, nics=tuple(nic for nic, link in links.items() if link == best), link=best
+    )

@@ -1,0 +1,23 @@
+"""What one part of a probe gives: figures, advice that rests on them, what could not be done."""
+
+from dataclasses import dataclass
+
+from outpace.records.figure import Figure
+from outpace.records.probed import Advice, LinkFit
+
+
+@dataclass(frozen=True)
+class Section:
+    """Of `outpace probe`. `notes`: what could not be probed, or was in another way, and why."""
+
+    figures: tuple[Figure, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    notes: tuple[str, ...] = ()
+    fits: tuple[LinkFit, ...] = ()
+
+    def __add__(self, other: "Section") -> "Section":
+        """Both, in order."""
+        return Section(
+            self.figures + other.figures, self.advice + other.advice, self.notes + other.notes,
+            self.fits + other.fits,
+        )  # fmt: skip

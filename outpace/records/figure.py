@@ -1,0 +1,71 @@
+"""A number about a machine: measured here, with all its samples, or out of the catalog."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from outpace.records.base import Record
+
+Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
+
+
+class Key(Record):
+    """What a figure is of: two probes of a machine are compared by it."""
+
+    kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
+    what: str = Field(description="which number of it: rate, time, latency, …")
+    of: dict[str, str | int] = Field(default={}, description="dtype, sizes, axis, …")
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.what, tuple(sorted(self.of.items()))))
+
+    def __str__(self) -> str:
+        return " ".join([self.kind, self.what, *(f"{k}={v}" for k, v in self.of.items())])
+
+    def has(self, **wanted: str | int) -> bool:
+        """Whether it is of all this."""
+        return all(self.of.get(name) == value for name, value in wanted.items())
+
+
+class Figure(Record):
+    """`value` is the median of rounds, each of which is the median of its samples.
+
+    A probe that is repeated at once gives a value from `low` to `high` with probability `level`.
+    Where the machine did not hold still enough, `value` is None and `unstable` says why.
+    """
+
+    key: Key
+    unit: Unit
+    value: float | None
+    origin: Literal["measured", "catalog"]
+    low: float | None = None
+    high: float | None = None
+    level: float | None = None
+    rounds: tuple[tuple[float, ...], ...] = Field(default=(), description="samples, in order")
+    unstable: str | None = None
+    source: str | None = Field(default=None, description="of what is from the catalog")
+
+    @model_validator(mode="after")
+    def _whence(self) -> Self:
+        if self.origin == "catalog" and (self.source is None or self.value is None):
+            raise ValueError(f"{self.key}: a figure of the catalog has a value and its source")
+        if self.origin == "measured" and self.source is not None:
+            raise ValueError(f"{self.key}: a measured figure's source is this machine")
+        if self.value is None and self.unstable is None:
+            raise ValueError(f"{self.key}: without a value it has to say why")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(f"{self.key}: low {self.low} is above high {self.high}")
+        return self
+
+    @property
+    def half_width(self) -> float | None:
+        """Of the interval, as a share of the value; None without one."""
+        if not self.value or self.low is None or self.high is None:
+            return None
+        return (self.high - self.low) / 2 / self.value
+
+    def holds(self, other: "Figure") -> bool | None:
+        """Whether a repeat's value lies in the interval; None where one of them has none."""
+        if self.low is None or self.high is None or other.value is None or self.value is None:
+            return None
+        return self.low <= other.value <= self.high

@@ -1,0 +1,63 @@
+"""Finding: a setting or a state of a machine that costs speed, and what to do about it."""
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from outpace.records.base import Record
+
+# Worst first. A kind of trouble has its severity where its cost was not measured.
+Severity = Literal["severe", "high", "moderate", "low"]
+SEVERITIES: tuple[Severity, ...] = ("severe", "high", "moderate", "low")
+
+
+class Cost(Record):
+    """How many times slower it makes what `of` says; a range where that is all that is known."""
+
+    low: PositiveFloat
+    high: PositiveFloat
+    of: str
+    source: str = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+        return self
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.of} {self.low:.2g}× slower"
+        return f"{self.of} {self.low:.2g}–{self.high:.2g}× slower"
+
+
+class Finding(Record):
+    """What is wrong, what was seen, what it costs (None: not known), and the remedy."""
+
+    check: str
+    what: str
+    seen: str
+    remedy: str
+    severity: Severity
+    costs: Cost | None = None
+
+
+class Examination(Record):
+    """All findings, the most costly first; what was looked at, and what could not be, and why."""
+
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    not_checked: dict[str, str]
+
+    @model_validator(mode="after")
+    def _most_costly_first(self) -> Self:
+        order = [cost_order(finding) for finding in self.findings]
+        if order != sorted(order):
+            raise ValueError("findings are not in the order of their cost")
+        return self
+
+
+def cost_order(finding: Finding) -> tuple[int, float]:
+    """A key that sorts findings: the most severe kind first, within it the highest cost."""
+    known = 0.0 if finding.costs is None else finding.costs.high
+    return SEVERITIES.index(finding.severity), -known

@@ -1,0 +1,98 @@
+"""Inventory: the facts about a host that decide whether it runs as fast as it can."""
+
+from pydantic import Field, NonNegativeInt
+
+from outpace.records.base import Record
+from outpace.records.topology import CpuTopology, Topology
+
+
+class GpuState(Record):
+    """A GPU as its driver sees it now. None: the driver does not support or not permit to ask."""
+
+    index: NonNegativeInt
+    name: str | None = None
+    bus: str | None = Field(default=None, description="PCI address")
+    memory_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    utilisation: float | None = Field(default=None, description="share of time, 0 to 1")
+    performance_state: int | None = Field(default=None, description="0 is the fastest")
+    sm_clock_hz: float | None = None
+    sm_clock_max_hz: float | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    power_limit_default_w: float | None = None
+    power_limit_max_w: float | None = None
+    throttled_by: tuple[str, ...] | None = None
+    ecc: bool | None = None
+    ecc_pending: bool | None = None
+    ecc_uncorrected: int | None = Field(default=None, description="errors since the driver's start")
+    remap_pending: bool | None = Field(default=None, description="memory rows wait for a reset")
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = Field(default=None, description="of card and slot together")
+    pcie_generation_card: int | None = Field(default=None, description="of the card alone")
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks: int | None = Field(default=None, description="how many there are")
+    nvlinks_active: int | None = None
+    nvlink_version: int | None = None
+    cpu_affinity: str | None = None
+    mig: bool | None = None
+    persistence: bool | None = None
+    other_processes: int | None = Field(default=None, description="computing on it now")
+    not_told: dict[str, str] = Field(default={}, description="what the driver refused, and why")
+
+
+class NetworkPort(Record):
+    """A port of an InfiniBand or RoCE card, as the kernel lists it."""
+
+    device: str
+    port: int
+    state: str | None = None
+    rate: str | None = None
+    link_layer: str | None = None
+    numa_node: int | None = None
+
+    @property
+    def active(self) -> bool | None:
+        """Whether it has a link and may carry data; None where the kernel does not tell."""
+        return None if self.state is None else self.state.endswith("ACTIVE")
+
+
+class Busy(Record):
+    """A program that is not ours and computes now."""
+
+    program: str
+    cores: float
+
+
+class Inventory(Record):
+    """What the doctor looks at. Names no user, host or path. None: it could not be read."""
+
+    cpu: CpuTopology
+    usable_cpus: str = Field(description="that this process may run on")
+    cpu_quota: float | None = Field(default=None, description="CPUs' time that its cgroup may use")
+    cpu_quota_known: bool = True
+    governors: tuple[str, ...] | None = None
+    scaling_driver: str | None = None
+    energy_preferences: tuple[str, ...] | None = None
+    transparent_hugepages: str | None = None
+    memory_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    swapped_bytes_per_s: float | None = None
+    shared_memory_bytes: int | None = Field(default=None, description="size of /dev/shm")
+    shared_memory_free_bytes: int | None = None
+    open_files_limit: int | None = Field(default=None, description="soft; -1 is none")
+    open_files_hard_limit: int | None = None
+    locked_memory_limit_bytes: int | None = Field(default=None, description="soft; -1 is none")
+    settings: dict[str, str] = Field(default={}, description="environment variables that matter")
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    other_busy_cores: float | None = None
+    busy: tuple[Busy, ...] = ()
+    gpus: tuple[GpuState, ...] = ()
+    gpus_unknown: str | None = Field(default=None, description="why there are none to see")
+    topology: Topology | None = None
+    topology_unknown: str | None = None
+    ports: tuple[NetworkPort, ...] = ()
+    gpu_direct: bool | None = Field(default=None, description="nvidia_peermem is loaded")

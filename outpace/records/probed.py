@@ -1,0 +1,137 @@
+"""What `outpace probe` found out about a machine: every figure, what was fitted to them, advice."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+from pydantic import Field, PositiveInt
+
+from outpace.records.base import Record
+from outpace.records.figure import Figure, Key
+
+SectionName = Literal["matmul", "memory", "allreduce", "collectives", "storage", "loader"]
+
+
+class Shown(Protocol):
+    """Is told how far a section is."""
+
+    def __call__(self, section: str, share: float) -> None:
+        """`share` of the section's time has passed."""
+
+
+class LinkFit(Record):
+    """A collective's time on an axis of ranks: latency + traffic / bandwidth, fitted over sizes.
+
+    Traffic is as nccl-tests counts it for busbw, so that the bandwidth is the link's whatever the
+    collective and the number of ranks.
+    """
+
+    collective: str = Field(description="all-reduce, all-gather, reduce-scatter, …")
+    axis: str = Field(description="all, node, across, pair 0-1: which ranks")
+    backend: str
+    device: str = Field(description="type of the device that the tensors are on")
+    ranks: PositiveInt = Field(description="in each group of the axis")
+    latency: Figure
+    bandwidth: Figure
+    residual: float = Field(description="median distance of the points from the fit, as a share")
+
+
+def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
+    """The fit of all-reduce that tells of the network between hosts; None where none does.
+
+    That of "across", of which each local rank has a group, all at the same time. With one rank on
+    each host there is no such axis, and all ranks together are on the network.
+    """
+    if hosts < 2:
+        return None
+    of = {fit.axis: fit for fit in fits if fit.collective == "all-reduce"}
+    alone = of.get("all")
+    return of.get("across") or (alone if alone is not None and alone.ranks == hosts else None)
+
+
+def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
+    """What a host's network carried, from `network_fit` and how many local ranks were in groups.
+
+    All of these sent at the same time, so it carried what each did, together. None where the fit
+    was not steady enough.
+    """
+    return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
+
+
+class Advice(Record):
+    """What would be faster, by how much, and how sure that is."""
+
+    about: str = Field(description="vocabulary, heads, loader, …")
+    text: str = Field(description="what to change, with the figures")
+    gain: float | None = Field(default=None, description="0.03: 3 % faster; None: unknown")
+    low: float | None = Field(default=None, description="of the gain, with what its figures say")
+    high: float | None = None
+    of: tuple[Key, ...] = Field(default=(), description="the figures that it rests on")
+
+
+class Steadiness(Record):
+    """What else the machine did while it was measured. None: not known here."""
+
+    other_cores: float | None = Field(default=None, description="used by others, in the mean")
+    stolen: float | None = Field(default=None, description="share of time the hypervisor took")
+    throttled: tuple[str, ...] = Field(default=(), description="devices that slowed, and why")
+    warnings: tuple[str, ...] = ()
+
+
+class Probed(Record):
+    """A probe: what was measured, when, with what, and everything that came out."""
+
+    date: str
+    versions: dict[str, str]
+    command: str
+    sections: tuple[SectionName, ...]
+    quick: bool
+    took_s: float
+    world_size: PositiveInt = 1
+    hosts: PositiveInt = 1
+    figures: tuple[Figure, ...] = ()
+    fits: tuple[LinkFit, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    notes: tuple[str, ...] = Field(default=(), description="what could not be probed, and why")
+    steadiness: Steadiness = Steadiness()
+
+    def all_figures(self) -> Iterator[Figure]:
+        """With those that were fitted."""
+        yield from self.figures
+        for fit in self.fits:
+            yield fit.latency
+            yield fit.bandwidth
+
+    def find(self, kind: str, what: str, **of: str | int) -> Figure | None:
+        """The first figure of this kind that is of all that is named."""
+        for figure in self.figures:
+            if (figure.key.kind, figure.key.what) == (kind, what) and figure.key.has(**of):
+                return figure
+        return None
+
+    def best_rate(self, dtype: str) -> Figure | None:
+        """The best matrix product's FLOP/s on one device (MAMF)."""
+        return self.find("matmul", "best", dtype=dtype)
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """None where hosts had unlike numbers of ranks."""
+        return None if self.world_size % self.hosts else self.world_size // self.hosts
+
+    def node_network_bytes_per_s(self) -> float | None:
+        """What all network cards of a host carried together, in one direction.
+
+        None where it was not measured, or not steady, or hosts had unlike numbers of ranks.
+        """
+        fit, ranks = network_fit(self.fits, self.hosts), self.ranks_per_host
+        return None if fit is None or ranks is None else node_bytes_per_s(fit, ranks)
+
+    def inside_bytes_per_s(self) -> float | None:
+        """What a rank's link to the others of its host carried; None as above."""
+        fit = self.fit("all-reduce", "node")
+        if fit is None and self.hosts == 1:
+            fit = self.fit("all-reduce", "all")
+        return None if fit is None else fit.bandwidth.value
+
+    def fit(self, collective: str, axis: str) -> LinkFit | None:
+        """What was fitted to a collective on an axis."""
+        return next((f for f in self.fits if (f.collective, f.axis) == (collective, axis)), None)

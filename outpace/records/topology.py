@@ -1,0 +1,204 @@
+"""Topology: how devices of a host are joined, and what its processors are made of."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from outpace.records.base import Record
+
+# What `nvidia-smi topo -m` prints, from the NVML documentation (nvmlGpuTopologyLevel_t) and the
+# tool's own legend. SOC is what drivers before 384 called SYS.
+LEGEND = {
+    "X": "the device itself",
+    "NV#": "a bond of # NVLinks",
+    "PIX": "at most one PCIe bridge",
+    "PXB": "several PCIe bridges, not the CPU's",
+    "PHB": "a PCIe host bridge, which is the CPU as a rule",
+    "NODE": "between PCIe host bridges of one NUMA node",
+    "SYS": "between NUMA nodes, through the link between CPUs",
+    "SOC": "between CPU sockets, as old drivers name SYS",
+}
+# Best first; NVLinks are before all of them.
+_ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
+
+Link = Annotated[str, Field(pattern=r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9][0-9]*)$")]
+
+
+def nvlinks(link: str | None) -> int:
+    """How many NVLinks a term stands for: "NV12" -> 12, "PHB" -> 0."""
+    return int(link[2:]) if link is not None and link.startswith("NV") else 0
+
+
+def goodness(link: str | None) -> int:
+    """A number that is higher for a better link: more NVLinks, then fewer bridges; None is 0."""
+    if link is None:
+        return 0
+    if nvlinks(link):
+        return len(_ORDER) + nvlinks(link)
+    return 10**6 if link == "X" else len(_ORDER) - min(_ORDER.index(link), _ORDER.index("SYS"))
+
+
+def cpu_set(text: str) -> frozenset[int]:
+    """CPUs of a list as the kernel writes it: "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def cpu_list(cpus: frozenset[int] | set[int]) -> str:
+    """The kernel's way to write a set of CPUs: {0, 1, 2, 3, 8} -> "0-3,8"."""
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and cpu == parts[-1][1] + 1:
+            parts[-1][1] = cpu
+        else:
+            parts.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+class Endpoint(Record):
+    """A GPU or a network card of the matrix, and where its memory and interrupts are near."""
+
+    name: str
+    kind: Literal["gpu", "nic"]
+    label: str | None = Field(default=None, description="a card's name by the NIC legend")
+    cpu_affinity: str | None = Field(default=None, description="CPUs, as in 0-31,64-95")
+    numa_affinity: str | None = None
+    gpu_numa_id: str | None = None
+
+
+class Topology(Record):
+    """The matrix of links: `links[a][b]` joins devices a and b; None where it could not be read."""
+
+    devices: tuple[Endpoint, ...]
+    links: tuple[tuple[Link | None, ...], ...]
+    source: str
+    notes: tuple[str, ...] = Field(default=(), description="what in the source was damaged")
+
+    @model_validator(mode="after")
+    def _is_a_matrix(self) -> Self:
+        count = len(self.devices)
+        if len(self.links) != count or any(len(row) != count for row in self.links):
+            sizes = sorted({len(row) for row in self.links})
+            raise ValueError(f"{count} devices, but {len(self.links)} rows of {sizes} links")
+        names = [device.name for device in self.devices]
+        if len(set(names)) != count:
+            raise ValueError(f"a device is there twice: {', '.join(names)}")
+        for a in range(count):
+            for b in range(count):
+                if (self.links[a][b] == "X") != (a == b):
+                    raise ValueError(f"{names[a]} to {names[b]} is {self.links[a][b]}")
+                if self.links[a][b] != self.links[b][a]:
+                    raise ValueError(
+                        f"{names[a]} to {names[b]} is {self.links[a][b]}, but {names[b]} to "
+                        f"{names[a]} is {self.links[b][a]}"
+                    )
+        return self
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Names of the GPUs, in order."""
+        return tuple(device.name for device in self.devices if device.kind == "gpu")
+
+    @property
+    def nics(self) -> tuple[str, ...]:
+        """Names of the network cards, in order."""
+        return tuple(device.name for device in self.devices if device.kind == "nic")
+
+    def device(self, name: str) -> Endpoint:
+        """The device of that name. Raises KeyError."""
+        for device in self.devices:
+            if device.name == name:
+                return device
+        raise KeyError(name)
+
+    def between(self, one: str, other: str) -> str | None:
+        """The link between two devices by name. Raises KeyError."""
+        names = [device.name for device in self.devices]
+        for name in (one, other):
+            if name not in names:
+                raise KeyError(name)
+        return self.links[names.index(one)][names.index(other)]
+
+
+class Grouping(Record):
+    """GPUs in groups of one size, such that the worst link within a group is the best possible."""
+
+    size: PositiveInt
+    groups: tuple[tuple[str, ...], ...]
+    worst_link: str | None
+    link_bytes_per_s: float | None = Field(
+        default=None, description="of the worst link, one direction; only of NVLinks of known rate"
+    )
+
+
+class SlowPairs(Record):
+    """Pairs of GPUs that are joined by no more than `link`."""
+
+    link: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+class NearNics(Record):
+    """The network cards nearest to a GPU."""
+
+    gpu: str
+    nics: tuple[str, ...]
+    link: str | None
+
+
+class Placement(Record):
+    """What a topology means for parallelism: see `outpace.probe.placement`."""
+
+    groupings: tuple[Grouping, ...] = Field(description="by size of tensor parallelism")
+    tensor_parallel: Grouping | None = Field(description="the largest that is worth it")
+    bottleneck: str | None = Field(description="what anything over all GPUs has to cross")
+    slow: tuple[SlowPairs, ...]
+    nics: tuple[NearNics, ...]
+
+
+class NumaNode(Record):
+    """A NUMA node: its CPUs, its memory, and how far other nodes are (10 is here)."""
+
+    number: NonNegativeInt
+    cpus: str
+    memory_bytes: NonNegativeInt | None = None
+    distances: tuple[int, ...] = ()
+
+
+class Cache(Record):
+    """One kind of cache: how large one is, how many there are, how many CPUs share one."""
+
+    level: PositiveInt
+    kind: Literal["Data", "Instruction", "Unified"]
+    cache_bytes: PositiveInt
+    count: PositiveInt
+    shared_by: PositiveInt
+
+
+class CpuTopology(Record):
+    """The processors of a host; CPUs are what the kernel schedules on, two to a core with SMT."""
+
+    cpus: str = Field(description="online")
+    packages: PositiveInt | None = None
+    cores: PositiveInt | None = None
+    siblings: tuple[str, ...] = Field(default=(), description="CPUs of each core")
+    numa: tuple[NumaNode, ...] = ()
+    caches: tuple[Cache, ...] = ()
+
+    @property
+    def cpu_count(self) -> int:
+        """CPUs online."""
+        return len(cpu_set(self.cpus))
+
+    def cores_of(self, cpus: frozenset[int]) -> int:
+        """How many cores these CPUs are on; as many as CPUs where the kernel does not tell."""
+        if not self.siblings:
+            return len(cpus)
+        return sum(1 for core in self.siblings if cpu_set(core) & cpus)
+
+    def numa_of(self, cpus: frozenset[int]) -> tuple[int, ...]:
+        """The NUMA nodes that these CPUs are of."""
+        return tuple(node.number for node in self.numa if cpu_set(node.cpus) & cpus)

@@ -1,0 +1,286 @@
+"""How busy a host and its devices were while something trained: moments, and a series of them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+
+from outpace.records.base import Record, write_atomic
+
+Values = tuple[int | float | None, ...]
+
+_UTILISATION = "share of time in which the device computed, 0 to 1"
+_OF_RUN = "of the run's own processes; None where they cannot be told from others"
+
+
+class DeviceLoad(Record):
+    """One accelerator over a stretch of time. Without `run_`: all that anybody does on it."""
+
+    index: NonNegativeInt = Field(description="the driver's, over all devices of the host")
+    name: str
+    memory_total_bytes: int | None = None
+    utilisation: float | None = Field(default=None, description=_UTILISATION)
+    run_utilisation: float | None = Field(default=None, description=_OF_RUN)
+    memory_bytes: int | None = Field(default=None, description="highest seen")
+    run_memory_bytes: int | None = Field(default=None, description=_OF_RUN)
+    power_w: float | None = None
+    pcie_rx_bytes_per_s: float | None = Field(default=None, description="into the device")
+    pcie_tx_bytes_per_s: float | None = None
+    nvlink_rx_bytes_per_s: float | None = Field(default=None, description="all its links")
+    nvlink_tx_bytes_per_s: float | None = None
+
+
+class HostLoad(Record):
+    """Processor and memory over a stretch of time. Without `run_`: all that anybody does there."""
+
+    cores: Values = Field(default=(), description="share of time in which each core was busy")
+    run_cores: float | None = Field(
+        default=None, description="cores that the run's processes kept busy: 1.5 is one and a half"
+    )
+    memory_total_bytes: int | None = None
+    memory_bytes: int | None = Field(default=None, description="highest seen")
+    run_memory_bytes: int | None = Field(
+        default=None, description="resident and neither shared nor of files; highest seen"
+    )
+    power_w: float | None = Field(default=None, description="of the processors, by RAPL")
+
+    @property
+    def utilisation(self) -> float | None:
+        """Mean share of busy time over the cores."""
+        known = [core for core in self.cores if core is not None]
+        return sum(known) / len(known) if known else None
+
+
+class Load(Record):
+    """A host and its devices over `duration_s`. Also what an average over a series is."""
+
+    node: NonNegativeInt = Field(default=0, description="which host of the job")
+    duration_s: PositiveFloat
+    devices: tuple[DeviceLoad, ...] = ()
+    host: HostLoad
+
+
+def average(loads: Sequence[Load]) -> Load:
+    """One load for the whole time of several, which follow each other on one host.
+
+    Rates are means weighted by time, over the moments when they were known; memory is the highest.
+    Hence averages of averages are averages, and a series can be thinned.
+    """
+    if not loads:
+        raise ValueError("no loads to average")
+    weights = [load.duration_s for load in loads]
+    devices = zip(*(load.devices for load in loads), strict=True)
+    hosts = [load.host for load in loads]
+    cores = tuple(_mean(core, weights) for core in zip(*(h.cores for h in hosts), strict=True))
+    return Load(
+        node=loads[0].node,
+        duration_s=sum(weights),
+        devices=tuple(device[0].model_copy(update=_figures(device, weights)) for device in devices),
+        host=hosts[0].model_copy(update={**_figures(hosts, weights), "cores": cores}),
+    )
+
+
+def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, float | None]:
+    """By field, what several loads of one thing are together."""
+    found = {}
+    for name in _columns(type(loads[0])):
+        values = [getattr(load, name) for load in loads]
+        known = [value for value in values if value is not None]
+        if name.endswith("memory_bytes"):
+            found[name] = max(known, default=None)
+        else:
+            found[name] = _mean(values, weights)
+    return found
+
+
+def _columns(kind: type[Record]) -> tuple[str, ...]:
+    """The fields of a load that change with time, but for `cores`."""
+    fixed = ("index", "name", "memory_total_bytes", "cores")
+    return tuple(name for name in kind.model_fields if name not in fixed)
+
+
+def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    known = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
+    return sum(v * w for v, w in known) / sum(w for _, w in known) if known else None
+
+
+class DeviceSeries(Record):
+    """A device's figures, one value a point. Fields are as in DeviceLoad."""
+
+    index: NonNegativeInt
+    name: str
+    memory_total_bytes: int | None = None
+    utilisation: Values
+    run_utilisation: Values
+    memory_bytes: Values
+    run_memory_bytes: Values
+    power_w: Values
+    pcie_rx_bytes_per_s: Values
+    pcie_tx_bytes_per_s: Values
+    nvlink_rx_bytes_per_s: Values
+    nvlink_tx_bytes_per_s: Values
+
+
+class HostSeries(Record):
+    """A host's figures, one value a point; of `cores` one series a core. Fields as in HostLoad."""
+
+    cores: tuple[Values, ...]
+    run_cores: Values
+    memory_total_bytes: int | None = None
+    memory_bytes: Values
+    run_memory_bytes: Values
+    power_w: Values
+
+
+class Utilisation(Record):
+    """The time series of one host; a file of a run's folder. Averages are derived from it."""
+
+    node: NonNegativeInt = Field(default=0, description="which host of the job")
+    started: str = Field(description="UTC, ISO 8601")
+    period_s: PositiveFloat = Field(description="from point to point, as intended")
+    ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point since the start")
+    sampler_cpu_s: NonNegativeFloat = Field(description="processor time that the recording took")
+    devices: tuple[DeviceSeries, ...]
+    host: HostSeries
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        points = len(self.ends_s)
+        series: list[HostSeries | DeviceSeries] = [self.host, *self.devices]
+        lengths = {len(values) for one in series for values in _series_of(one)}
+        if lengths - {points}:
+            raise ValueError(f"series of {sorted(lengths)} values for {points} points")
+        if any(b <= a for a, b in zip(self.ends_s, self.ends_s[1:], strict=False)):
+            raise ValueError("ends_s do not rise")
+        return self
+
+    @property
+    def duration_s(self) -> float:
+        """From the start to the last point."""
+        return self.ends_s[-1] if self.ends_s else 0.0
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Its points, the first first."""
+        begins_s = (0.0, *self.ends_s)
+        return tuple(
+            Load(
+                node=self.node,
+                duration_s=end_s - begin_s,
+                devices=tuple(_at(DeviceLoad, one, point) for one in self.devices),
+                host=_at(HostLoad, self.host, point).model_copy(
+                    update={"cores": tuple(core[point] for core in self.host.cores)}
+                ),
+            )
+            for point, (begin_s, end_s) in enumerate(zip(begins_s, self.ends_s, strict=False))
+        )
+
+    def average(self) -> Load | None:
+        """The whole time as one load; None where nothing was seen."""
+        return average(self.loads) if self.ends_s else None
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON, whole or not at all; in few lines, for it has many numbers."""
+        write_atomic(path, self.model_dump_json() + "\n")
+
+
+def series(
+    loads: Sequence[Load], *, started: str, period_s: float, sampler_cpu_s: float
+) -> Utilisation:
+    """The record of loads that followed each other. Raises ValueError when there are none."""
+    if not loads:
+        raise ValueError("no loads to make a series of")
+    ends_s, end_s = [], 0.0
+    for load in loads:
+        end_s = round(end_s + load.duration_s, 6)
+        ends_s.append(end_s)
+    first, hosts = loads[0], [load.host for load in loads]
+    each = list(zip(*(load.devices for load in loads), strict=True))
+    return Utilisation(
+        node=first.node,
+        started=started,
+        period_s=period_s,
+        ends_s=tuple(ends_s),
+        sampler_cpu_s=round(sampler_cpu_s, 6),
+        devices=tuple(
+            DeviceSeries(
+                index=device[0].index,
+                name=device[0].name,
+                memory_total_bytes=device[0].memory_total_bytes,
+                **_transposed(device),
+            )
+            for device in each
+        ),
+        host=HostSeries(
+            memory_total_bytes=hosts[0].memory_total_bytes,
+            cores=tuple(
+                tuple(_short(value, "cores") for value in core)
+                for core in zip(*(host.cores for host in hosts), strict=True)
+            ),
+            **_transposed(hosts),
+        ),
+    )
+
+
+def _transposed(loads: Sequence[Record]) -> dict[str, Any]:
+    return {
+        name: tuple(_short(getattr(load, name), name) for load in loads)
+        for name in _columns(type(loads[0]))
+    }
+
+
+def _short(value: float | None, name: str) -> float | None:
+    """As many digits as mean something: a file of a thousand points stays small."""
+    if value is None:
+        return None
+    if "bytes" in name:
+        return round(value)
+    return round(value, 1 if name == "power_w" else 4)
+
+
+def _at(kind: type[Any], one: Record, point: int) -> Any:
+    values = {name: getattr(one, name)[point] for name in _columns(kind)}
+    fixed = {"index", "name", "memory_total_bytes"} & set(kind.model_fields)
+    return kind(**values, **{name: getattr(one, name) for name in fixed})
+
+
+def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
+    kind = DeviceLoad if isinstance(one, DeviceSeries) else HostLoad
+    yield from (getattr(one, name) for name in _columns(kind))
+    if isinstance(one, HostSeries):
+        yield from one.cores
+
+
+class Thinned:
+    """Keeps loads as they come: at `most` points, pairs are averaged and the period doubles."""
+
+    def __init__(self, period_s: float, most: int = 1000) -> None:
+        self.base_period_s = period_s
+        self._most = max(2, most // 2 * 2)  # pairs
+        self._each = 1  # loads in a point
+        self._points: list[Load] = []
+        self._waiting: list[Load] = []
+
+    @property
+    def period_s(self) -> float:
+        """From point to point, now."""
+        return self.base_period_s * self._each
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """All points; the last one may be shorter than the others."""
+        rest = [average(self._waiting)] if self._waiting else []
+        return (*self._points, *rest)
+
+    def add(self, load: Load) -> None:
+        """Take the next load."""
+        self._waiting.append(load)
+        if len(self._waiting) < self._each:
+            return
+        self._points.append(average(self._waiting))
+        self._waiting = []
+        if len(self._points) >= self._most:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [average(pair) for pair in pairs]
+            self._each *= 2

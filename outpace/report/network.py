@@ -1,0 +1,204 @@
+"""The network question's answer as tables for the terminal."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.figure import Figure
+from outpace.records.network import Answer, Cost, Need, Network
+from outpace.records.units import show_count, show_seconds
+
+# A network this many times faster than what is enough is worth a sentence.
+_PLENTY = 1.5
+_NAME_WIDTH = 18
+_MOST_COLUMNS = 6  # plans that are beside each other in 100 columns
+
+
+def network_text(answered: Answer) -> Group:
+    """What is trained and where, what each plan needs, what networks cost, and what follows."""
+    parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
+    if len(answered.needs) == 1:
+        parts.append(_exchanged_table(answered.needs[0]))
+    if answered.nodes > 1 and answered.needs:
+        parts += _costs_tables(answered)
+    parts += [Text("• " + line) for line in _findings(answered)]
+    if answered.measured:
+        parts.append(Text("Measured by outpace probe (busbw):"))
+        parts += [Padding(Text(f"{_key(f)}: {_rate(f.value)}"), (0, 0, 0, 2))
+                  for f in answered.measured]  # fmt: skip
+    return Group(*parts)
+
+
+def _key(figure: Figure) -> str:
+    return " ".join([figure.key.kind, *map(str, figure.key.of.values())])
+
+
+def _head(answered: Answer) -> list[Text]:
+    world = answered.nodes * answered.devices_per_node
+    rate = f"{show_count(answered.rate.value, 'FLOP/s')} a device, {answered.rate.origin}"
+    if answered.share is not None:
+        rate = (
+            f"{show_count(answered.rate.value, 'FLOP/s')} a device, ASSUMED: "
+            f"{answered.share:g} of the catalog's peak ({answered.share_source})"
+        )
+    own = answered.own
+    network = "not known"
+    if own is not None:
+        network = f"{own.name}, {_both(own.bytes_per_s)} a node, {own.origin}"
+    link = answered.inside
+    inside = "one device"
+    if link is not None:
+        inside = f"{link.name}, {_rate(link.bytes_per_s)} a device, {link.origin}"
+    lines = [
+        f"{answered.model}, {show_count(answered.parameters)} parameters, sequences of "
+        f"{answered.seq_len:,} tokens, on {answered.nodes} × {answered.devices_per_node} = {world} "
+        f"devices ({answered.machine}).",
+        f"Computing: {rate}; memory {show_count(answered.memory_rate.value, 'B/s')}, "
+        f"{answered.memory_rate.origin}; no faster than this roofline.",
+        f"Within a node: {inside}. Between nodes: {network}.",
+    ]
+    return [Text(line) for line in lines]
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+
+
+def _needs_table(answered: Answer) -> Table:
+    table = _table()
+    table.add_column("plan", no_wrap=True)
+    for head in ( "computing", "sent by\na device", "leaves\na node", "least a\ndevice",
+                 "least\na node", "cheapest\nenough, a node"):  # fmt: skip
+        table.add_column(head, justify="right", no_wrap=True)
+    for need in answered.needs:
+        sent = sum(one.sent_bytes for one in need.exchanged)
+        table.add_row(
+            need.title + (" †" if need.fits is False else ""),
+            _seconds(need.compute_s),
+            show_count(sent, "B"),
+            show_count(need.node_bytes, "B"),
+            _rate(need.least_device_bytes_per_s),
+            _rate(need.least_node_bytes_per_s),
+            _cheapest(answered, need),
+        )
+    table.caption = (
+        "least: that a device's link within a node, and a node's network, have to carry so that "
+        f"each costs at most {100 * answered.tolerance:g} % of a step."
+    )
+    if any(need.fits is False for need in answered.needs):
+        table.caption += "\n† weights, gradients and optimizer state alone do not fit a device."
+    table.caption_justify = "left"
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else show_seconds(seconds)
+
+
+def _cheapest(answered: Answer, need: Need) -> str:
+    if answered.nodes == 1:
+        return "–"
+    if need.cheapest is None:
+        return "none"
+    return _bits(need.cheapest.bytes_per_s)
+
+
+def _exchanged_table(need: Need) -> Table:
+    table = _table()
+    table.add_column("a step exchanges")
+    for head in ("axis", "sent by a device", "leaves a node", "behind", "which takes"):
+        table.add_column(head, justify="left" if head in ("axis", "behind") else "right")
+    for one in need.exchanged:
+        hidden = show_seconds(one.hide_s) if one.hide_s else ""
+        table.add_row(one.part, one.axis, show_count(one.sent_bytes, "B"),
+                      show_count(one.node_bytes, "B"), one.behind, hidden)  # fmt: skip
+    return table
+
+
+def _costs_tables(answered: Answer) -> list[Table]:
+    needs = answered.needs
+    count = -(-len(needs) // _MOST_COLUMNS)
+    width = -(-len(needs) // count)
+    tables = [_costs_table(answered, needs[at : at + width]) for at in range(0, len(needs), width)]
+    tables[-1].caption = "How much longer a step takes than on a network that takes no time."
+    tables[-1].caption_justify = "left"
+    return tables
+
+
+def _costs_table(answered: Answer, needs: Sequence[Need]) -> Table:
+    table = _table()
+    table.add_column("a node's network", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, max_width=_NAME_WIDTH)
+    for need in needs:
+        title = need.title.replace(" × ", "\n× ").replace(", ", ",\n")
+        table.add_column(title, justify="right", no_wrap=True)
+    for index, cost in enumerate(needs[0].costs):
+        network = cost.network
+        own = answered.own is not None and answered.own.bytes_per_s == network.bytes_per_s
+        cells = [_slowdown(need.costs[index], answered.tolerance) for need in needs]
+        name = "◂ this machine's" if own else _short(network)
+        table.add_row(_bits(network.bytes_per_s), name, *cells)
+    return table
+
+
+def _short(network: Network) -> str:
+    return network.name.split(", ")[0]
+
+
+def _slowdown(cost: Cost, tolerance: float) -> Text:
+    if cost.slowdown >= 1:
+        words = f"{1 + cost.slowdown:.1f} ×"
+    else:
+        words = f"+{100 * cost.slowdown:.1f} %"
+    return Text(words, style="green" if cost.slowdown <= tolerance else "red")
+
+
+def _findings(answered: Answer) -> list[str]:
+    found = []
+    if answered.nodes > 1:
+        for need in answered.needs:
+            line = _own_finding(answered, need)
+            if line:
+                found.append(line)
+        found.append(
+            "The catalog has no prices: the slowest network that is enough counts as the cheapest."
+        )
+    batches: dict[str, list[str]] = {}
+    for need in answered.needs:
+        batches.setdefault(need.identity, []).append(need.title)
+    found += [f"{', '.join(titles)}: {identity}." for identity, titles in batches.items()]
+    found += [f"{title}: {why}" for title, why in answered.refused.items()]
+    return found
+
+
+def _own_finding(answered: Answer, need: Need) -> str:
+    own = need.own
+    if own is None:
+        return ""
+    if own.slowdown > answered.tolerance:
+        return (
+            f"{need.title}: bound by this network, a step takes {100 * own.slowdown:.0f} % longer. "
+            f"It needs {_both(need.least_node_bytes_per_s)} a node."
+        )
+    if need.cheapest is not None and own.network.bytes_per_s >= _PLENTY * need.cheapest.bytes_per_s:
+        return (
+            f"{need.title}: this network is more than is needed: "
+            f"{_bits(need.cheapest.bytes_per_s)} ({_short(need.cheapest)}) would be enough."
+        )
+    return f"{need.title}: this network is enough, it costs {100 * own.slowdown:.1f} % of a step."
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value == 0 else show_count(value, "B/s")
+
+
+def _bits(bytes_per_s: float) -> str:
+    return f"{8 * bytes_per_s / 1e9:g} Gbit/s"
+
+
+def _both(bytes_per_s: float) -> str:
+    return f"{show_count(bytes_per_s, 'B/s')} ({8 * bytes_per_s / 1e9:,.0f} Gbit/s)"

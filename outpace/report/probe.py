@@ -1,0 +1,100 @@
+"""A probed machine for a person: what is fast, what is slow, what to do about it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.machine import Machine
+from outpace.records.probed import Probed, Shown, Steadiness
+from outpace.records.units import show_bytes, show_seconds
+from outpace.report.probe_tables import figure_tables, links_table
+
+
+@contextmanager
+def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[Shown]:
+    """A bar for each section on standard error; a line for each where nobody watches."""
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    if not console.is_terminal:
+        said: set[str] = set()
+
+        def line(section: str, share: float) -> None:
+            if share >= 1.0 and section not in said:
+                said.add(section)
+                console.print(f"probed {section}")
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {name: bars.add_task(name, total=1.0, start=False) for name in sections}
+
+        def bar(section: str, share: float) -> None:
+            if section in tasks:
+                bars.start_task(tasks[section])
+                # Other processes do not tell how far they are.
+                bars.update(tasks[section], completed=share, total=1.0 if share else None)
+
+        yield bar
+
+
+def show_machine(machine: Machine, out: Path | None, width: int | None = None) -> None:
+    """Print it on standard output, in so many columns (None: the terminal's)."""
+    console = Console(highlight=False, width=width)
+    assert machine.probed is not None
+    for part in parts_of(machine, machine.probed):
+        console.print(part)
+        console.print()
+    where = f"kept in {out}" if out else "not kept: give --out machine.json for the planner"
+    console.print(Text(where, style="dim"))
+
+
+def parts_of(machine: Machine, probed: Probed) -> Iterator[RenderableType]:
+    """What is shown, from the machine to what was left out."""
+    yield _head(machine, probed)
+    yield from figure_tables(probed)
+    if probed.fits:
+        yield links_table(probed.fits)
+    if any(figure.value is None for figure in probed.all_figures()):
+        yield Text("unstable: the machine did not hold still enough to conclude; why, and every "
+                   "sample, is in the record", style="yellow")  # fmt: skip
+    if probed.advice:
+        yield _advice(probed)
+    if probed.notes:
+        yield Group(Text("Notes", style="bold"), *(Text(f"  {note}") for note in probed.notes))
+
+
+def _head(machine: Machine, probed: Probed) -> RenderableType:
+    devices = ", ".join(device.name for device in machine.devices) or "no GPU"
+    kind = "quick probe" if probed.quick else "full probe"
+    level = next((f.level for f in probed.figures if f.level), 0.95)
+    lines = [
+        Text(f"{machine.cpu}, {machine.host_cores} cores, "
+             f"{show_bytes(machine.host_memory_bytes)}; {devices}", style="bold"),
+        Text(f"{kind} of {', '.join(probed.sections)} in {show_seconds(probed.took_s)}",
+             style="dim"),
+        Text("all is measured but what says catalog; ± is where a repeat's figure lies with "
+             f"{100 * level:.0f} % probability", style="dim"),
+    ]  # fmt: skip
+    return Group(*lines, *_steady(probed.steadiness))
+
+
+def _steady(steadiness: Steadiness) -> Iterable[Text]:
+    for warning in steadiness.warnings:
+        yield Text(f"! {warning}", style="yellow")
+    for device in steadiness.throttled:
+        yield Text(f"! {device}", style="yellow")
+
+
+def _advice(probed: Probed) -> RenderableType:
+    table = Table(title="Advice", title_justify="left", title_style="bold", box=None,
+                  pad_edge=False, show_header=False)  # fmt: skip
+    table.add_column("about", style="cyan", no_wrap=True)
+    table.add_column("text")
+    for one in probed.advice:
+        table.add_row(one.about, one.text)
+    return table

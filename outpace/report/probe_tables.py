@@ -1,0 +1,187 @@
+"""A probe's figures as tables: sizes down, choices across."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outpace.probe.fit import COLLECTIVES, bus_factor
+from outpace.records.figure import Figure
+from outpace.records.probed import LinkFit, Probed
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+
+Named = Callable[[Figure], str]
+# Sweeps of many sizes: what they say stands in the advice, all of them in the record.
+_SWEEPS = {"unlucky", "fine", "candidate"}
+_MOST_RANKS = 16
+
+
+@dataclass(frozen=True)
+class _Layout:
+    title: str
+    row: Named
+    column: Named
+
+
+def _product(figure: Figure) -> str:
+    of = figure.key.of
+    if figure.key.what in ("best", "peak"):
+        return {"best": "best (MAMF)", "peak": "peak"}[figure.key.what]
+    size = f"{of['m']} × {of['n']} × {of['k']}"
+    return f"{of['part']}: {size}" if "part" in of else size
+
+
+def _moved(figure: Figure) -> str:
+    of = figure.key.of
+    return show_bytes(int(of["bytes"])) if "bytes" in of else str(of.get("of", ""))
+
+
+def _of(*names: str) -> Named:
+    """Those of the key that are there, as words."""
+
+    def named(figure: Figure) -> str:
+        of = figure.key.of
+        words = (_word(name, of[name]) for name in names if name in of)
+        return ", ".join(word for word in words if word)
+
+    return named
+
+
+def _word(name: str, value: str | int) -> str:
+    if name.endswith("bytes"):
+        return show_bytes(int(value))
+    if name == "direct":
+        return "" if value == "yes" else "cached"
+    if name == "pin":
+        return "pinned" if value == "yes" else ""
+    return str(value) if isinstance(value, str) else f"{name.replace('_', ' ')} {value}"
+
+
+def _what(*more: str) -> Named:
+    rest = _of(*more)
+    return lambda figure: ", ".join(word for word in (figure.key.what, rest(figure)) if word)
+
+
+_LAYOUTS = {
+    "matmul": _Layout("Matrix products (m × n × k)", _product, _of("dtype")),
+    "vocabulary": _Layout("The head's products by vocabulary, forward and backward",
+                          _of("vocab", "hidden", "tokens"), _of("dtype")),
+    "attention": _Layout("Attention by number of heads", _of("heads", "head_dim", "seq_len"),
+                         _what("dtype")),
+    "memory": _Layout("Memory", _what("memory"), _moved),
+    "storage": _Layout("Storage", _what("block_bytes", "bytes", "direct"),
+                       _of("queue")),
+    "loader": _Layout("Data loading", _of("loader", "workers", "prefetch", "pin"), _what()),
+    "tokenise": _Layout("Tokenising", _of("processes"), _what()),
+    "ranks": _Layout("All ranks at once", _of("rank"), _what()),
+    "overlap": _Layout("Communication beside computing", _what("bytes"), _of("axis", "backend")),
+}  # fmt: skip
+
+
+def figure_tables(probed: Probed) -> Iterator[RenderableType]:
+    """One for each kind of figures; collectives have one in common."""
+    for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
+        if kind in COLLECTIVES:
+            continue
+        figures = [f for f in probed.figures if f.key.kind == kind and f.key.what not in _SWEEPS]
+        layout = _LAYOUTS[kind]
+        for place in dict.fromkeys(str(figure.key.of.get("directory", "")) for figure in figures):
+            here = [f for f in figures if f.key.of.get("directory", "") == place]
+            title = f"{layout.title}: {place}" if place else layout.title
+            yield _crossed(replace(layout, title=title), _slowest(here))
+    by_size = [f for f in probed.figures if f.key.kind in COLLECTIVES and f.key.has(axis="all")]
+    if by_size:
+        yield _collectives(by_size)
+
+
+def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
+    """Of many ranks those that a person looks for."""
+    ranks = {figure.key.of["rank"] for figure in figures if "rank" in figure.key.of}
+    if len(ranks) <= _MOST_RANKS:
+        return figures
+    took = {rank: max(median(map(median, f.rounds)) for f in figures if f.key.has(rank=rank))
+            for rank in ranks}  # fmt: skip
+    shown = sorted(ranks, key=lambda rank: -took[rank])[:_MOST_RANKS]
+    return [figure for figure in figures if figure.key.of["rank"] in shown]
+
+
+def _collectives(figures: Sequence[Figure]) -> RenderableType:
+    """Over all ranks by size: time, and the bandwidths as nccl-tests defines them."""
+    table = _empty()
+    table.add_column("")
+    for name in ("array", "time", "algbw", "busbw"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for kind in dict.fromkeys(figure.key.kind for figure in figures):
+        for number, figure in enumerate(f for f in figures if f.key.kind == kind):
+            size, ranks = int(figure.key.of["bytes"]), int(figure.key.of["ranks"])
+            rates = (Text(""), Text(""))
+            if figure.value is not None:
+                algbw = size / figure.value
+                busbw = algbw * bus_factor(kind, ranks)
+                rates = (Text(show_count(algbw, "B/s")), Text(show_count(busbw, "B/s")))
+            table.add_row(kind if number == 0 else "", show_bytes(size), _cell(figure), *rates)
+    return Group(Text("Collectives of all ranks, by size", style="bold"), table)
+
+
+def _crossed(layout: _Layout, figures: Sequence[Figure]) -> RenderableType:
+    by_size = sorted(figures, key=lambda figure: int(figure.key.of.get("bytes", 0)))
+    columns = list(dict.fromkeys(layout.column(figure) for figure in by_size))
+    table = _empty()
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    cells = {(layout.row(f), layout.column(f)): _cell(f) for f in figures}
+    assert len(cells) == len(figures), f"{layout.title}: two figures in one cell"
+    for row in dict.fromkeys(layout.row(figure) for figure in figures):
+        table.add_row(row, *(cells.get((row, column), Text("")) for column in columns))
+    return Group(Text(layout.title, style="bold"), table)
+
+
+def _empty() -> Table:
+    return Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+
+
+def _cell(figure: Figure) -> Text:
+    """The value and how far a repeat may lie from it; else that it is unstable, or published."""
+    if figure.origin == "catalog":
+        return Text(f"{show_figure(figure)} catalog", style="cyan")
+    if figure.value is None:
+        return Text(f"unstable{_apart(figure)}", style="yellow")
+    cell = Text(show_figure(figure))
+    cell.append(_apart(figure), style="dim")
+    return cell
+
+
+def _apart(figure: Figure) -> str:
+    if figure.low is None or figure.high is None or figure.low + figure.high <= 0:
+        return ""
+    return f" ±{100 * (figure.high - figure.low) / (figure.high + figure.low):.0f} %"
+
+
+def show_figure(figure: Figure) -> str:
+    """Its value with its unit."""
+    if figure.value is None:
+        return "n/a"
+    if figure.unit == "s":
+        return show_seconds(figure.value)
+    if figure.unit == "ratio":
+        return show_share(figure.value)
+    return show_count(figure.value, figure.unit)
+
+
+def links_table(fits: Sequence[LinkFit]) -> RenderableType:
+    """What was fitted to collectives."""
+    table = _empty()
+    table.add_column("", no_wrap=True)
+    for name in ("ranks", "axis", "by", "latency", "bandwidth", "points off by"):
+        table.add_column(name, justify="right")
+    for fit in fits:
+        table.add_row(
+            fit.collective, str(fit.ranks), fit.axis, fit.backend, _cell(fit.latency),
+            _cell(fit.bandwidth), show_share(fit.residual),
+        )  # fmt: skip
+    title = "Collectives: latency and bandwidth (busbw), fitted over sizes"
+    return Group(Text(title, style="bold"), table)

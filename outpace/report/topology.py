@@ -1,0 +1,146 @@
+"""A topology for the terminal: the matrix of GPUs, and what it means for parallelism."""
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.topology import (
+    LEGEND,
+    CpuTopology,
+    Grouping,
+    Placement,
+    Topology,
+    nvlinks,
+)
+from outpace.records.units import show_bytes, show_count
+
+STYLES = {"PIX": "cyan", "PXB": "cyan", "PHB": "yellow", "NODE": "yellow", "SYS": "red",
+          "SOC": "red", "X": "dim"}  # fmt: skip
+_PAIRS_SHOWN = 6
+
+
+def topology_text(topology: Topology, placement: Placement) -> Group:
+    """The matrix among GPUs with what each is near to, its legend, and advice."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    gpus = topology.gpus
+    table.add_column("")
+    for gpu in gpus:
+        table.add_column(gpu, justify="center", no_wrap=True)
+    with_numa = any(one.numa_affinity for one in topology.devices)
+    with_nics = bool(placement.nics)
+    for title in ["CPUs", *(["NUMA"] * with_numa), *(["nearest NICs"] * with_nics)]:
+        table.add_column(title)
+    near = {one.gpu: one for one in placement.nics}
+    for gpu in gpus:
+        device = topology.device(gpu)
+        row = [Text(gpu, style="bold")]
+        row += [_cell(topology.between(gpu, other)) for other in gpus]
+        row.append(Text(device.cpu_affinity or "n/a"))
+        if with_numa:
+            row.append(Text(device.numa_affinity or "n/a"))
+        if with_nics:
+            row.append(Text(f"{_short(near[gpu].nics)} {near[gpu].link or 'n/a'}"))
+        table.add_row(*row)
+    terms = {link for row in topology.links for link in row if link not in (None, "X")}
+    shown = [
+        term for term in LEGEND if term in terms or (term == "NV#" and any(map(nvlinks, terms)))
+    ]
+    lines = [Text(f"{term:<4} {LEGEND[term]}", style="dim") for term in shown]
+    parts = [Text(line) for line in advice(placement, topology)]
+    notes = [Text(f"Read with care: {note}.", style="yellow") for note in topology.notes]
+    return Group(table, *lines, Text(""), *parts, *notes)
+
+
+def _cell(link: str | None) -> Text:
+    return Text(link or "n/a", style="green" if nvlinks(link) else STYLES.get(link or "", "red"))
+
+
+def _short(names: tuple[str, ...]) -> str:
+    """Names for a narrow column: "NIC0 NIC1 and 2 more"."""
+    return " ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
+
+
+def advice(placement: Placement, topology: Topology) -> list[str]:
+    """Sentences: which groups should hold tensor parallelism, and where a slow link costs."""
+    count = len(topology.gpus)
+    if count < 2:
+        return [f"{count} GPU: nothing to place."]
+    lines = [_tensor_parallel(placement, count)]
+    wider = [one for one in placement.groupings if _beyond(one, placement.tensor_parallel)]
+    for one in wider:
+        lines.append(f"TP {one.size} would cross {one.worst_link} in every layer.")
+    if count > 2 and placement.bottleneck and not nvlinks(placement.bottleneck):
+        lines.append(
+            f"Anything over all {count} GPUs (DDP, FSDP) crosses {placement.bottleneck} at its "
+            "slowest place."
+        )
+    for slow in placement.slow if count > 2 else ():
+        pairs = ", ".join(f"{a}–{b}" for a, b in slow.pairs[:_PAIRS_SHOWN])
+        more = len(slow.pairs) - _PAIRS_SHOWN
+        lines.append(
+            f"{slow.link}: {len(slow.pairs)} of {count * (count - 1) // 2} pairs ({pairs}"
+            f"{f' and {more} more' if more > 0 else ''}), {LEGEND[slow.link]}."
+        )
+    far = [one.gpu for one in placement.nics if one.link in ("SYS", "SOC")]
+    if far:
+        lines.append(
+            f"{', '.join(far)}: every network card is on another NUMA node; sends between hosts "
+            "cross between CPUs."
+        )
+    return lines
+
+
+def _beyond(one: Grouping, best: Grouping | None) -> bool:
+    return best is not None and one.size > best.size
+
+
+def _tensor_parallel(placement: Placement, count: int) -> str:
+    best = placement.tensor_parallel
+    if best is None:
+        pair = placement.groupings[0]
+        return (
+            "No group is joined by NVLink or a PCIe switch: tensor parallelism would send through "
+            "the CPU in every layer. Prefer pipeline or data parallelism; if it must be, the best "
+            f"pairs are {_groups(pair)} ({pair.worst_link}, {LEGEND[str(pair.worst_link)]})."
+        )
+    rate = ""
+    if best.link_bytes_per_s is not None:
+        rate = f", {show_count(best.link_bytes_per_s, 'B/s')} each way"
+    if best.size == count:
+        return f"Tensor parallelism: up to all {count} GPUs, joined by {best.worst_link}{rate}."
+    return (
+        f"Tensor parallelism: up to {best.size} GPUs, within {_groups(best)} (at worst "
+        f"{best.worst_link}{rate}); data or pipeline parallelism between them."
+    )
+
+
+def _groups(grouping: Grouping) -> str:
+    return " ".join("{" + " ".join(group) + "}" for group in grouping.groups)
+
+
+def cpu_text(cpu: CpuTopology) -> Group:
+    """Packages, cores, NUMA nodes and caches."""
+    threads = cpu.cpu_count
+    parts = [f"{threads} CPUs ({cpu.cpus})"]
+    if cpu.cores:
+        parts.append(f"{cpu.cores} cores" + ("" if cpu.cores == threads else " with hyper-threads"))
+    if cpu.packages:
+        parts.append(f"{cpu.packages} package{'s' if cpu.packages > 1 else ''}")
+    lines = ["; ".join(parts) + "."]
+    for node in cpu.numa:
+        line = (
+            f"NUMA node {node.number}: CPUs {node.cpus or 'none'}, {show_bytes(node.memory_bytes)}"
+        )
+        if len(cpu.numa) > 1:
+            line += f", distances {' '.join(map(str, node.distances))}"
+        lines.append(line + ".")
+    caches = [
+        f"L{one.level}{'' if one.kind == 'Unified' else one.kind[0].lower()} {one.count} × "
+        f"{show_bytes(one.cache_bytes)}"
+        + (f" (each for {one.shared_by} CPUs)" if one.shared_by > 1 else "")
+        for one in cpu.caches
+    ]
+    if caches:
+        lines.append(f"Caches: {', '.join(caches)}.")
+    return Group(*(Text(line) for line in lines))

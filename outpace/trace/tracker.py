@@ -1,0 +1,54 @@
+"""Storages as they come and go, by a mode around what makes them."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Tracker(TorchDispatchMode):
+    """Notes storages as they come and go while it is entered. Enter it inside the fake mode.
+
+    `events` are (number of a storage, its bytes: negative when it is freed).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.events: list[tuple[int, int]] = []
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._living: dict[int, weakref.ref[Any]] = {}
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.see(tree_leaves(made))
+        return made
+
+    def see(self, values: Iterable[Any]) -> None:
+        """Count the tensors among `values` whose storages are new."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
+
+    def _see(self, storage: Any) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._living or not size:
+            return
+        self._count += 1
+        number = self._count
+
+        def gone(_: Any) -> None:
+            del self._living[key]
+            self._change(number, -size)
+
+        self._living[key] = weakref.ref(storage, gone)
+        self._change(number, size)
+
+    def _change(self, number: int, size: int) -> None:
+        self.events.append((number, size))
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -1,0 +1,113 @@
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from outpace.cli.main import main
+
+TOPOLOGIES = Path(__file__).parents[1] / "probe" / "topologies"
+
+
+@pytest.fixture
+def no_tools(tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def tool(folder, script):
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{script}\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+def test_findings_with_their_remedy_and_what_could_not_be_checked(no_tools, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "severe · variables left from debugging: the CPU waits for every kernel" in said
+    assert "do: unset CUDA_LAUNCH_BLOCKING" in said
+    assert "Could not be checked" in said
+    assert max(map(len, said.splitlines())) <= 100
+    assert main(["doctor", "--strict"]) == 1
+
+
+def test_as_a_document_the_most_costly_first(no_tools, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["findings"][0]["severity"] == "severe"
+    order = ["severe", "high", "moderate", "low"]
+    severities = [order.index(one["severity"]) for one in said["findings"]]
+    assert severities == sorted(severities)
+    assert said["inventory"]["settings"]["NCCL_ALGO"] == "Ring"
+
+
+def test_a_hanging_driver_does_not_hang_the_doctor(no_tools, capsys):
+    tool(no_tools, "sleep 300")
+    began = time.monotonic()
+    assert main(["doctor", "--json", "--timeout=2"]) == 0
+    assert time.monotonic() - began < 150  # not the tool's 300
+    said = json.loads(capsys.readouterr().out)
+    assert "has not answered in 2 s and was stopped" in said["not_checked"]["choice of GPUs"]
+
+
+def test_topology_of_a_file(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "100")
+    file, drawn = TOPOLOGIES / "dgx-1-v100.txt", tmp_path / "t.svg"
+    words = [f"--from={file}", f"--svg={drawn}", "--nvlink=2"]
+    assert main(["topology", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "up to 4 GPUs, within {GPU0 GPU1 GPU2 GPU3} {GPU4 GPU5 GPU6 GPU7}" in said
+    assert "at worst NV1, 25.00 GB/s each way" in said
+    assert "SYS: 12 of 28 pairs" in said
+    picture = drawn.read_text()
+    assert picture.startswith("<svg") and picture.count("<title>NV2</title>") == 8 + 1  # the legend
+    assert "mlx5_3" in picture
+    assert main(["topology", *words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["placement"]["tensor_parallel"]["size"] == 4
+    assert document["topology"]["links"][0][4] == "NV2"
+
+
+def test_topology_without_a_driver_tells_of_the_processors(no_tools, capsys, tmp_path):
+    assert main(["topology", f"--svg={tmp_path / 'cpu.svg'}"]) == 0
+    said = capsys.readouterr().out
+    assert "nvidia-smi is not here" in said
+    assert "CPUs" in said
+    assert "cores" in (tmp_path / "cpu.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'Insufficient Permissions'; exit 4", "Insufficient Permissions"),
+        ("sleep 300", "has not answered in 1 s"),
+    ],
+)
+def test_topology_with_a_broken_driver(no_tools, capsys, script, words):
+    tool(no_tools, script)
+    began = time.monotonic()
+    assert main(["topology", "--timeout=1"]) == 0
+    assert time.monotonic() - began < 150  # not the tool's 300
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            [f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--nvlink=9"],
+            "'NVLink 9' is not in the catalog",
+        ),
+        (["--from=nowhere.txt"], "--from nowhere.txt: No such file"),
+        ([f"--from={TOPOLOGIES / 'sources.toml'}"], "there is no matrix of GPUs in it"),
+        ([f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=t.png"], "has to end with .svg"),
+    ],
+)
+def test_bad_input_is_a_sentence(words, sentence, capsys):
+    assert main(["topology", *words]) == 2
+    assert sentence in capsys.readouterr().err

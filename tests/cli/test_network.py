@@ -1,0 +1,187 @@
+"""`outpace network`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from outpace.catalog.links import LINKS
+from outpace.cli.main import main
+from outpace.probe.link_words import network_advice
+from outpace.records.figure import Figure, Key
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+from outpace.records.probed import LinkFit, Probed
+
+BLOOM = ("network", "--model=bloom-176b", "--machine=hgx-a100", "--nodes=48",
+         "--network=4 x omni-path-100", "--global-batch=2048", "--tp=4", "--pp=12",
+         "--precision=bf16-pure", "--checkpointing=full")  # fmt: skip
+TINY = ("network", "--model=outpace-tiny", "--machine=dgx-a100")
+
+
+def said(capsys, *words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_strategies_are_compared_and_assumptions_shown(capsys, monkeypatch):
+    answer = said(capsys, *BLOOM)
+    needs = {need["title"]: need for need in answer["needs"]}
+    assert set(needs) == {
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP4 × PP12 × DP8",
+    }  # fmt: skip
+    product, zero3 = needs["TP4 × PP12 × DP8"], needs["ZeRO-3"]
+    assert zero3["least_node_bytes_per_s"] > 2 * product["least_node_bytes_per_s"]
+    assert product["own"]["slowdown"] < 0.05 < zero3["own"]["slowdown"]
+    assert needs["DDP"]["fits"] is False and zero3["fits"] is None
+    assert answer["rate"]["origin"] == "catalog" and answer["share"] == 0.5
+    assert answer["own"]["origin"] == "catalog"
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([*BLOOM]) == 0
+    shown = capsys.readouterr().out
+    assert "ASSUMED: 0.5 of the catalog's peak" in " ".join(shown.split())
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
+    assert "bound by this network" in shown and "more than is needed" in shown
+
+
+def figure(kind, what, unit, value, **of):
+    key = Key(kind=kind, what=what, of=of)
+    return Figure(key=key, unit=unit, value=value, origin="measured")
+
+
+def link(axis, ranks, rate):
+    return LinkFit(
+        collective="all-reduce", axis=axis, backend="nccl", device="cuda", ranks=ranks,
+        latency=figure("all-reduce", "latency", "s", 1e-5, axis=axis),
+        bandwidth=figure("all-reduce", "bandwidth", "B/s", rate, axis=axis), residual=0.01,
+    )  # fmt: skip
+
+
+def probe(path, *fits, ranks=1, hosts=1):
+    """A machine file of a probe with these links, and what it takes to reckon with it."""
+    figures = (
+        figure("matmul", "best", "FLOP/s", 250e12, dtype="fp32"),
+        figure("matmul", "best", "FLOP/s", 250e12, dtype="bf16"),
+        figure("memory", "copy", "B/s", 9e12, bytes=1000),
+        figure("memory", "copy", "B/s", 1.5e12, bytes=10**9),
+    )
+    probed = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+                    figures=figures, fits=fits, world_size=ranks, hosts=hosts)  # fmt: skip
+    Machine(host_cores=8, host_memory_bytes=1, cpu="", probed=probed).save(path)
+    return f"--probe={path}"
+
+
+def test_a_plan_alone_with_what_was_measured(capsys, tmp_path):
+    probed = probe(
+        tmp_path / "m.json", link("all", 16, 25e9), link("node", 8, 200e9), link("across", 2, 40e9),
+        ranks=16, hosts=2,
+    )  # fmt: skip
+    plan = Plan(strategy="zero3", dp_shard=16, precision="bf16")
+    plan.save(tmp_path / "plan.json")
+    words = ["--nodes=2", f"--plan={tmp_path / 'plan.json'}", probed]
+    answer = said(capsys, *TINY, *words)
+    (need,) = answer["needs"]
+    assert answer["rate"]["value"] == 250e12 and answer["share"] is None
+    assert answer["memory_rate"]["value"] == 1.5e12
+    # Eight groups at once, each of a rank on either node.
+    assert answer["own"]["origin"] == "measured" and answer["own"]["bytes_per_s"] == 8 * 40e9
+    assert answer["inside"]["origin"] == "measured" and answer["inside"]["bytes_per_s"] == 200e9
+    assert {one["part"] for one in need["exchanged"]} == {"gathers", "gradients", "control"}
+    assert [one["value"] for one in answer["measured"]] == [25e9, 200e9, 40e9]
+    assert main([*TINY, *words]) == 0
+    assert "Measured by outpace probe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fits", "ranks", "hosts", "per_node", "own", "inside"),
+    [
+        # Of two nodes of four, asked for as many or for another number of them.
+        ((link("all", 8, 2e9), link("node", 4, 30e9), link("across", 2, 5e9)), 8, 2, 4, 20e9, 30e9),
+        # A rank on each host: all of them are the network, and nothing is inside.
+        ((link("all", 4, 6e9),), 4, 4, 1, 6e9, None),
+        # One host: all of them are inside.
+        ((link("all", 4, 7e9),), 4, 1, 4, None, 7e9),
+    ],
+)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_measured_links_are_a_nodes_and_a_devices(
+    capsys, tmp_path, nodes, fits, ranks, hosts, per_node, own, inside
+):
+    probed = probe(tmp_path / "m.json", *fits, ranks=ranks, hosts=hosts)
+    words = ["network", "--model=outpace-tiny", probed, f"--nodes={nodes}"]
+    answer = said(capsys, *words)
+    assert answer["devices_per_node"] == per_node
+    assert (answer["own"] and answer["own"]["bytes_per_s"]) == own
+    assert (answer["inside"] and answer["inside"]["bytes_per_s"]) == inside
+    assert main(words) == 0
+    assert ("Within a node: one device" in capsys.readouterr().out) == (inside is None)
+
+
+def test_all_ranks_of_many_hosts_are_no_link_within_one(capsys, tmp_path):
+    probed = probe(tmp_path / "m.json", link("all", 8, 2e9), ranks=8, hosts=2)
+    answer = said(capsys, *TINY, probed)
+    assert answer["inside"]["origin"] == "catalog"
+    assert main(["network", "--model=outpace-tiny", probed]) == 2
+    assert "the links within a node are not known" in capsys.readouterr().err
+    probed = probe(tmp_path / "m.json", link("across", 2, 2e9), ranks=7, hosts=2)
+    assert main(["network", "--model=outpace-tiny", probed]) == 2
+    assert "not equally many on each" in capsys.readouterr().err
+
+
+def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys, tmp_path):
+    fits = (link("node", 8, 200e9), link("across", 2, 5e9))
+    (advice,) = network_advice(fits, (tuple(range(8)), tuple(range(8, 16))))
+    assert "320.00 Gbit/s for a node" in advice.text
+    probed = probe(tmp_path / "m.json", *fits, ranks=16, hosts=2)
+    assert said(capsys, *TINY, probed)["own"]["bytes_per_s"] == 320e9 / 8
+
+
+def test_tensor_and_pipeline_parallelism_alone_where_they_can_be(capsys):
+    answer = said(capsys, "network", "--model=gpt2", "--machine=4x-v100", "--precision=fp16")
+    plans = {need["title"]: need["plan"] for need in answer["needs"]}
+    assert (plans["TP"]["strategy"], plans["TP"]["tp"]) == ("tp", 4)
+    assert (plans["PP"]["strategy"], plans["PP"]["pp"]) == ("1f1b", 4)
+    assert "TP4" not in plans  # once is enough
+    answer = said(capsys, "network", "--model=gpt2", "--machine=dgx-a100", "--nodes=2")
+    assert answer["refused"]["TP"] == "16 devices cannot share 12 heads and 12 kv_heads evenly"
+    assert answer["refused"]["PP"] == "12 layers are fewer than 16 devices"
+
+
+def test_a_single_node_needs_no_network(capsys):
+    answer = said(capsys, *TINY)
+    assert all(
+        need["least_node_bytes_per_s"] == need["node_bytes"] == 0 for need in answer["needs"]
+    )
+    assert answer["inside"]["bytes_per_s"] == 12 * LINKS["NVLink 3"].bytes_per_s
+
+
+def test_no_torch_is_imported():
+    words = [*BLOOM, "--json"]
+    code = (
+        f"import sys; from outpace.cli.main import main; assert main({words!r}) == 0; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("network", "--model=gpt2"), "where would it train?"),
+        (("network", "--model=gpt2", "--machine=foo"), "machine 'foo' is not in the catalog"),
+        (("network", "--model=gpt2", "--machine=laptop"), "Measure it with outpace probe matmul"),
+        ((*TINY, "--network=fast"), "link 'fast' is not in the catalog"),
+        ((*TINY, "--precision=fp64"), "no fp64 rate is known of this machine"),
+        ((*TINY, "--share=2"), "2 is not at least 0.01 and at most 1"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
+    assert main([*words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_plan_for_another_number_of_devices_is_refused(capsys, tmp_path):
+    Plan(strategy="ddp", dp_replicate=4).save(tmp_path / "plan.json")
+    assert main([*TINY, f"--plan={tmp_path / 'plan.json'}"]) == 2
+    assert "is for 4 devices, but 1 × 8 = 8 are there" in capsys.readouterr().err

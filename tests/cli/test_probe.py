@@ -1,0 +1,102 @@
+"""`outpace probe`, from the command line to machine.json."""
+
+import json
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.cli.probe import SECTIONS, _parser, _sections
+from outpace.records.machine import Machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["matmull"], "no section 'matmull'. Did you mean 'matmul'"),
+        (["memory", "--out", "nowhere/machine.json"], "there is no folder"),
+        (["matmul", "--model", "gpt3-176b"], "no preset, directory or file"),
+        (["memory", "--device", "cuda"], "no CUDA device is visible"),
+        (["memory", "--budget", "0"], "not at least 0.1"),
+        (["storage", "--checkpoint-dir", "nowhere/at/all"], "nowhere/at/all"),
+    ],
+)
+def test_bad_input_is_refused_with_what_is_allowed(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["probe", "--quick", *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Sections that need no other process, kept as a record."""
+    out = tmp_path_factory.mktemp("probe") / "machine.json"
+    sections = ["matmul", "memory", "storage", "loader"]
+    assert main(["probe", *sections, "--quick", "--budget", "8", "--model", "outpace-tiny",
+                 "--out", str(out)]) == 0  # fmt: skip
+    return out
+
+
+def test_the_record_has_every_sample_and_says_whence_each_figure_is(kept):
+    probed = Machine.load(kept).probed
+    assert probed.sections == ("matmul", "memory", "storage", "loader")
+    assert {"matmul", "memory", "storage", "loader", "tokenise"} <= {
+        figure.key.kind for figure in probed.figures
+    }
+    for figure in probed.figures:
+        assert figure.origin == "measured"
+        assert figure.rounds
+        assert all(sample > 0 for samples in figure.rounds for sample in samples)
+        assert (figure.value is None) == (figure.unstable is not None)
+    keys = [figure.key for figure in probed.figures]
+    assert len(set(keys)) == len(keys)
+    assert probed.versions["torch"]
+    assert probed.date
+
+
+def test_it_names_no_path_of_the_machine(kept, tmp_path):
+    text = kept.read_text()
+    assert str(kept.parent) not in text
+    assert str(tmp_path.parent) not in text
+    assert "…/machine.json" in text
+
+
+def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
+    from outpace.report.probe import show_machine
+
+    show_machine(Machine.load(kept), kept, width=100)
+    shown = capsys.readouterr().out
+    assert "Matrix products" in shown
+    assert "Storage" in shown
+    assert "a repeat" in shown
+    *lines, where = shown.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert where == f"kept in {kept}"
+
+
+@pytest.mark.gloo
+def test_ranks_of_a_launcher_measure_together(on_ranks, tmp_path):
+    out = tmp_path / "machine.json"
+    on_ranks(2, "outpace", "probe", "allreduce", "--quick", "--budget", "4", "--out", str(out),
+             "--json")  # fmt: skip
+    probed = Machine.load(out).probed
+    assert (probed.world_size, probed.hosts) == (2, 1)
+    (fit,) = [fit for fit in probed.fits if fit.axis == "all"]
+    assert (fit.collective, fit.ranks, fit.backend) == ("all-reduce", 2, "gloo")
+    assert any("4 nodes" in note for note in probed.notes)
+
+
+def test_help_names_all_sections(capsys):
+    assert main(["probe", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(section in shown for section in SECTIONS)
+
+
+def test_without_a_section_all_are_measured():
+    assert _sections(_parser().read([]).section) == _sections(["all"])
+    assert {*_sections([]), "allreduce"} == {*SECTIONS}
+
+
+def test_json_is_the_record(capsys):
+    assert main(["probe", "memory", "--quick", "--budget", "1", "--json"]) == 0
+    assert Machine.parse(json.loads(capsys.readouterr().out), "stdout").probed.quick

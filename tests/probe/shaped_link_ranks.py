@@ -1,0 +1,33 @@
+"""One rank of two, each in a network of its own: rank 0 prints what it finds of the link.
+
+RANK=… MASTER_ADDR=… python tests/probe/shaped_link_ranks.py     as torchrun on two hosts
+"""
+
+import os
+
+import torch
+
+from outpace.launch.collectives import probe_collectives
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.records.probed import Probed
+
+CPU = torch.device("cpu")
+BUDGET_S = 14.0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    with process_groups(ranks, CPU, 60.0, 0) as groups:
+        found = probe_collectives(groups, CPU, False, BUDGET_S, only="all-reduce")
+    if ranks.rank == 0:
+        probed = Probed(
+            date="", versions={}, command="", sections=("allreduce",), quick=False,
+            took_s=BUDGET_S, figures=found.figures, fits=found.fits, advice=found.advice,
+        )  # fmt: skip
+        print(probed.model_dump_json())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""One rank of the test of stragglers: prints whom rank 0 finds slow.
+
+python tests/parallel/forked.py 4 tests/probe/stragglers_ranks.py RANK     which is made slow
+"""
+
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.probe.axes import axes_of, nodes_of
+from outpace.probe.buffers import Buffers
+from outpace.probe.collectives import Place, exchange
+from outpace.probe.link_words import pair_advice, rank_advice
+from outpace.probe.measure import HostClock
+from outpace.probe.ranks_clock import RanksClock
+from outpace.probe.side_by_side import by_round, pair_figures, ranks_figures, work_of
+from outpace.probe.stragglers import slow_links, slow_ranks
+
+CPU = torch.device("cpu")
+SLEEP_S = 0.1  # many times what others' work on a busy machine costs
+
+
+def slowed(call):
+    def slow():
+        time.sleep(SLEEP_S)
+        return call()
+
+    return slow
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    is_slow = ranks.rank == int(sys.argv[1])
+    with process_groups(ranks, CPU, 60.0, 0) as groups:
+        nodes = nodes_of([(rank, ranks.world_size) for rank in range(ranks.world_size)])
+        place = Place(axes_of(nodes)[0], dist.group.WORLD, groups.control, ranks.rank, "gloo",
+                      Buffers(CPU, ranks.rank))  # fmt: skip
+        clock = RanksClock(HostClock(), groups.control)
+        work = work_of(CPU)
+        if is_slow:
+            work = {what: slowed(call) for what, call in work.items()}
+        figures = ranks_figures(work, place, clock, 0.5)
+
+        def between(*where):
+            call, check = exchange(*where)
+            return (slowed(call) if is_slow else call), check
+
+        pairs = pair_figures(nodes, place, (1 << 16,), clock, 0.5, between)
+    if ranks.rank != 0:
+        return
+    times = {pair: by_round(of[0]) for pair, of in pairs.items()}
+    found = slow_links(times)
+    said = {
+        "stragglers": [
+            (one.who, one.times)
+            for what in work
+            for one in slow_ranks(
+                {int(f.key.of["rank"]): by_round(f) for f in figures if f.key.what == what}
+            )
+        ],
+        "slow links": {
+            "ranks": [one.who for one in found.ranks],
+            "links": [one.who for one in found.links],
+        },
+        "advice": [one.text for one in rank_advice(figures) + pair_advice(pairs, nodes)],
+    }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

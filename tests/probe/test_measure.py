@@ -1,0 +1,135 @@
+"""Figures can be trusted: intervals hold repeats, drift is said, wrong results refused."""
+
+import random
+from itertools import pairwise
+from statistics import median
+
+import pytest
+
+from outpace.probe.compare import gain
+from outpace.probe.measure import Case, Effort, WrongResultError, interval, measure
+from outpace.records.figure import Figure, Key
+
+
+class Planned:
+    """A clock on which each call takes what is said, times noise; nothing waits."""
+
+    def __init__(self, seed, noise=0.02, drift=0.0, bursts=0.0):
+        self._random = random.Random(seed)
+        self._noise, self._drift, self._bursts, self._now = noise, drift, bursts, 0.0
+
+    def seconds(self, call, count):
+        slow = 1 + self._drift * self._now
+        if self._random.random() < self._bursts:
+            slow *= self._random.uniform(1.5, 10)
+        took = count * call() * slow * max(0.1, self._random.gauss(1, self._noise))
+        self._now += took
+        return took
+
+    def now(self):
+        return self._now
+
+
+def cases(*seconds):
+    return [
+        Case(Key(kind="test", what=str(number)), "s", lambda s=s: lambda: s)
+        for number, s in enumerate(seconds)
+    ]
+
+
+EFFORT = Effort(budget_s=20, sample_s=0.01, least_rounds=15, most_rounds=40, half_width=0.01)
+CALLS = (0.001, 0.01, 0.0003)
+
+
+def probed(seed, **clock):
+    return measure(cases(*CALLS), Planned(seed, **clock), EFFORT)
+
+
+@pytest.mark.parametrize("clock", [{}, {"noise": 0.1}, {"bursts": 0.1}])
+def test_a_repeat_lies_in_the_interval_as_often_as_is_stated(clock):
+    probes = [probed(seed, **clock) for seed in range(80)]
+    held = [
+        one.holds(other)
+        for first, second in pairwise(probes)
+        for one, other in zip(first, second, strict=True)
+    ]
+    assert None not in held
+    assert sum(held) / len(held) >= 0.93
+
+
+def test_the_value_is_the_median_and_bursts_do_not_move_it():
+    figures = probed(1, bursts=0.15)
+    for figure, true in zip(figures, CALLS, strict=True):
+        assert figure.value == pytest.approx(true, rel=0.03)
+        assert figure.value == median(median(samples) for samples in figure.rounds)
+        assert figure.low < figure.value < figure.high
+
+
+def test_what_drifts_is_not_concluded_from():
+    figures = probed(2, drift=0.2)
+    assert all(figure.value is None for figure in figures)
+    assert all("drifted by +" in figure.unstable for figure in figures)
+
+
+def test_what_scatters_too_far_is_not_concluded_from():
+    effort = Effort(budget_s=1, sample_s=0.01, least_rounds=4, most_rounds=5)
+    figures = measure(cases(*CALLS), Planned(3, noise=0.6), effort)
+    assert all(figure.value is None for figure in figures)
+    assert all("a repeat may lie" in figure.unstable for figure in figures)
+
+
+def test_a_narrow_case_is_done_early_and_none_is_left_out():
+    clock = Planned(4, noise=0.0001)
+    figures = measure(cases(*CALLS), clock, EFFORT)
+    assert [len(figure.rounds) for figure in figures] == [EFFORT.least_rounds] * 3
+
+
+def test_the_budget_is_kept_when_calls_are_long():
+    clock = Planned(5)
+    measure(cases(0.5, 0.5), clock, Effort(budget_s=10, samples=5, least_rounds=8))
+    assert clock.now() < 20
+
+
+def test_rounds_go_forwards_and_backwards():
+    order = []
+    watched = [
+        Case(Key(kind="test", what=name), "s", lambda name=name: lambda: order.append(name) or 0.02)
+        for name in "abc"
+    ]
+    measure(watched, Planned(6, noise=0.3), Effort(1e9, samples=1, least_rounds=4, most_rounds=4))
+    # In each round a call that is not timed, and a sample of one.
+    assert order[-24:] == list("aabbcc" + "ccbbaa") * 2
+
+
+def test_a_wrong_result_ends_the_probe():
+    wrong = Case(Key(kind="matmul", what="rate"), "s", lambda: lambda: 0.01, check=lambda _: "is 3")
+    with pytest.raises(WrongResultError, match="matmul rate: is 3"):
+        measure([wrong], Planned(7), EFFORT)
+
+
+def test_an_interval_widens_with_rounds_that_resemble_their_neighbours():
+    shuffled = [1.0, 1.2] * 20
+    in_runs = [1.0] * 20 + [1.2] * 20
+    (_, low, high), (_, far_low, far_high) = interval(shuffled), interval(in_runs)
+    assert far_high - far_low > 2 * (high - low)
+
+
+def figure_of(rounds, unit="s"):
+    return Figure(
+        key=Key(kind="test", what="time"), unit=unit, value=1.0, origin="measured",
+        rounds=tuple((one,) for one in rounds),
+    )  # fmt: skip
+
+
+def test_a_gain_is_by_the_ratio_of_rounds_so_that_slow_spells_fall_out():
+    rng = random.Random(8)
+    spells = [rng.choice((1.0, 3.0)) for _ in range(30)]
+    before = figure_of([1.1 * s * rng.gauss(1, 0.005) for s in spells])
+    after = figure_of([s * rng.gauss(1, 0.005) for s in spells])
+    found = gain(before, after)
+    assert found.value == pytest.approx(0.1, abs=0.01)
+    assert found.sure
+    assert not gain(after, after).sure
+    rate = figure_of([1 / value for (value,) in before.rounds], "FLOP/s")
+    other = figure_of([1 / value for (value,) in after.rounds], "FLOP/s")
+    assert gain(rate, other).value == pytest.approx(found.value)

@@ -1,0 +1,50 @@
+"""Tiles and waves are found where they are, and not where there is only noise."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outpace.probe.sawtooth import cost_of, find_tile, find_waves, next_multiple
+
+SIZES = list(range(258, 258 + 2 * 96, 2))
+
+
+def stairs(sizes, tile, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return [(10 + math.ceil(n / tile)) * rng.normal(1, noise or 1e-12) * 1e-6 for n in sizes]
+
+
+@pytest.mark.parametrize("tile", [16, 24, 32, 48, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_width_of_steps_is_found(tile, seed):
+    found = find_tile(SIZES, stairs(SIZES, tile, 0.003, seed))
+    assert found is not None
+    assert found.tile == tile
+    assert found.explained > 0.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), slope=st.floats(0, 0.01))
+def test_a_straight_line_with_noise_has_no_steps(seed, slope):
+    rng = np.random.default_rng(seed)
+    seconds = [(1 + slope * n) * rng.normal(1, 0.02) for n in SIZES]
+    assert find_tile(SIZES, seconds) is None
+
+
+def test_waves_are_found_by_the_number_of_multiprocessors():
+    columns = list(range(128, 128 * 200, 256))
+    seconds = [math.ceil(math.ceil(2048 / 128) * math.ceil(n / 256) / 108) for n in columns]
+    tile, explained = find_waves(columns, seconds, rows=2048, multiprocessors=108)
+    assert tile == (128, 256)
+    assert explained > 0.9
+    straight = [float(n) for n in columns]
+    assert find_waves(columns, straight, rows=2048, multiprocessors=108) is None
+
+
+def test_what_is_paid_for_and_not_used():
+    assert next_multiple(50257, 64) == 50304
+    assert cost_of(65, 64) == pytest.approx(63 / 65)
+    assert cost_of(128, 64) == 0
