@@ -10,11 +10,13 @@ tensors does so with these. Blocks need not fit rows.
 
 import importlib.util
 import logging
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from outpace.records.errors import BadInputError
 
@@ -33,9 +35,13 @@ def require_nf4() -> None:
         )
 
 
+@cache
 def _library() -> Any:
-    """bitsandbytes, without its advice on kernels that it would download."""
-    require_nf4()
+    """bitsandbytes, without its advice on kernels that it would download.
+
+    It keeps the levels of scales that its first call computes, for all later ones of the process.
+    Under fake tensors, as in a trace, they would come out wrong: that call is made here, of values.
+    """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level
     speaking.setLevel(logging.ERROR)
@@ -43,6 +49,8 @@ def _library() -> Any:
         import bitsandbytes.functional
     finally:
         speaking.setLevel(level)
+    with _disable_current_modes():
+        bitsandbytes.functional.quantize_4bit(torch.zeros(BLOCK), compress_statistics=True)
     return bitsandbytes.functional
 
 

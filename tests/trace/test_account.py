@@ -1,5 +1,9 @@
 """The account of memory: what lies there, extended against recorded, traced against measured."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -82,6 +86,22 @@ def test_weights_in_4_bits_come_from_the_host():
     assert on_host.peak.part == "prepare"
     assert on_device.peak.part != "prepare"
     assert on_device.peak.nbytes < on_host.peak.nbytes + sum(Rules(device).workspaces())
+
+
+def test_a_trace_leaves_nothing_behind_that_weights_in_4_bits_are_made_with():
+    """In a process of its own: bitsandbytes computes its levels once, in whatever comes first."""
+    script = """
+import torch
+from tests.trace.test_account import DEEP, Plan, account
+from outpace.nn.nf4 import dequantize, quantize
+
+account(DEEP, Plan(lora_rank=4, base="nf4"), seq_len=8)
+weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+made = dequantize(list(quantize(weight).values()), weight.shape, weight.dtype)
+assert (made - weight).norm() < 0.11 * weight.norm(), (made - weight).norm() / weight.norm()
+"""
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True)
 
 
 def test_weights_and_states_are_what_the_plan_says():
