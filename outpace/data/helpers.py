@@ -103,9 +103,14 @@ class _Helper:
         self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let the process end; it does when its input does."""
+        """Let the process end; it does when it is told, and when its input ends.
+
+        That may be late: processes that were forked meanwhile hold the pipe, too.
+        """
         if self._process is None:
             return
+        with contextlib.suppress(OSError):
+            self._send(None)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             with contextlib.suppress(OSError):  # what it was still to be told was not sent
@@ -133,6 +138,8 @@ def _answer(tokenizer: Tokenizer, given: BinaryIO) -> tuple[list[int], bytes] | 
     try:
         texts = pickle.load(given)
     except EOFError:
+        return None
+    if texts is None:
         return None
     encoded = tokenizer.encode_batch(texts)
     return [len(ids) for ids in encoded], np.concatenate(encoded).tobytes()

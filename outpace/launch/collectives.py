@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
+from typing import TypeVar
 
 import psutil
 import torch
@@ -16,21 +18,24 @@ from outpace.probe.collectives import FULL_BYTES, QUICK_BYTES, Limits, Place, ch
 from outpace.probe.fit import COLLECTIVES, fit_link
 from outpace.probe.limits import find_cgroup
 from outpace.probe.link_words import network_advice, pair_advice, rank_advice, world_notes
-from outpace.probe.measure import Case, Effort, measure
+from outpace.probe.measure import Case, Effort, measure, rounds_of
 from outpace.probe.overlap import probe_overlap
 from outpace.probe.ranks_clock import RanksClock, patient_clock
 from outpace.probe.section import Section
 from outpace.probe.side_by_side import pair_figures, pair_fits, ranks_figures, work_of
+from outpace.probe.turns import Turns, together
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 
-# With one long sample in each, so that ranks need not begin together more often.
-_QUICK_ROUNDS, _ROUNDS, _LEAST_ROUNDS = 12, 24, 6
+# So many samples of each case are planned for, where nothing else delays them.
+_QUICK_SAMPLES, _SAMPLES = 16, 60
 # Shares of the budget; what is around them takes the rest.
 _CASES, _PAIRS, _RANKS, _OVERLAP = 0.55, 0.10, 0.08, 0.12
 _TIMED = 0.9  # of a part; the rest is for looking at the values again after it
 _ALL_PAIRS = 64
 _TOP_BYTES = 4 << 30
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,14 +51,29 @@ class _Run:
 
     @property
     def rounds(self) -> int:
-        """So many of each case are planned for, where nothing else delays them."""
-        return _QUICK_ROUNDS if self.quick else _ROUNDS
+        """Of each case."""
+        return rounds_of(self.quick)
 
-    def part(self, what: str, begin: float, share: float) -> tuple[float, Callable[[float], None]]:
-        """The budget of a part of this, in seconds, and whom to tell how far it is."""
-        self.doing.what = what
-        self.progress(begin)
-        return share * self.budget_s, lambda done: self.progress(begin + share * min(done, 1.0))
+    @property
+    def samples(self) -> int:
+        """Of each case, in all rounds."""
+        return _QUICK_SAMPLES if self.quick else _SAMPLES
+
+    def apart(self) -> Place:
+        """With buffers of its own: what has turns in between leaves them as they are."""
+        buffers = self.place.buffers
+        return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
+
+    def said(self, what: str, turns: Turns[T]) -> Turns[T]:
+        """Those turns, in which this is done."""
+        while True:
+            self.doing.what = what
+            try:
+                next(turns)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            yield
 
 
 def probe_collectives(
@@ -63,7 +83,7 @@ def probe_collectives(
     budget_s: float,
     progress: Callable[[float], None] = lambda share: None,
     only: str | None = None,
-) -> Section:
+) -> Turns[Section]:
     """Measure what lies between the ranks; all of them call it, and rank 0's answer is the whole.
 
     `only` one collective: its times by size on all axes, and what is fitted to them. Arrays stay
@@ -79,11 +99,14 @@ def probe_collectives(
     with watched(groups, doing):
         run = _begin(groups, device, quick, budget_s, doing, progress)
         found = Section(notes=tuple(world_notes(run.nodes)))
-        if only is not None:
-            found += _by_size(run, (only,), 1.0)
-        else:
-            found += _by_size(run, COLLECTIVES, _CASES)
-            found += _side_by_side(run) + _overlap(run)
+        parts = [
+            _by_size(run, COLLECTIVES if only is None else (only,), _CASES if only is None else 1.0)
+        ]
+        if only is None:
+            parts += [run.said("each rank's own speed", _own_speed(run))]
+            parts += [run.said("send/recv between pairs", _between_pairs(run))]
+            parts += [run.said("all-reduce while computing", _overlap(run))]
+        found = sum((yield from together(*parts)), found)
         doing.what = "the end"
         dist.barrier(groups.control)
     progress(1.0)
@@ -113,13 +136,13 @@ def backend_of(device: torch.device) -> str:
     return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
 
 
-def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Section:
+def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Section]:
     """All collectives on all axes, in the same rounds."""
     axes = axes_of(run.nodes)
-    budget_s, told = run.part("collectives", 0.0, share)
-    # Half of the time is for large arrays: each round has a sample and a call before it, and the
-    # sizes below the largest take a third of its time together.
-    calls = 2 * run.rounds * 4 / 3 * len(axes) * len(collectives)
+    budget_s = share * run.budget_s
+    # Half of the time is for large arrays: the clock makes a call before each sample, and the sizes
+    # below the largest take a third of its time together.
+    calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
     limits = Limits(_most_bytes(run), budget_s / 2 / calls)
     sizes = QUICK_BYTES if run.quick else FULL_BYTES
     cases: list[Case] = []
@@ -128,13 +151,10 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Section:
             run.doing.what = f"{name} over the axis {place.axis.name}"
             cases += climb(name, place, sizes, limits, run.clock)
     run.place.buffers.settle()
-    sample_s = budget_s / 2 / (run.rounds * max(1, len(cases)))
-    effort = Effort(
-        budget_s * _TIMED, sample_s=min(0.04, max(0.001, sample_s)), samples=1,
-        least_rounds=_LEAST_ROUNDS,
-    )  # fmt: skip
+    sample_s = budget_s / 2 / (run.samples * max(1, len(cases)))
+    effort = Effort(budget_s * _TIMED, min(0.04, max(0.001, sample_s)), run.rounds, 1, wakes=False)
     said = [_said(run.doing, one) for one in cases]
-    figures = measure(said, run.clock, effort, told)
+    figures = yield from measure(said, run.clock, effort, run.progress)
     check_again(said, run.place.buffers)
     series = [
         [f for f in figures if f.key.kind == name and f.key.has(axis=axis.name)]
@@ -190,42 +210,44 @@ def _said(doing: Doing, case: Case) -> Case:
     return replace(case, make=make)
 
 
-def _side_by_side(run: _Run) -> Section:
-    """Each rank's own speed beside the others', and each pair's."""
-    device = run.place.buffers.device
-    budget_s, _ = run.part("each rank's own speed", _CASES, _RANKS)
-    figures = ranks_figures(work_of(device), run.place, run.clock, budget_s)
-    found = Section(tuple(figures), advice=tuple(rank_advice(figures)))
+def _own_speed(run: _Run) -> Turns[Section]:
+    """Each rank's own speed beside the others'."""
+    work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
+    figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
+    return Section(tuple(figures), advice=tuple(rank_advice(figures)))
+
+
+def _between_pairs(run: _Run) -> Turns[Section]:
+    """Each pair's own speed."""
     if run.groups.ranks.world_size == 2:
-        return found  # the only pair is all ranks
-    budget_s, _ = run.part("send/recv between pairs", _CASES + _RANKS, _PAIRS)
+        return Section()  # the only pair is all ranks
     sizes = (4, 1 << 20) if run.quick else (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-    pairs = pair_figures(run.nodes, run.place, sizes, run.clock, budget_s)
-    advice = tuple(pair_advice(pairs, run.nodes))
+    budget_s = _PAIRS * run.budget_s
+    here = run.apart()
+    pairs = yield from pair_figures(run.nodes, here, sizes, run.clock, run.rounds, budget_s)
+    advice, notes = tuple(pair_advice(pairs, run.nodes)), []
     if len(pairs) > _ALL_PAIRS:
         named = {key for one in advice for key in one.of}
         kept = {pair: of for pair, of in pairs.items() if any(f.key in named for f in of)}
-        note = f"{len(pairs)} pairs were measured; kept are those that are named as slow"
-        found += Section(notes=(note,))
+        notes = [f"{len(pairs)} pairs were measured; kept are those that are named as slow"]
         pairs = kept
     figures = [figure for of in pairs.values() for figure in of]
-    return found + Section(tuple(figures), advice, fits=tuple(pair_fits(pairs)))
+    return Section(tuple(figures), advice, tuple(notes), tuple(pair_fits(pairs)))
 
 
-def _overlap(run: _Run) -> Section:
+def _overlap(run: _Run) -> Turns[Section]:
     """How much of an all-reduce hides behind computing."""
-    budget_s, told = run.part("all-reduce while computing", _CASES + _RANKS + _PAIRS, _OVERLAP)
     size = (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20)
-    sample_s = budget_s / (6 * run.rounds)
-    effort = Effort(budget_s, sample_s=sample_s, samples=1, least_rounds=_LEAST_ROUNDS)
-    figures = probe_overlap(run.place, min(size, _most_bytes(run)), run.clock, effort, told)
+    budget_s = _OVERLAP * run.budget_s
+    effort = Effort(budget_s, budget_s / (6 * run.samples), run.rounds, 1, wakes=False)
+    figures = yield from probe_overlap(run.apart(), min(size, _most_bytes(run)), run.clock, effort)
     return Section(tuple(figures), notes=tuple(overlap_notes(figures)))
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
     """How much hides, in a sentence."""
     hidden = figures[-1]
-    compute, alone, both = (median(map(median, figure.rounds)) for figure in figures[:3])
+    compute, alone, both = (median(chain(*figure.rounds)) for figure in figures[:3])
     times = (
         f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of all-reduce take "
         f"{1e3 * both:.3g} ms at once"

@@ -1,4 +1,4 @@
-"""`outpace probe`: its sections one after the other, on one process or on all ranks of a job."""
+"""`outpace probe`: its sections in turns, on one process or on all ranks of a job."""
 
 import sys
 import tempfile
@@ -21,10 +21,12 @@ from outpace.probe import nvml
 from outpace.probe.bandwidth import probe_memory
 from outpace.probe.loader import probe_loader
 from outpace.probe.machine import identify, usable_cores
+from outpace.probe.measure import rounds_of
 from outpace.probe.products import probe_matmul
 from outpace.probe.section import Section
-from outpace.probe.steady import Steady, Used, disturbed, judged, withdrawn
+from outpace.probe.steady import Steady, Used, disturbed, judged, used_in, withdrawn
 from outpace.probe.storage import probe_storage
+from outpace.probe.turns import Turns, finished, together
 from outpace.probe.versions import versions
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
@@ -42,18 +44,16 @@ def probe_here(wishes: Wishes, shown: Shown) -> Machine:
     begin_s, steady = time.monotonic(), Steady()
     wishes.check()
     device, notes = _device(wishes, Ranks())
-    found = Section(notes=notes)
-    for name in wishes.alone():
-        found += _alone(name, wishes, device, shown)
-    world_size, between = 1, wishes.between()
-    if between:
-        shown(between[0], 0.0)
-        section, world_size = _started(wishes, device)
-        found += section
-        for name in between:
-            shown(name, 1.0)
+    world_size = _world_size(wishes, device) if wishes.between() else 1
+    found = finished(
+        together(
+            *(_alone(name, wishes, device, shown) for name in wishes.alone()),
+            *(_started(name, wishes, device, world_size, shown) for name in wishes.between()),
+        )
+    )
     steadiness = judged([[steady.used()]], _throttled(device))
-    return _machine(wishes, found, steadiness, time.monotonic() - begin_s, world_size)
+    section = sum(found, Section(notes=notes))
+    return _machine(wishes, section, steadiness, time.monotonic() - begin_s, world_size)
 
 
 def probe_ranks(wishes: Wishes, ranks: Ranks, restart: int, shown: Shown) -> Machine | None:
@@ -62,20 +62,22 @@ def probe_ranks(wishes: Wishes, ranks: Ranks, restart: int, shown: Shown) -> Mac
     wishes.check()
     device, notes = _device(wishes, ranks)
     set_threads(None, usable_cores(), ranks.local_world_size)
-    found = Section(notes=notes)
     backend = resolve_backend(wishes.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, restart, backend) as groups:
-        for name in wishes.alone():
-            section = groups.once(lambda name=name: _alone(name, wishes, device, shown))  # type: ignore[misc]
-            found += section
-        for name in wishes.between():
-            found += _between(name, wishes, device, groups, shown)
+        alone = (_alone(name, wishes, device, shown) for name in wishes.alone())
+        found = finished(
+            together(
+                *(_on_first(turns, groups) for turns in alone),
+                *(_between(name, wishes, device, groups, shown) for name in wishes.between()),
+            )
+        )
         used = _by_host(steady.used(), groups)
     if ranks.rank != 0:
         return None
     took_s = time.monotonic() - begin_s
     steadiness = judged(used, _throttled(device))
-    return _machine(wishes, found, steadiness, took_s, ranks.world_size, len(used))
+    section = sum(found, Section(notes=notes))
+    return _machine(wishes, section, steadiness, took_s, ranks.world_size, len(used))
 
 
 def _device(wishes: Wishes, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
@@ -87,23 +89,39 @@ def _device(wishes: Wishes, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]
     return torch.device("cpu"), (note,)
 
 
-def _alone(name: SectionName, wishes: Wishes, device: torch.device, shown: Shown) -> Section:
+def _alone(name: SectionName, wishes: Wishes, device: torch.device, shown: Shown) -> Turns[Section]:
     """What one process probes by itself."""
     budget_s, progress, quick = wishes.budget_s(name), _progress(name, shown), wishes.quick
-    steady = Steady()
     if name == "matmul":
         features = identify(find_accelerator).cpu_features
-        section = probe_matmul(device, features, wishes.spec(), quick, budget_s, progress)
+        turns = probe_matmul(device, features, wishes.spec(), quick, budget_s, progress)
     elif name == "memory":
-        section = probe_memory(device, quick, budget_s, progress)
+        turns = probe_memory(device, quick, budget_s, progress)
     elif name == "storage":
-        section = probe_storage(wishes.directories(), quick, budget_s, progress)
+        turns = probe_storage(wishes.directories(), quick, budget_s, progress)
     else:
-        section = probe_loader(wishes.loader(), quick, budget_s, progress, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # others measure on the same device next
+        turns = probe_loader(wishes.loader(), quick, budget_s, progress, device)
+    section, used = yield from used_in(turns)
     shown(name, 1.0)
-    return _judged(section, device, [[steady.used()]])
+    return _judged(section, device, [[used]])
+
+
+def _on_first(turns: Turns[Section], groups: Groups) -> Turns[Section]:
+    """What rank 0 finds; the others wait, and are given it."""
+    while True:
+        found = groups.once(lambda: _next(turns))
+        if found is not None:
+            return found
+        yield
+
+
+def _next(turns: Turns[Section]) -> Section | None:
+    try:
+        next(turns)
+    except StopIteration as end:
+        found: Section = end.value
+        return found
+    return None
 
 
 def _judged(section: Section, device: torch.device, hosts: Sequence[Sequence[Used]]) -> Section:
@@ -113,29 +131,37 @@ def _judged(section: Section, device: torch.device, hosts: Sequence[Sequence[Use
 
 
 def _progress(name: str, shown: Shown) -> Callable[[float], None]:
-    return lambda share: shown(name, min(share, 1.0))
+    return lambda share: shown(name, share)
 
 
-def _started(wishes: Wishes, device: torch.device) -> tuple[Section, int]:
-    """What lies between ranks, on one process for each device, or for each core, of this host.
-
-    With how many they were.
-    """
-    nproc = wishes.settings.nproc or _default_nproc(device)
+def _started(
+    name: SectionName, wishes: Wishes, device: torch.device, nproc: int, shown: Shown
+) -> Turns[Section]:
+    """What lies between ranks, on processes that are started when half of the others is done."""
     if nproc < 2:
         note = "one device: nothing lies between ranks, and no collective ran"
-        return Section(notes=(note,)), 1
-    left_s = sum(wishes.budget_s(name) for name in wishes.between())
+        return Section(notes=(note,))
+    if wishes.alone():
+        for _ in range(rounds_of(wishes.quick) // 2):
+            yield
+    shown(name, 0.0)
     settings = wishes.settings.model_copy(update={"device": device.type})
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
         given.write_text(settings.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "outpace", "probe", *wishes.between()]
-        command += ["--handed-over", str(given), "--out", str(out), "--budget", str(left_s)]
+        command = [sys.executable, "-m", "outpace", "probe", name]
+        command += ["--handed-over", str(given), "--out", str(out)]
+        command += ["--budget", str(wishes.budget_s(name))]
         local.start(nproc, command + ["--quick"] * wishes.quick)
         probed = Machine.load(out).probed
     assert probed is not None
-    return Section(probed.figures, probed.advice, probed.notes, probed.fits), nproc
+    shown(name, 1.0)
+    return Section(probed.figures, probed.advice, probed.notes, probed.fits)
+
+
+def _world_size(wishes: Wishes, device: torch.device) -> int:
+    """A process for each device, or for each of some cores."""
+    return wishes.settings.nproc or _default_nproc(device)
 
 
 def _default_nproc(device: torch.device) -> int:
@@ -146,13 +172,13 @@ def _default_nproc(device: torch.device) -> int:
 
 def _between(
     name: SectionName, wishes: Wishes, device: torch.device, groups: Groups, shown: Shown
-) -> Section:
+) -> Turns[Section]:
     only = "all-reduce" if name == "allreduce" else None
-    steady = Steady()
-    found = probe_collectives(
+    turns = probe_collectives(
         groups, device, wishes.quick, wishes.budget_s(name), _progress(name, shown), only
     )
-    return _judged(found, device, _by_host(steady.used(), groups))
+    found, used = yield from used_in(turns)
+    return _judged(found, device, _by_host(used, groups))
 
 
 def _by_host(used: Used, groups: Groups) -> list[list[Used]]:

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.probe.cpus import read_cpus
-from outpace.probe.measure import Case, Effort, clock_of, measure
+from outpace.probe.measure import Case, Effort, clock_of, measure, rounds_of
 from outpace.probe.section import Section
+from outpace.probe.turns import Turns
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import Advice
 
@@ -188,10 +189,10 @@ def _overlapped(device: torch.device) -> Iterator[Case]:
 
 def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
-) -> Section:
+) -> Turns[Section]:
     """Time a device's memory, and on a GPU the way to the host's."""
-    effort = Effort(budget_s)
-    figures = measure(memory_cases(device, quick), clock_of(device), effort, progress)
+    effort = Effort(budget_s, rounds=rounds_of(quick))
+    figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
     notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
     return Section(tuple(figures), tuple(_hidden(figures)), notes)
 

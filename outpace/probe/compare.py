@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import median
 
-from outpace.probe.measure import LEVEL, half_width
+from outpace.probe.intervals import LEVEL, half_width
 from outpace.records.figure import Figure
 
 
@@ -25,19 +25,19 @@ class Gain:
 
 
 def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
-    """From `before` to `after`, by the ratio of rounds that were measured side by side.
+    """From `before` to `after`, by the ratio of samples that were taken side by side.
 
-    A slow spell hits both figures of a round and falls out of their ratio. `among`: of so many the
-    one with the largest gain is looked for, so that each interval has to hold more surely
-    (Bonferroni). None where there are less than four rounds of both.
+    A slow spell hits both and falls out of their ratio. `among`: of so many the one with the
+    largest gain is looked for, so that each interval has to hold more surely (Bonferroni). None
+    where there are less than four samples of both.
     """
     both = zip(before.rounds, after.rounds, strict=False)
-    ratios = [median(a) / median(b) for a, b in both]
+    ratios = [a / b for samples in both for a, b in zip(*samples, strict=False)]
     if before.unit != "s":
         ratios = [1 / ratio for ratio in ratios]
     if len(ratios) < 4:
         return None
     value = median(ratios)
-    # That width is for a repeat's value; the ratio itself is known better by a root of two.
+    # That width is for a repeat's; the ratio itself is known better by a root of two.
     half = half_width(ratios, 1 - (1 - LEVEL) / among) / 2**0.5
     return Gain(value - 1, value - half - 1, value + half - 1)

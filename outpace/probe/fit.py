@@ -13,7 +13,8 @@ from math import fsum
 from operator import mul
 from statistics import median
 
-from outpace.probe.measure import figure_of, spread
+from outpace.probe.intervals import spread
+from outpace.probe.measure import figure_of
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
 

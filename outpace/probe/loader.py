@@ -8,9 +8,9 @@ batches are made, not how fast a full queue is emptied.
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from outpace.data.loader import Loader, collate
-from outpace.probe.loader_advice import advise, cheapest
+from outpace.probe.loader_advice import advise
 from outpace.probe.loader_data import LoaderData, Prepared, prepared
 from outpace.probe.machine import usable_cores
-from outpace.probe.measure import Case, Effort, HostClock, measure
+from outpace.probe.measure import Case, Effort, HostClock, measure, rounds_of
 from outpace.probe.section import Section
 from outpace.probe.tokenise import scaled, tokenise_figures
+from outpace.probe.turns import Turns, together
 from outpace.records.figure import Figure, Key
 
 PREFETCH = 2  # what outpace's loader has, and torch's where nothing is said
@@ -35,9 +36,9 @@ _QUICK_WORKERS = 4
 _ENDLESS = 1 << 40
 _CALL_S = 0.015
 _LOCATED = 32
-_QUICK_EFFORT = Effort(budget_s=2.5, sample_s=0.015, samples=2, least_rounds=5, half_width=0.03)
-_FULL_EFFORT = Effort(budget_s=25, sample_s=0.03)
-_START_EFFORT = Effort(budget_s=1.5, sample_s=0, samples=1, least_rounds=5, half_width=0.05)
+_SAMPLE_S, _FULL_SAMPLE_S = 0.015, 0.03
+# Of the budget.
+_RATES, _STARTS, _TOKENISING = 0.60, 0.10, 0.30
 
 Progress = Callable[[float], None]
 CPU = torch.device("cpu")
@@ -46,31 +47,25 @@ CPU = torch.device("cpu")
 def probe_loader(
     data: LoaderData,
     quick: bool,
-    budget_s: float | None = None,
+    budget_s: float,
     progress: Progress = lambda share: None,
     device: torch.device = CPU,
-    wanted_tokens_per_s: float | None = None,
-) -> Section:
+) -> Turns[Section]:
     """Loading and tokenising, and the setting to recommend.
 
-    `wanted_tokens_per_s`: of one training process, where it is known how fast it trains. Raises
-    BadInputError for data that cannot be read.
+    Raises BadInputError for data that cannot be read.
     """
-    budget_s = budget_s or (7.0 if quick else 75.0)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outpace-probe-")))
         ready = prepared(data, folder, quick)
-        bench = _Bench(ready, data.micro_batch, device, quick, budget_s, stack)
-        with _one_thread_for_each_tokenizer():
-            figures = bench.throughput(lambda share: progress(0.6 * min(share, 1)))
-        stack.close()
-    counts = [count for count in _counts(quick) if count]
-    if ready.tokenizer is not None and ready.texts:
-        figures += tokenise_figures(
-            ready.texts, ready.tokenizer, sorted({1, counts[-1]}) if quick else counts, quick,
-            budget_s * 0.3, lambda share: progress(0.6 + 0.4 * min(share, 1)),
-        )  # fmt: skip
-    advice = advise(figures, wanted_tokens_per_s)
+        bench = _Bench(ready, data.micro_batch, device, quick, stack)
+        found = yield from together(
+            bench.throughput(_RATES * budget_s, progress),
+            bench.starts(_STARTS * budget_s),
+            _tokenising(ready, quick, _TOKENISING * budget_s),
+        )
+    figures = [figure for part in found for figure in part]
+    advice = advise(figures)
     notes = [*ready.notes, *bench.notes()]
     if not any(one.about == "loader" for one in advice):
         notes.append(
@@ -78,6 +73,14 @@ def probe_loader(
             "other programs and probe again"
         )
     return Section(tuple(figures), advice, tuple(notes))
+
+
+def _tokenising(ready: Prepared, quick: bool, budget_s: float) -> Turns[list[Figure]]:
+    if ready.tokenizer is None or not ready.texts:
+        return []
+    counts = [count for count in _counts(quick) if count]
+    processes = sorted({1, counts[-1]}) if quick else counts
+    return (yield from tokenise_figures(ready.texts, ready.tokenizer, processes, quick, budget_s))
 
 
 def _counts(quick: bool) -> list[int]:
@@ -147,25 +150,23 @@ class _Bench:
     micro_batch: int
     device: torch.device
     quick: bool
-    budget_s: float
     stack: ExitStack
     _reference: dict[str, Any] = field(default_factory=dict)
     _found: list[str] = field(default_factory=list)
 
-    def throughput(self, progress: Progress) -> list[Figure]:
-        """All numbers of workers first; then what else there is to set, at the best of them."""
+    def settings(self) -> list[_Setting]:
+        """All numbers of workers, and with the most of them what else there is to set."""
         counts = _counts(self.quick)
-        first = [_Setting("outpace", count) for count in counts]
+        most = counts[-1]
+        found = [_Setting("outpace", count) for count in counts]
         if self.ready.as_text is not None:
-            text = counts if not self.quick else (counts[0], counts[-1])
-            first += [_Setting("text", count) for count in text]
-        share = self.budget_s * (0.35 if self.quick else 0.4)
-        by_tokens = self._measured(first, share, lambda s: progress(0.6 * s))
-        second = self._others(by_tokens)
-        by_tokens += self._measured(second, share / 3, lambda s: progress(0.6 + 0.3 * s))
-        starts = self._starts(sorted({setting.workers for setting in second} or {1}))
-        progress(1.0)
-        return [*by_tokens, *starts]
+            text = counts if not self.quick else (counts[0], most)
+            found += [_Setting("text", count) for count in text]
+        other = _OTHER_PREFETCH if self.quick else _FULL_OTHER_PREFETCH
+        found += [_Setting("torch", most, prefetch) for prefetch in (PREFETCH, *other)]
+        if self.device.type == "cuda":
+            found += [_Setting("outpace", count, pin=True) for count in (0, most)]
+        return found
 
     def notes(self) -> Iterator[str]:
         """What was not timed."""
@@ -173,30 +174,14 @@ class _Bench:
             yield "loader: pinned memory is not timed: there is no CUDA device to copy to"
         yield from dict.fromkeys(self._found)
 
-    def _others(self, figures: Sequence[Figure]) -> list[_Setting]:
-        own = [f for f in figures if f.key.has(loader="outpace") and f.key.of["workers"]]
-        best = cheapest(own)
-        if not own:
-            return []  # one core
-        workers = 1 if best is None else int(best.key.of["workers"])
-        other = _OTHER_PREFETCH if self.quick else _FULL_OTHER_PREFETCH
-        found = [_Setting("torch", workers, prefetch) for prefetch in (PREFETCH, *other)]
-        if self.device.type == "cuda":
-            found += [_Setting("outpace", count, pin=True) for count in sorted({0, workers})]
-        return found
-
-    def _measured(
-        self, settings: Sequence[_Setting], budget_s: float, progress: Progress
-    ) -> list[Figure]:
+    def throughput(self, budget_s: float, progress: Progress) -> Turns[list[Figure]]:
         """Samples/s and, where samples have a known number of them, tokens/s."""
-        effort = replace(_QUICK_EFFORT if self.quick else _FULL_EFFORT, budget_s=budget_s)
-
-        def clipped(share: float) -> None:
-            progress(min(share, 1.0))
-
-        with ExitStack() as stack:
-            cases = [self._case(setting, stack) for setting in settings]
-            figures = measure(cases, HostClock(), effort, clipped) if cases else []
+        settings = self.settings()
+        sample_s = _SAMPLE_S if self.quick else _FULL_SAMPLE_S
+        with _one_thread_for_each_tokenizer():
+            cases = [self._case(setting) for setting in settings]
+        effort = Effort(budget_s, sample_s, rounds=rounds_of(self.quick))
+        figures = yield from measure(cases, HostClock(), effort, progress)
         found = []
         for setting, figure in zip(settings, figures, strict=True):
             tokens = self._sample_tokens(setting)
@@ -210,9 +195,9 @@ class _Bench:
             return self.ready.as_text.mean_tokens
         return self.ready.sample_tokens
 
-    def _case(self, setting: _Setting, stack: ExitStack) -> Case:
+    def _case(self, setting: _Setting) -> Case:
         running = self._opened(setting)
-        stack.callback(running.close)
+        self.stack.callback(running.close)
         wrong = self._wrong(setting, running())
         # More than wait in the queues, which are full when a call begins after others' rounds.
         waiting = setting.workers * (setting.prefetch + 1)
@@ -221,7 +206,8 @@ class _Bench:
         took_s = HostClock().seconds(running, 1)
         running.batches = max(running.batches, round(_CALL_S / took_s * running.batches))
         return Case(setting.key("samples"), "samples/s", lambda: running,
-                    running.batches * self.micro_batch, check=lambda _: wrong)  # fmt: skip
+                    running.batches * self.micro_batch, lambda _: wrong,
+                    _one_thread_for_each_tokenizer)  # fmt: skip
 
     def _wrong(self, setting: _Setting, first: Any) -> str | None:
         """What is wrong with the first batch. A person's own data set may do as it likes."""
@@ -235,14 +221,14 @@ class _Bench:
             )
         return None
 
-    def _starts(self, counts: Sequence[int]) -> list[Figure]:
-        """Seconds from opening a loader to its first batch."""
-        with ExitStack() as stack:
-            starters = [_Starter(self._opened, _Setting("outpace", count)) for count in counts]
-            for starter in starters:
-                stack.callback(starter.close)
-            cases = [Case(s.setting.key("start"), "s", s.make) for s in starters]
-            return measure(cases, HostClock(), _START_EFFORT)
+    def starts(self, budget_s: float) -> Turns[list[Figure]]:
+        """Seconds from opening a loader with workers to its first batch."""
+        starter = _Starter(self._opened, _Setting("outpace", _counts(self.quick)[-1]))
+        self.stack.callback(starter.close)
+        case = Case(starter.setting.key("start"), "s", starter.make,
+                    within=_one_thread_for_each_tokenizer)  # fmt: skip
+        effort = Effort(budget_s, sample_s=0, rounds=rounds_of(self.quick), wakes=False)
+        return (yield from measure([case], HostClock(), effort))
 
     def _opened(self, setting: _Setting) -> _Open:
         if setting.loader == "outpace":

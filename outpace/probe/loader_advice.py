@@ -1,4 +1,4 @@
-"""Which loader setting to use: the cheapest that is as fast as any, and what a training needs."""
+"""Which loader setting to use: the cheapest that is as fast as any."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,13 +14,13 @@ _WORTH = 0.05
 _ALIKE = 0.02
 
 
-def advise(figures: Sequence[Figure], wanted_tokens_per_s: float | None) -> tuple[Advice, ...]:
+def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
     """In words, with the figures."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
     return (
-        *_workers(own, wanted_tokens_per_s if unit == "tokens" else None),
+        *_workers(own),
         *_prefetch([f for f in rates if f.key.has(loader="torch")]),
         *_pinning([f for f in rates if f.key.has(loader="outpace")]),
         *_text(own, [f for f in rates if f.key.has(loader="text")]),
@@ -48,21 +48,7 @@ def cheapest(figures: Sequence[Figure]) -> Figure | None:
     return min([best, *filter(as_fast, known)], key=cost)
 
 
-def needed(figures: Sequence[Figure], wanted_per_s: float) -> Figure | None:
-    """The fewest workers that a training at this rate does not wait for; None: none suffices.
-
-    Without workers all loading is waited for, so it has to be a hundred times as fast.
-    """
-    for figure in sorted(figures, key=lambda f: int(f.key.of["workers"])):
-        if figure.value is None:
-            continue
-        factor = 1 if figure.key.of["workers"] else 1 / _SHOWN
-        if (figure.value if figure.low is None else figure.low) >= factor * wanted_per_s:
-            return figure
-    return None
-
-
-def _workers(own: Sequence[Figure], wanted: float | None) -> Iterator[Advice]:
+def _workers(own: Sequence[Figure]) -> Iterator[Advice]:
     alone = next((f for f in own if f.key.of["workers"] == 0 and f.value), None)
     best = cheapest(own)
     if best is None:
@@ -78,23 +64,6 @@ def _workers(own: Sequence[Figure], wanted: float | None) -> Iterator[Advice]:
         text += "." if one is None else f"; beyond, {_flag(one)} hides it up to {_rate(one)}."
     by = None if alone is None or alone is best else gain(alone, best)
     yield Advice(about="loader", text=text, of=_keys(best, alone), **_said(by))
-    if wanted is not None:
-        yield _needs(own, wanted)
-
-
-def _needs(own: Sequence[Figure], wanted: float) -> Advice:
-    enough = needed(own, wanted)
-    rate = show_count(wanted, "tokens/s")
-    if enough is None:
-        text = (
-            f"Training at {rate} would wait for its data: no number of workers that was timed "
-            "loads that fast. Prepare the data in a form that costs less to load."
-        )
-        return Advice(about="loader", text=text, of=_keys(*own))
-    return Advice(
-        about="loader", text=f"Training at {rate} needs {_flag(enough)} ({_rate(enough)}).",
-        of=_keys(enough),
-    )  # fmt: skip
 
 
 def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -157,12 +155,18 @@ def _rough_rate(on: Bench, dtype: Dtype) -> float:
     for size in _CURVE[4:]:
         if not on.takes(dtype, (size, size, size)):
             break
-        call = product(on, dtype, (size, size, size))
-        best_s = min(_host_s(call, on.device) for _ in range(4))
-        rate = 2.0 * size**3 / best_s
-        if best_s >= _LEAST_TIMED_S:
+        rate = _rate(on, dtype, (size, size, size))
+        if 2.0 * size**3 / rate >= _LEAST_TIMED_S:
             break
     return rate
+
+
+def _rate(on: Bench, dtype: Dtype, shape: Shape) -> float:
+    """About how many FLOP/s a product has, by the host's clock."""
+    m, n, k = shape
+    call = product(on, dtype, shape)
+    with _in_tf32() if dtype == "tf32" else nullcontext():
+        return 2.0 * m * n * k / min(_host_s(call, on.device) for _ in range(4))
 
 
 def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
@@ -251,23 +255,22 @@ def model_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[C
     return [case(on, dtype, s, "model", part=part) for part, s in shapes if on.takes(dtype, s)]
 
 
-def best_cases(on: Bench, dtype: Dtype, found: Sequence[Figure], count: int = 3) -> list[Case]:
-    """The fastest shapes, and the fastest doubled each way, to be timed anew.
+def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
+    """The fastest shapes, and the fastest doubled each way, as candidates for the best.
 
-    The best of many is partly the luckiest.
+    They are timed anew: the best of many that were timed together is partly the luckiest.
     """
-    known = [f for f in found if f.key.kind == "matmul" and f.key.has(dtype=dtype)]
-    # Steady or not: they are timed for longer now.
-    ranked = sorted(known, key=lambda figure: -median(chain.from_iterable(figure.rounds)))
-    shapes = list(dict.fromkeys(_shape(figure) for figure in ranked))[:count]
+    of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
+    tried = dict.fromkeys(_shape(key) for key in of)
+    shapes = sorted(tried, key=lambda shape: -_rate(on, dtype, shape))[:count]
     m, n, k = shapes[0]
     larger = [(2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (2 * m, 2 * n, 2 * k)]
     shapes += [one for one in larger if on.takes(dtype, one) and one not in shapes]
     return [case(on, dtype, shape, "candidate") for shape in shapes]
 
 
-def _shape(figure: Figure) -> Shape:
-    m, n, k = (int(figure.key.of[name]) for name in "mnk")
+def _shape(key: Key) -> Shape:
+    m, n, k = (int(key.of[name]) for name in "mnk")
     return m, n, k
 
 

@@ -1,43 +1,31 @@
 """Times cases so that the figures can be trusted: in rounds, in alternating order, with intervals.
 
-Every round visits all cases, in turn forwards and backwards, so that a slow spell of the machine
-falls on all of them and not on one. A round's value is the median of its samples, a figure the
-median of its rounds. How far rounds lie apart says where a repeat's figure is to be expected; a
-trend among them, or rounds too far apart, say that the machine does not hold still.
+A round takes samples of all cases, in turn forwards and backwards, so that a slow spell of the
+machine falls on all of them and not on one. Between rounds other parts of a probe are measured, so
+that each is measured over all the time that a probe takes. A figure is the median of all samples.
+How far they lie apart, and how alike neighbours are, says where a repeat's figure is to be
+expected; a trend, or samples too far apart, say that the machine does not hold still.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from statistics import median
 from typing import Any, Protocol
 
 import torch
-from scipy.special import stdtrit
 
+from outpace.probe.intervals import LEVEL, half_width, trend
+from outpace.probe.turns import Turns
 from outpace.records.errors import OutpaceError
 from outpace.records.figure import Figure, Key, Unit
 
-LEVEL = 0.95
 # Beyond this a figure would say little: it is not given.
 CONCLUSIVE = 0.25
-# A trend of this share over a figure's rounds is drift, if it is no accident.
-_DRIFT = 0.10
-_DRIFT_T = 4.0
-# The median of k normal values varies as the mean of k * 2 / pi.
-_MEDIAN_COSTS = 1.2533
-# A scale from median distances varies as one from 37 % as many values would, by squares.
-_EFFICIENCY = 0.37
-# Rounds of one probe lie nearer to each other than to those of the next.
-_SLACK = 1.15
-# Whether a case is done is asked this seldom: asked after each round, it would end when the
-# interval is narrow by luck.
-_ASKED_EVERY = 5
-# So many are measured, however short the budget is.
-_FEWEST_ROUNDS = 5
+_LEAST_ROUNDS = 3
 # A sample of so many times its usual length is one long call.
 _LONG = 5
 
@@ -119,18 +107,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. Cases are done when their interval is as narrow as `half_width`.
+    """How long to measure: for the whole budget, unless a round has `most_samples` of each case.
 
-    On shared machines speed changes from one tenth of a second to the next: many short rounds say
-    more than few long ones (docs/log.md).
+    On shared machines speed changes from one tenth of a second to the next: many short samples say
+    more than few long ones (docs/log.md). `wakes`: before each, half of one is not timed.
     """
 
     budget_s: float
-    sample_s: float = 0.006
-    samples: int = 1
-    least_rounds: int = 15
-    most_rounds: int = 400
-    half_width: float = 0.02
+    sample_s: float = 0.003
+    rounds: int = 24
+    least_samples: int = 1
+    most_samples: int = 100
+    wakes: bool = True
+
+
+def rounds_of(quick: bool) -> int:
+    """Of a quick probe, or of a full one."""
+    return 8 if quick else Effort.rounds
 
 
 @dataclass
@@ -139,9 +132,8 @@ class _Timing:
     clock: Clock
     effort: Effort
     count: int = 1
-    samples: int = 0
-    sample_s: float = 0.0
-    rounds: list[tuple[float, ...]] = field(default_factory=list)
+    took_s: float = 0.0
+    rounds: list[list[float]] = field(default_factory=list)
 
     def warm_up(self) -> None:
         """Check the result once, and find how many calls make a sample."""
@@ -150,34 +142,24 @@ class _Timing:
         if wrong:
             raise WrongResultError(f"{self.case.key}: {wrong}")
         self.clock.seconds(call, 1)
-        took_s = self.clock.seconds(call, 1)
-        while took_s < self.effort.sample_s:
-            more = self.effort.sample_s / max(took_s / self.count, 1e-9)
+        self.took_s = self.clock.seconds(call, 1)
+        while self.took_s < self.effort.sample_s:
+            more = self.effort.sample_s / max(self.took_s / self.count, 1e-9)
             self.count = max(self.count + 1, min(int(more * 1.1), 10 * self.count))
-            took_s = self.clock.seconds(call, self.count)
-        self.samples, self.sample_s = self.effort.samples, took_s
+            self.took_s = self.clock.seconds(call, self.count)
 
-    def round(self) -> None:
-        """One round of samples, after half of one that wakes threads and fills caches.
+    def sample(self) -> None:
+        """One of the last round, after half of one that wakes threads and fills caches.
 
         A long call has woken them before it is half done. With an effort whose samples are single
         calls the first is never timed, however long.
         """
         call = self.case.make()
-        long = 0 < _LONG * self.effort.sample_s <= self.sample_s
-        if not long or not self.rounds:
+        long = 0 < _LONG * self.effort.sample_s <= self.took_s
+        if self.effort.wakes and (not long or not any(self.rounds)):
             self.clock.seconds(call, -(-self.count // 2))
-        samples = (self.clock.seconds(call, self.count) for _ in range(self.samples))
-        self.rounds.append(tuple(self.case.value(took_s / self.count) for took_s in samples))
-
-    def done(self) -> bool:
-        if len(self.rounds) < self.effort.least_rounds or len(self.rounds) % _ASKED_EVERY:
-            return False
-        medians = [median(samples) for samples in self.rounds]
-        return half_width(medians) <= self.effort.half_width * median(medians)
-
-    def figure(self) -> Figure:
-        return figure_of(self.case.key, self.case.unit, self.rounds)
+        took_s = self.clock.seconds(call, self.count)
+        self.rounds[-1].append(self.case.value(took_s / self.count))
 
 
 def measure(
@@ -185,8 +167,8 @@ def measure(
     clock: Clock,
     effort: Effort,
     progress: Callable[[float], None] = lambda share: None,
-) -> list[Figure]:
-    """Time all cases. `progress` is told the share of the budget that is used.
+) -> Turns[list[Figure]]:
+    """Time all cases, a round in each turn. `progress` is told the share of the budget in use.
 
     Raises WrongResultError if a case computes something wrong.
     """
@@ -195,108 +177,55 @@ def measure(
     for timing in timings:
         with timing.case.within():
             timing.warm_up()
-        progress((clock.now() - begin_s) / effort.budget_s)
-    effort = _fit_in(timings, effort, clock.now() - begin_s)
-    todo = timings
-    for number in range(effort.most_rounds):
-        for timing in todo if number % 2 == 0 else todo[::-1]:
-            with timing.case.within():
-                timing.round()
-        spent_s = clock.now() - begin_s
-        progress(spent_s / effort.budget_s)
-        todo = [timing for timing in todo if not timing.done()]
-        if not todo or (number + 1 >= effort.least_rounds and spent_s > effort.budget_s):
-            break
-    return [timing.figure() for timing in timings]
+        progress(min(1.0, (clock.now() - begin_s) / effort.budget_s))
+    spent_s = clock.now() - begin_s
+    rounds, least = _fitting(timings, effort, effort.budget_s - spent_s)
+    order = timings
+    for number in range(rounds):
+        if number:
+            yield
+        begin_s = clock.now() - spent_s  # the others' turns do not count
+        until_s = spent_s + (effort.budget_s - spent_s) / (rounds - number)
+        for timing in timings:
+            timing.rounds.append([])
+        for sample in range(effort.most_samples):
+            for timing in order:
+                with timing.case.within():
+                    timing.sample()
+            order = order[::-1]
+            spent_s = clock.now() - begin_s
+            progress(min(1.0, spent_s / effort.budget_s))
+            if sample + 1 >= least and spent_s >= until_s:
+                break
+    return [figure_of(t.case.key, t.case.unit, t.rounds) for t in timings]
 
 
-def _fit_in(timings: Sequence[_Timing], effort: Effort, spent_s: float) -> Effort:
-    """Take fewer samples a round, then fewer rounds, where the least would go beyond the budget."""
-    left_s = effort.budget_s - spent_s
-    once_s = max(sum(timing.sample_s for timing in timings), 1e-9)
-    samples = int(left_s / effort.least_rounds / once_s) - 1
-    rounds = int(left_s / (2 * once_s)) if samples < 1 else effort.least_rounds
-    least = max(_FEWEST_ROUNDS, min(effort.least_rounds, rounds))
-    for timing in timings:
-        timing.samples = max(1, min(timing.samples, samples))
-        timing.effort = replace(effort, least_rounds=least)
-    return replace(effort, least_rounds=least)
+def _fitting(timings: Sequence[_Timing], effort: Effort, left_s: float) -> tuple[int, int]:
+    """How many rounds, and samples at least: fewer where the least would go beyond the budget."""
+    once_s = max(1.5 * sum(timing.took_s for timing in timings), 1e-9)
+    rounds = max(min(_LEAST_ROUNDS, effort.rounds), min(effort.rounds, int(left_s / once_s)))
+    return rounds, max(1, min(effort.least_samples, int(left_s / once_s / rounds)))
 
 
-def figure_of(key: Key, unit: Unit, rounds: Sequence[tuple[float, ...]]) -> Figure:
+def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure:
     """The figure that rounds of samples give."""
-    medians = [median(samples) for samples in rounds]
-    value, half = median(medians), half_width(medians)
-    known = half < inf
+    samples = list(chain.from_iterable(rounds))
+    value, half = median(samples), half_width(samples)
+    known, why = half < inf, _unstable(value, half, samples)
     return Figure(
-        key=key, unit=unit, origin="measured", rounds=tuple(rounds),
+        key=key, unit=unit, origin="measured", rounds=tuple(map(tuple, rounds)), level=LEVEL,
         low=max(0.0, value - half) if known else None, high=value + half if known else None,
-        level=LEVEL, **_conclusion(value, half, medians),
+        value=value if why is None else None, unstable=why,
     )  # fmt: skip
 
 
-def interval(rounds: Sequence[float], level: float = LEVEL) -> tuple[float, float, float]:
-    """Their median, and from where to where that of a repeat with as many rounds will lie."""
-    value, half = median(rounds), half_width(rounds, level)
-    return value, value - half, value + half
-
-
-def half_width(rounds: Sequence[float], level: float = LEVEL) -> float:
-    """How far from their median that of a repeat with as many rounds lies at most, at a level.
-
-    Student's t for the difference of two such medians. Their scale is from the median distance to
-    the median, which a few rounds that something disturbed do not widen; rounds that resemble the
-    ones before them count for fewer (von Storch & Zwiers, "Statistical Analysis in Climate
-    Research", eq. 6.26). Infinite for fewer than three rounds, which say nothing about it.
-    """
-    count = len(rounds)
-    if count < 3:
-        return inf
-    scale = spread(rounds)
-    alike = max(0.0, _autocorrelation(rounds, scale))
-    apart = scale * _MEDIAN_COSTS * ((1 + alike) / (1 - alike) * 2 / count) ** 0.5
-    return float(_SLACK * stdtrit(_EFFICIENCY * (count - 1), (1 + level) / 2) * apart)
-
-
-def spread(values: Sequence[float]) -> float:
-    """The standard deviation of normal values with this median distance from the median."""
-    middle = median(values)
-    return 1.4826 * median(abs(value - middle) for value in values)
-
-
-def _autocorrelation(values: Sequence[float], scale: float) -> float:
-    """Of neighbours, disturbed ones held back; 0.9 at most, beyond which it is drift."""
-    middle = median(values)
-    away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
-    total = sum(one * one for one in away)
-    if total == 0:
-        return 0.0
-    return min(0.9, sum(a * b for a, b in pairwise(away)) / total)
-
-
-def _conclusion(value: float, half: float, rounds: Sequence[float]) -> dict[str, Any]:
-    """The value, or why there is none."""
+def _unstable(value: float, half: float, samples: Sequence[float]) -> str | None:
+    """Why no value is given."""
     if value <= 0:
-        return {"value": None, "unstable": "it cannot be told from 0"}
-    trend = _trend(rounds)
-    if trend:
-        return {
-            "value": None,
-            "unstable": f"it drifted by {trend:+.0%} of its median while it was measured",
-        }
+        return "it cannot be told from 0"
+    if drift := trend(samples):
+        return f"it drifted by {drift:+.0%} of its median while it was measured"
     if half > CONCLUSIVE * value:
         away = "anywhere" if half == inf else f"{half / value:.0%} of its median away"
-        return {"value": None, "unstable": f"a repeat may lie {away}"}
-    return {"value": value, "unstable": None}
-
-
-def _trend(rounds: Sequence[float]) -> float:
-    """How far the last third's median is from the first's, of the whole's; 0.0 if no drift."""
-    third = len(rounds) // 3
-    if third < 2:
-        return 0.0
-    first, last = rounds[:third], rounds[-third:]
-    apart = (median(last) - median(first)) / median(rounds)
-    within = max(spread(first), spread(last)) / median(rounds)
-    beyond = _MEDIAN_COSTS * within * (2 / third) ** 0.5
-    return apart if abs(apart) > max(_DRIFT, _DRIFT_T * beyond) else 0.0
+        return f"a repeat may lie {away}"
+    return None

@@ -1,6 +1,7 @@
 """How much of an all-reduce hides behind computing: each alone, and both at once, in each round."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from outpace.probe.buffers import compare, summed
 from outpace.probe.collectives import Place, check_again, checked
-from outpace.probe.measure import LEVEL, Case, Clock, Effort, half_width, measure
+from outpace.probe.intervals import LEVEL, half_width
+from outpace.probe.measure import Case, Clock, Effort, measure
 from outpace.probe.ranks_clock import Prepared
+from outpace.probe.turns import Turns
 from outpace.records.figure import Figure, Key
 
 # A share that a repeat may find this far away is no answer.
@@ -24,9 +27,7 @@ def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
-def probe_overlap(
-    place: Place, size: int, clock: Clock, effort: Effort, progress: Callable[[float], None]
-) -> list[Figure]:
+def probe_overlap(place: Place, size: int, clock: Clock, effort: Effort) -> Turns[list[Figure]]:
     """Times of computing, of an all-reduce of `size` bytes, and of both; and the share hidden.
 
     Computing is as many products of matrices as take about as long as the all-reduce. Raises
@@ -79,7 +80,7 @@ def probe_overlap(
         Case(key("all-reduce"), "s", lambda: ready(reduce), check=check),
         Case(key("both"), "s", lambda: ready(both), check=check),
     ]
-    found = measure(cases, clock, effort, progress)
+    found = yield from measure(cases, clock, effort)
     check_again(cases, place.buffers)
     return [*found, share_hidden(key("hidden share"), found)]
 
@@ -90,7 +91,7 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)
     )
-    shares = [median(samples) for samples in rounds]
+    shares = list(chain.from_iterable(rounds))
     middle, away = median(shares), half_width(shares)
     conclusive = away <= _CONCLUSIVE
     # Only now: noise that a limit cut off would seem less than it is.

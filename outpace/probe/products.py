@@ -9,9 +9,10 @@ from outpace.catalog.processors import flops_per_cycle
 from outpace.probe import design, matmul
 from outpace.probe.compare import gain
 from outpace.probe.matmul import Bench
-from outpace.probe.measure import Case, Effort, clock_of, measure
+from outpace.probe.measure import Case, Effort, clock_of, measure, rounds_of
 from outpace.probe.sawtooth import find_tile, find_waves
 from outpace.probe.section import Section
+from outpace.probe.turns import Turns
 from outpace.records.figure import Figure
 from outpace.records.hardware import Dtype
 from outpace.records.model import ModelSpec
@@ -20,7 +21,6 @@ from outpace.records.probed import Advice
 Progress = Callable[[float], None]
 # What 16-bit training computes in, where there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
-_BEST_SHARE = 0.1  # of the budget, for timing the best shapes anew
 _UNLUCKY = 0.03  # less than this is no advice
 
 
@@ -31,17 +31,14 @@ def probe_matmul(
     quick: bool,
     budget_s: float,
     progress: Progress,
-) -> Section:
+) -> Turns[Section]:
     """Time products on a device. `features`: of its processor. Raises WrongResultError."""
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
-    clock = clock_of(device)
     cases = _cases(on, dtypes, spec, quick)
-    effort = Effort(budget_s * (1 - _BEST_SHARE))
-    figures = measure(cases, clock, effort, lambda share: progress(share * (1 - _BEST_SHARE)))
-    finalists = [one for dtype in dtypes for one in matmul.best_cases(on, dtype, figures)]
-    more = Effort(budget_s * _BEST_SHARE)
-    figures += measure(finalists, clock, more, lambda share: progress(0.9 + share * _BEST_SHARE))
+    cases += [one for dtype in dtypes for one in matmul.best_cases(on, dtype, cases)]
+    effort = Effort(budget_s, rounds=rounds_of(quick))
+    figures = yield from measure(cases, clock_of(device), effort, progress)
     figures += [one for dtype in dtypes if (one := matmul.best(figures, dtype))]
     advice = [
         *design.vocabulary_advice(figures, spec),
@@ -67,7 +64,7 @@ def _cases(on: Bench, dtypes: Sequence[Dtype], spec: ModelSpec, quick: bool) -> 
         tokens = matmul.tokens_for(on, dtype, spec)
         cases += matmul.unlucky_cases(on, dtype, base, quick)
         cases += matmul.model_cases(on, dtype, spec, tokens)
-    seq_len = min(spec.max_positions, 256 if quick else 512)
+    seq_len = min(spec.max_positions, 2048 if on.device.type == "cuda" else 256)
     cases += design.attention_cases(on, main, spec, seq_len, quick)
     if not quick:
         tokens = matmul.tokens_for(on, main, spec)

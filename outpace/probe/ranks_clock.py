@@ -120,13 +120,10 @@ class RanksClock:
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
         """The slowest rank's, of all of `count` calls."""
-        # The first of many short calls would wake the group's threads, which the others find awake.
-        first = min(1, count - 1)
         if isinstance(call, Prepared):
-            call.prepare(first + count)
+            call.prepare(1 + count)
         dist.barrier(self._control)
-        if first:
-            call()
+        call()  # wakes the group's threads, which the others find awake
         own_s = self._inner.seconds(call, count)
         found = [torch.empty(1, dtype=torch.float64) for _ in range(self._control.size())]
         dist.all_gather(found, torch.tensor([own_s], dtype=torch.float64), group=self._control)

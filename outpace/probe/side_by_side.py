@@ -1,7 +1,7 @@
 """What each rank does by itself and with each other one, timed on all ranks at the same time."""
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,27 +11,28 @@ from outpace.probe.collectives import Place, agreed, exchange
 from outpace.probe.fit import fit_link
 from outpace.probe.measure import WrongResultError, figure_of
 from outpace.probe.ranks_clock import RanksClock, await_device
+from outpace.probe.turns import Turns
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
 
 # With fewer, noise might be so much more than it seems that hardly anyone could be named as slow.
-_LEAST_ROUNDS, _MOST_ROUNDS = 12, 30
-# In each round the seconds of a call, by rank.
-Rounds = list[tuple[float, ...]]
+_LEAST_SAMPLES, _MOST_SAMPLES = 12, 30
+# In each round samples, of each the seconds of a call by rank.
+Rounds = list[list[tuple[float, ...]]]
 ITEM_BYTES = 4
 _LONGEST_S = 0.05
 _TIMED = 0.9  # of the budget; the rest is for looking at the values again
 
 
-def rounds_of(
-    calls: Sequence[Callable[[], Any]], clock: RanksClock, budget_s: float
-) -> list[Rounds]:
-    """For each call its rounds, each with seconds by rank. Every rank makes the same calls.
+def by_rank(
+    calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
+) -> Turns[list[Rounds]]:
+    """For each call its rounds of samples, each with seconds by rank. All ranks make these calls.
 
-    Rounds go through the calls forwards and backwards in turn. They end with the budget.
+    Samples go through the calls forwards and backwards in turn. They end with the budget.
     """
     begin_s = clock.now()
-    sample_s = min(_LONGEST_S, budget_s / (2 * _LEAST_ROUNDS * len(calls)))
+    sample_s = min(_LONGEST_S, budget_s / (2 * _LEAST_SAMPLES * len(calls)))
     counts = []
     for call in calls:
         clock.seconds(call, 1)
@@ -40,14 +41,24 @@ def rounds_of(
             count = max(2 * count, min(8 * count, int(count * sample_s / max(took_s, 1e-9))))
             took_s = clock.seconds(call, count)
         counts.append(count)
+    spent_s = clock.now() - begin_s
     found: list[Rounds] = [[] for _ in calls]
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and clock.now() - begin_s > budget_s:
-            break
-        order = range(len(calls))
-        for which in order if number % 2 == 0 else reversed(order):
-            clock.seconds(calls[which], counts[which])
-            found[which].append(tuple(own_s / counts[which] for own_s in clock.by_rank))
+    order = list(range(len(calls)))
+    for number in range(rounds):
+        if number:
+            yield
+        begin_s = clock.now() - spent_s
+        until_s = spent_s + (budget_s - spent_s) / (rounds - number)
+        for of in found:
+            of.append([])
+        for sample in range(-(-_MOST_SAMPLES // rounds)):
+            if sample >= _LEAST_SAMPLES / rounds and spent_s >= until_s:
+                break
+            for which in order:
+                clock.seconds(calls[which], counts[which])
+                found[which][-1].append(tuple(own_s / counts[which] for own_s in clock.by_rank))
+            order.reverse()
+            spent_s = clock.now() - begin_s
     return found
 
 
@@ -61,49 +72,51 @@ def work_of(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def ranks_figures(
-    work: dict[str, Callable[[], Any]], place: Place, clock: RanksClock, budget_s: float
-) -> list[Figure]:
+    work: dict[str, Callable[[], Any]], place: Place, clock: RanksClock, rounds: int,
+    budget_s: float,
+) -> Turns[list[Figure]]:  # fmt: skip
     """How long each rank takes for the same work, while all others do it too."""
-    found = rounds_of(list(work.values()), clock, budget_s)
+    found = yield from by_rank(list(work.values()), clock, rounds, budget_s)
+    device = place.buffers.device.type
     return [
         figure_of(
-            Key(kind="ranks", what=what, of={"rank": rank, "device": place.buffers.device.type}),
-            "s",
-            [(by_rank[rank],) for by_rank in rounds],
+            Key(kind="ranks", what=what, of={"rank": rank, "device": device}), "s",
+            [[seconds[rank] for seconds in samples] for samples in of],
         )
-        for what, rounds in zip(work, found, strict=True)
+        for what, of in zip(work, found, strict=True)
         for rank in range(place.control.size())
-    ]
+    ]  # fmt: skip
 
 
-def by_round(figure: Figure) -> list[float]:
-    """The median of each round."""
-    return [median(samples) for samples in figure.rounds]
+def in_order(figure: Figure) -> list[float]:
+    """All samples."""
+    return list(chain.from_iterable(figure.rounds))
 
 
 Exchange = Callable[[Place, int, int, int], tuple[Callable[[], Any], Callable[[Any], str | None]]]
 
 
 def pair_figures(
-    nodes: Nodes, place: Place, sizes: Sequence[int], clock: RanksClock, budget_s: float,
-    between: Exchange = exchange,
-) -> dict[Pair, list[Figure]]:  # fmt: skip
+    nodes: Nodes, place: Place, sizes: Sequence[int], clock: RanksClock, rounds: int,
+    budget_s: float, between: Exchange = exchange,
+) -> Turns[dict[Pair, list[Figure]]]:  # fmt: skip
     """For each pair, figures of both sending to each other at the same time, by size.
 
     Raises WrongResultError where something else arrives than was sent, before all of it is timed
     or after.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
+    place.buffers.take(max(sizes) // ITEM_BYTES)  # once: what is exchanged holds parts of them
     exchanges = [_exchanged(slot, size, place, between) for slot, size in slots]
-    timed = rounds_of([call for call, _ in exchanges], clock, _TIMED * budget_s)
+    timed = yield from by_rank([call for call, _ in exchanges], clock, rounds, _TIMED * budget_s)
     for (slot, size), (call, check) in zip(slots, exchanges, strict=True):
         place.buffers.renew(size)
         _right(slot, call, check, place)
     place.buffers.renew()
     found: dict[Pair, list[Figure]] = {}
-    for (slot, size), rounds in zip(slots, timed, strict=True):
+    for (slot, size), of in zip(slots, timed, strict=True):
         for pair in slot:
-            found.setdefault(pair, []).append(_pair_figure(pair, size, rounds, place))
+            found.setdefault(pair, []).append(_pair_figure(pair, size, of, place))
     return found
 
 
@@ -145,8 +158,8 @@ def _pair_figure(pair: Pair, size: int, rounds: Rounds, place: Place) -> Figure:
         "axis": f"pair {pair[0]}-{pair[1]}", "backend": place.backend,
         "device": place.buffers.device.type, "ranks": 2, "bytes": size,
     }  # fmt: skip
-    both = [(max(by_rank[rank] for rank in pair),) for by_rank in rounds]
-    return figure_of(Key(kind="send/recv", what="time", of=of), "s", both)
+    slower = [[max(seconds[rank] for rank in pair) for seconds in samples] for samples in rounds]
+    return figure_of(Key(kind="send/recv", what="time", of=of), "s", slower)
 
 
 def pair_fits(figures: dict[Pair, list[Figure]]) -> list[LinkFit]:

@@ -3,10 +3,14 @@
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import psutil
 
 from outpace.probe.section import Section
+from outpace.probe.turns import Turns
 from outpace.records.figure import Figure
 from outpace.records.probed import Steadiness
 
@@ -18,10 +22,13 @@ _OTHERS, _STOLEN = 0.15, 0.02
 _DISTURBED = 0.10
 
 
+T = TypeVar("T")
+
+
 class Used(NamedTuple):
     """Seconds of a host's cores; None where the kernel does not tell (as outside of Linux).
 
-    `busy_s` and `stolen_s` of all cores, `own_s` of this process and those it has waited for.
+    `busy_s` and `stolen_s` of all cores, `own_s` of this process and of those that it started.
     """
 
     wall_s: float
@@ -49,8 +56,7 @@ class Steady:
                     after.cores)  # fmt: skip
 
     def _now(self) -> Used:
-        own = os.times()
-        own_s = own.user + own.system + own.children_user + own.children_system
+        own_s = _own_s()
         busy_s = stolen_s = None
         try:
             first, *rest = self._stat.read_text(encoding="ascii").splitlines()
@@ -63,6 +69,43 @@ class Steady:
         except (OSError, ValueError):
             cores = os.cpu_count() or 1
         return Used(time.monotonic(), busy_s, stolen_s, own_s, cores)
+
+
+def _own_s() -> float:
+    """Of this process, those that it waited for, and those that it started and that still run."""
+    here = psutil.Process()
+    total_s = 0.0
+    for process in (here, *here.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total_s += times.user + times.system
+            total_s += getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
+    return total_s
+
+
+def used_in(turns: Turns[T]) -> Turns[tuple[T, Used]]:
+    """What they give, and what was used in all of them."""
+    used: Used | None = None
+    while True:
+        steady, ended = Steady(), False
+        try:
+            next(turns)
+        except StopIteration as end:
+            found: T = end.value
+            ended = True
+        used = steady.used() if used is None else _both(used, steady.used())
+        if ended:
+            return found, used
+        yield
+
+
+def _both(one: Used, other: Used) -> Used:
+    wall_s, busy_s, stolen_s, own_s = (
+        None if a is None or b is None else a + b for a, b in zip(one[:4], other[:4], strict=True)
+    )
+    assert wall_s is not None
+    assert own_s is not None
+    return Used(wall_s, busy_s, stolen_s, own_s, other.cores)
 
 
 def judged(hosts: Sequence[Sequence[Used]], throttled: Sequence[str] = ()) -> Steadiness:

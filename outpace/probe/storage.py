@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outpace.probe.disk import (
@@ -26,9 +26,10 @@ from outpace.probe.disk import (
     require_room,
     require_whole,
 )
-from outpace.probe.measure import Case, Effort, HostClock, measure
+from outpace.probe.measure import Case, Effort, HostClock, measure, rounds_of
 from outpace.probe.section import Section
 from outpace.probe.storage_advice import advice_of
+from outpace.probe.turns import Turns, together
 from outpace.records.base import sync_paths, write_atomic
 from outpace.records.figure import Key
 from outpace.records.units import show_bytes
@@ -43,8 +44,7 @@ _SEQUENTIAL, _FULL_SEQUENTIAL = ((1024, 1), (1024, 4)), ((32, 1), (1024, 1), (10
 _RANDOM, _FULL_RANDOM = ((1, 1), (1, 16)), ((1, 1), (1, 4), (1, 16), (16, 1), (16, 16))
 _CALL_S = 0.01  # of many short operations, so that handing them to threads costs next to nothing
 _MOST_OPERATIONS = 512
-_QUICK_EFFORT = Effort(budget_s=7, sample_s=0.012, samples=2, least_rounds=5, half_width=0.03)
-_FULL_EFFORT = Effort(budget_s=60, sample_s=0.02)
+_SAMPLE_S, _FULL_SAMPLE_S = 0.012, 0.02
 
 Progress = Callable[[float], None]
 
@@ -60,27 +60,22 @@ class Disk:
 def probe_storage(
     directories: Mapping[str, Path],
     quick: bool,
-    budget_s: float | None = None,
+    budget_s: float,
     progress: Progress = lambda share: None,
-) -> Section:
+) -> Turns[Section]:
     """Of each role's directory (checkpoints, offload); those of one file system are timed once.
 
-    `budget_s`: for all of them; None: as long as it takes at best. Raises BadInputError where one
-    cannot be written to, or has too little room.
+    `budget_s`: for all of them. Raises BadInputError where one cannot be written to, or has too
+    little room.
     """
     if not sys.platform.startswith("linux"):
         return Section(notes=("storage: direct I/O is measured on Linux only",))
     disks = _by_device(directories)
-    found = Section()
-    for number, (role, directory) in enumerate(disks.items()):
-
-        def told(share: float, number: int = number) -> None:
-            progress((number + min(share, 1.0)) / len(disks))
-
-        effort = _QUICK_EFFORT if quick else _FULL_EFFORT
-        share_s = (budget_s or effort.budget_s * len(disks)) / len(disks)
-        found += _probed(role, directory, quick, effort, share_s, told)
-    return found
+    each_s = budget_s / len(disks)
+    found = yield from together(
+        *(_probed(role, directory, quick, each_s, progress) for role, directory in disks.items())
+    )
+    return sum(found, Section())
 
 
 def _by_device(directories: Mapping[str, Path]) -> dict[str, Path]:
@@ -95,12 +90,14 @@ def _by_device(directories: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def _probed(
-    role: str, directory: Path, quick: bool, effort: Effort, budget_s: float, progress: Progress
-) -> Section:
+    role: str, directory: Path, quick: bool, budget_s: float, progress: Progress
+) -> Turns[Section]:
     begin_s = time.monotonic()
     with refusals(directory), storage_cases(directory, role, quick) as disk:
         left_s = max(0.1, budget_s - (time.monotonic() - begin_s))
-        figures = measure(disk.cases, HostClock(), replace(effort, budget_s=left_s), progress)
+        sample_s = _SAMPLE_S if quick else _FULL_SAMPLE_S
+        effort = Effort(left_s, sample_s, rounds=rounds_of(quick))
+        figures = yield from measure(disk.cases, HostClock(), effort, progress)
     advice = advice_of(role, figures)
     notes = disk.notes
     if not advice:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Generic, TypeVar
 
 from outpace.probe.axes import Pair
-from outpace.probe.measure import half_width, spread
+from outpace.probe.intervals import half_width, spread
 
 _RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
 # Beyond what the others differ by among themselves, in their standard deviations.

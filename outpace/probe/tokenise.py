@@ -7,22 +7,20 @@ part that it has not seen.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from outpace.data.helpers import Encoders
 from outpace.data.tokenizer import Tokenizer
-from outpace.probe.measure import Case, Effort, HostClock, measure
+from outpace.probe.measure import Case, Effort, HostClock, measure, rounds_of
+from outpace.probe.turns import Turns
 from outpace.records.figure import Figure, Key, Unit
 
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 
 _PART, _FULL_PART = 1 << 18, 1 << 20  # characters for each process
 _PIECE = 1 << 15
-_QUICK_EFFORT = Effort(budget_s=3, sample_s=0, samples=1, least_rounds=5, half_width=0.03)
-_FULL_EFFORT = Effort(budget_s=25, sample_s=0, samples=1, least_rounds=8)
 
 
 def tokenise_figures(
@@ -31,17 +29,16 @@ def tokenise_figures(
     processes: Sequence[int],
     quick: bool,
     budget_s: float,
-    progress: Callable[[float], None],
-) -> list[Figure]:
+) -> Turns[list[Figure]]:
     """Tokens/s and bytes/s for each number of processes. 1: in this process, with its threads."""
     whole = "\n".join(texts)
-    effort = replace(_QUICK_EFFORT if quick else _FULL_EFFORT, budget_s=budget_s)
+    effort = Effort(budget_s, sample_s=0, rounds=rounds_of(quick))
     enough = [count for count in processes if len(whole) >= 2 * count * _PIECE or count == 1]
     with ExitStack() as stack:
         runs = [_Run(tokenizer, whole, count, quick) for count in enough]
         for run in runs:
             stack.callback(run.close)
-        found = measure([run.case() for run in runs], HostClock(), effort, progress)
+        found = yield from measure([run.case() for run in runs], HostClock(), effort)
     return [
         figure
         for run, by_tokens in zip(runs, found, strict=True)

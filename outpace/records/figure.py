@@ -28,8 +28,9 @@ class Key(Record):
 
 
 class Figure(Record):
-    """`value` is the median of rounds, each of which is the median of its samples.
+    """`value` is the median of all samples, which are in order.
 
+    Rounds of samples are spread over the time that the probe took.
     A probe that is repeated at once gives a value from `low` to `high` with probability `level`.
     Where the machine did not hold still enough, `value` is None and `unstable` says why.
     """
@@ -41,7 +42,7 @@ class Figure(Record):
     low: float | None = None
     high: float | None = None
     level: float | None = None
-    rounds: tuple[tuple[float, ...], ...] = Field(default=(), description="samples, in order")
+    rounds: tuple[tuple[float, ...], ...] = Field(default=(), description="of samples")
     unstable: str | None = None
     source: str | None = Field(default=None, description="of what is from the catalog")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 
 from rich.console import Group, RenderableType
@@ -65,15 +66,23 @@ def _what(*more: str) -> Named:
     return lambda figure: ", ".join(word for word in (figure.key.what, rest(figure)) if word)
 
 
+def _both(one: Named, other: Named) -> Named:
+    return lambda figure: ", ".join(word for word in (one(figure), other(figure)) if word)
+
+
+def _rate_or_time(figure: Figure) -> str:
+    return "time" if figure.unit == "s" else "rate"
+
+
+_STREAMS = _Layout("Memory, by size of an array", _moved, _what())
 _LAYOUTS = {
     "matmul": _Layout("Matrix products (m × n × k)", _product, _of("dtype")),
     "vocabulary": _Layout("The head's products by vocabulary, forward and backward",
                           _of("vocab", "hidden", "tokens"), _of("dtype")),
     "attention": _Layout("Attention by number of heads", _of("heads", "head_dim", "seq_len"),
                          _what("dtype")),
-    "memory": _Layout("Memory", _what("memory"), _moved),
-    "storage": _Layout("Storage", _what("block_bytes", "bytes", "direct"),
-                       _of("queue")),
+    "memory": _Layout("Operations and their memory", _both(_what("memory"), _moved), _rate_or_time),
+    "storage": _Layout("Storage", _what("block_bytes", "bytes", "direct", "queue"), _rate_or_time),
     "loader": _Layout("Data loading", _of("loader", "workers", "prefetch", "pin"), _what()),
     "tokenise": _Layout("Tokenising", _of("processes"), _what()),
     "ranks": _Layout("All ranks at once", _of("rank"), _what()),
@@ -87,14 +96,23 @@ def figure_tables(probed: Probed) -> Iterator[RenderableType]:
         if kind in COLLECTIVES:
             continue
         figures = [f for f in probed.figures if f.key.kind == kind and f.key.what not in _SWEEPS]
-        layout = _LAYOUTS[kind]
-        for place in dict.fromkeys(str(figure.key.of.get("directory", "")) for figure in figures):
-            here = [f for f in figures if f.key.of.get("directory", "") == place]
-            title = f"{layout.title}: {place}" if place else layout.title
-            yield _crossed(replace(layout, title=title), _slowest(here))
+        tables: dict[_Layout, list[Figure]] = {}
+        for figure in figures:
+            tables.setdefault(_layout(figure), []).append(figure)
+        for layout, of in tables.items():
+            yield _crossed(layout, _slowest(of))
     by_size = [f for f in probed.figures if f.key.kind in COLLECTIVES and f.key.has(axis="all")]
     if by_size:
         yield _collectives(by_size)
+
+
+def _layout(figure: Figure) -> _Layout:
+    """Of the table that it stands in."""
+    if figure.key.kind == "memory" and figure.key.what in ("copy", "write", "read"):
+        return _STREAMS
+    layout = _LAYOUTS[figure.key.kind]
+    place = figure.key.of.get("directory")
+    return replace(layout, title=f"{layout.title}: {place}") if place else layout
 
 
 def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
@@ -102,7 +120,7 @@ def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
     ranks = {figure.key.of["rank"] for figure in figures if "rank" in figure.key.of}
     if len(ranks) <= _MOST_RANKS:
         return figures
-    took = {rank: max(median(map(median, f.rounds)) for f in figures if f.key.has(rank=rank))
+    took = {rank: max(median(chain(*f.rounds)) for f in figures if f.key.has(rank=rank))
             for rank in ranks}  # fmt: skip
     shown = sorted(ranks, key=lambda rank: -took[rank])[:_MOST_RANKS]
     return [figure for figure in figures if figure.key.of["rank"] in shown]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from outpace.probe.collectives import Place, case, check_again
 from outpace.probe.fit import COLLECTIVES
 from outpace.probe.measure import Effort, HostClock, WrongResultError, measure
 from outpace.probe.ranks_clock import RanksClock
+from outpace.probe.turns import finished
 from outpace.records.errors import OutpaceError
 from outpace.records.ranks import Ranks
 
@@ -42,7 +44,8 @@ def place(groups):
 
 def probe(groups, only):
     told = []
-    found = probe_collectives(groups, CPU, True, 5.0, told.append, None if only == "-" else only)
+    only = None if only == "-" else only
+    found = finished(probe_collectives(groups, CPU, True, 5.0, told.append, only))
     return {
         "figures": [json.loads(figure.model_dump_json()) for figure in found.figures],
         "fits": [json.loads(fit.model_dump_json()) for fit in found.fits],
@@ -95,7 +98,7 @@ def spoil(groups):
     "after": where rank 1's values are wrong only after all was timed.
     """
     clock = RanksClock(HostClock(), groups.control)
-    effort = Effort(0.1, sample_s=1e-4, samples=1, least_rounds=1, most_rounds=1)
+    effort = Effort(0.1, sample_s=1e-4, rounds=1, most_samples=1)
     said = {}
     for which in ("nothing", *COLLECTIVES):
         for name, attribute in CALLS.items():
@@ -105,7 +108,7 @@ def spoil(groups):
             try:
                 here = place(groups)
                 cases = [case(name, here, 300_000)]
-                measure(cases, clock, effort)
+                finished(measure(cases, clock, effort))
                 check_again(cases, here.buffers)
                 if which == "nothing":
                     if groups.ranks.rank == 1:
@@ -140,7 +143,7 @@ def die(groups, folder, how):
         dist.all_reduce = deadly
     begin_s = time.monotonic()
     try:
-        probe_collectives(groups, CPU, True, 5.0)
+        finished(probe_collectives(groups, CPU, True, 5.0))
         text = "nothing"
     except (OutpaceError, RuntimeError) as error:
         text = f"{type(error).__name__}: {error}"
@@ -177,10 +180,11 @@ def beside(groups, size, budget_s):
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         by_hand.append(slowest.item() / calls)
 
-    effort = Effort(float(budget_s), sample_s=0.02, most_rounds=10_000, half_width=0.0)
-    (figure,) = measure([case("all-reduce", here, int(size))], clock, effort, loop)
+    effort = Effort(float(budget_s), most_samples=10_000)
+    one = case("all-reduce", here, int(size))
+    (figure,) = finished(measure([one], clock, effort, loop))
     del by_hand[0]  # while warming up
-    pairs = [(ours, plain) for (ours,), plain in zip(figure.rounds, by_hand, strict=True)]
+    pairs = list(zip(chain.from_iterable(figure.rounds), by_hand, strict=True))
     said = {"figure": json.loads(figure.model_dump_json()), "by_hand_s": by_hand}
     return {**said, "half_width": half_width(pairs)}
 

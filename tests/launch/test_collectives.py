@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +30,7 @@ def test_two_nodes_of_two_ranks_are_measured_on_every_axis(on_ranks):
             # 4 B, or as many as there are ranks, where each has a part
             assert sizes[0] == 4 * (ranks if name in COLLECTIVES[1:4] else 1)
             assert all(f.key.has(ranks=ranks, backend="gloo", device="cpu") for f in of)
-            assert all(f.unit == "s" and len(f.rounds) >= 4 for f in of)
+            assert all(f.unit == "s" and len(f.rounds) >= 3 for f in of)
     pairs = {f.key.of["axis"] for f in times if f.key.kind == "send/recv"} - {
         "all",
         "node",
@@ -39,8 +40,8 @@ def test_two_nodes_of_two_ranks_are_measured_on_every_axis(on_ranks):
     hidden = [f for f in figures if f.key.what == "hidden share"]
     assert len(hidden) == 1
     took = {f.key.what: f for f in figures if f.key.kind == "overlap"}
-    rounds = zip(*(took[what].rounds for what in ("computing", "all-reduce", "both")), strict=True)
-    for ((computing,), (alone,), (both,)), (share,) in zip(rounds, hidden[0].rounds, strict=True):
+    parts = [chain(*took[what].rounds) for what in ("computing", "all-reduce", "both")]
+    for computing, alone, both, share in zip(*parts, chain(*hidden[0].rounds), strict=True):
         assert min(computing, alone, both) > 0
         assert share == pytest.approx((computing + alone - both) / min(computing, alone))
     own = {(f.key.what, f.key.of["rank"]) for f in figures if f.key.kind == "ranks"}

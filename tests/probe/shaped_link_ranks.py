@@ -10,6 +10,7 @@ import torch
 from outpace.launch.collectives import probe_collectives
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
+from outpace.probe.turns import finished
 from outpace.records.probed import Probed
 
 CPU = torch.device("cpu")
@@ -20,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     with process_groups(ranks, CPU, 60.0, 0) as groups:
-        found = probe_collectives(groups, CPU, False, BUDGET_S, only="all-reduce")
+        found = finished(probe_collectives(groups, CPU, False, BUDGET_S, only="all-reduce"))
     if ranks.rank == 0:
         probed = Probed(
             date="", versions={}, command="", sections=("allreduce",), quick=False,

@@ -19,8 +19,9 @@ from outpace.probe.collectives import Place, exchange
 from outpace.probe.link_words import pair_advice, rank_advice
 from outpace.probe.measure import HostClock
 from outpace.probe.ranks_clock import RanksClock
-from outpace.probe.side_by_side import by_round, pair_figures, ranks_figures, work_of
+from outpace.probe.side_by_side import in_order, pair_figures, ranks_figures, work_of
 from outpace.probe.stragglers import slow_links, slow_ranks
+from outpace.probe.turns import finished
 
 CPU = torch.device("cpu")
 SLEEP_S = 0.1  # many times what others' work on a busy machine costs
@@ -46,23 +47,23 @@ def main() -> None:
         work = work_of(CPU)
         if is_slow:
             work = {what: slowed(call) for what, call in work.items()}
-        figures = ranks_figures(work, place, clock, 0.5)
+        figures = finished(ranks_figures(work, place, clock, 4, 0.5))
 
         def between(*where):
             call, check = exchange(*where)
             return (slowed(call) if is_slow else call), check
 
-        pairs = pair_figures(nodes, place, (1 << 16,), clock, 0.5, between)
+        pairs = finished(pair_figures(nodes, place, (1 << 16,), clock, 4, 0.5, between))
     if ranks.rank != 0:
         return
-    times = {pair: by_round(of[0]) for pair, of in pairs.items()}
+    times = {pair: in_order(of[0]) for pair, of in pairs.items()}
     found = slow_links(times)
     said = {
         "stragglers": [
             (one.who, one.times)
             for what in work
             for one in slow_ranks(
-                {int(f.key.of["rank"]): by_round(f) for f in figures if f.key.what == what}
+                {int(f.key.of["rank"]): in_order(f) for f in figures if f.key.what == what}
             )
         ],
         "slow links": {

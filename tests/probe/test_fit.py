@@ -81,7 +81,7 @@ def times(latency_s, bus_bytes_per_s, spread, rounds=20, sizes=SIZES, ranks=4):
     return [
         figure_of(
             Key(kind="all-reduce", what="time", of={**of, "bytes": size}), "s",
-            [tuple(true.time_s(1.5 * size) * rng.uniform(1 - spread, 1 + spread) for _ in range(3))
+            [[true.time_s(1.5 * size) * rng.uniform(1 - spread, 1 + spread) for _ in range(3)]
              for _ in range(rounds)],
         )
         for size in sizes

@@ -13,10 +13,11 @@ from outpace.data.corpus import read_documents
 from outpace.data.tokenizer import train_tokenizer
 from outpace.probe import loader as loader_room
 from outpace.probe.loader import probe_loader
-from outpace.probe.loader_advice import advise, cheapest, needed
+from outpace.probe.loader_advice import advise, cheapest
 from outpace.probe.loader_data import LoaderData, prepared
 from outpace.probe.measure import WrongResultError
 from outpace.probe.tokenise import tokenise_figures
+from outpace.probe.turns import finished
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 
@@ -60,7 +61,7 @@ def test_a_persons_text_is_loaded_and_tokenised(jsonl, tokenizer):
     shares = []
     data = LoaderData((jsonl,), "body", tokenizer, seq_len=32, micro_batch=4)
     before = dict(os.environ)
-    section = probe_loader(data, True, 0.5, shares.append, wanted_tokens_per_s=1000.0)
+    section = finished(probe_loader(data, True, 0.5, shares.append))
     assert dict(os.environ) == before
     assert psutil.Process().children() == []
     keys = {str(f.key) for f in section.figures}
@@ -91,7 +92,7 @@ class Slow(Dataset):
 
 
 def test_what_is_timed_is_making_batches_not_emptying_queues():
-    section = probe_loader(LoaderData(dataset=Slow(), micro_batch=2), True, 0.1)
+    section = finished(probe_loader(LoaderData(dataset=Slow(), micro_batch=2), True, 0.1))
     rates = [rate(section, loader="outpace", workers=workers) for workers in (0, 1, 2)]
     # Two workers cannot make more than this, and a queue that was full would have given it.
     for workers, found in enumerate(rates):
@@ -117,10 +118,13 @@ class OfItsWorker(Dataset):
 
 
 def test_other_samples_with_workers_are_found_out():
+    def data(located):
+        return LoaderData(dataset=OfItsWorker(located), micro_batch=2)
+
     with pytest.raises(WrongResultError, match="not the one that is loaded without workers"):
-        probe_loader(LoaderData(dataset=OfItsWorker(True), micro_batch=2), True, 0.1)
+        finished(probe_loader(data(located=True), True, 0.1))
     assert psutil.Process().children() == []
-    section = probe_loader(LoaderData(dataset=OfItsWorker(False), micro_batch=2), True, 0.1)
+    section = finished(probe_loader(data(located=False), True, 0.1))
     assert any("other samples with workers than without" in note for note in section.notes)
 
 
@@ -161,9 +165,9 @@ def test_tokenising_is_timed_on_text_that_was_not_seen(texts, tokenizer, monkeyp
         return real(self, part)
 
     monkeypatch.setattr(type(tokenizer), "encode_batch", noted)
-    figures = tokenise_figures(texts, tokenizer, [1], True, 0.1, lambda share: None)
+    figures = finished(tokenise_figures(texts, tokenizer, [1], True, 0.1))
     assert [f.key.what for f in figures] == ["tokens", "bytes"]
-    assert all(len(f.rounds) >= 5 for f in figures)
+    assert all(len(f.rounds) >= 3 for f in figures)
     # The last round: a new memory, a first part, and another that is timed.
     (memory, first), (same, timed) = seen[-2:]
     assert memory is same and not set(first) & set(timed)
@@ -193,18 +197,11 @@ def test_the_cheapest_setting_that_cannot_be_told_from_the_best():
     assert cheapest([unsure(workers=0)]) is None
     eager = figure(4e6, workers=2, prefetch=8)
     assert cheapest([eager, two]) is two
-    # Without workers all of the loading is waited for.
-    assert needed([alone, one, two, four], 9e3) is alone
-    assert needed([alone, one, two, four], 1e6) is one
-    assert needed([alone, one, two, four], 3e6) is two
-    assert needed([alone, one, two, four], 5e6) is None
 
 
-def test_advice_names_the_flag_and_what_training_needs():
+def test_advice_names_the_flag():
     rates = ((0, 1e6), (1, 1.9e6), (2, 4e6))
     figures = [figure(value, workers=workers) for workers, value in rates]
-    workers, needs = advise(figures, 2e6)
+    (workers,) = advise(figures)
     assert "Recommended: --workers 2" in workers.text and workers.gain == pytest.approx(3.0)
     assert "up to 10.00 ktokens/s" in workers.text
-    assert needs.text == "Training at 2.00 Mtokens/s needs --workers 2 (4.00 Mtokens/s)."
-    assert "would wait for its data" in advise(figures, 9e6)[1].text

@@ -1,13 +1,15 @@
 """Figures can be trusted: intervals hold repeats, drift is said, wrong results refused."""
 
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 
 import pytest
 
 from outpace.probe.compare import gain
-from outpace.probe.measure import Case, Effort, WrongResultError, interval, measure
+from outpace.probe.intervals import interval
+from outpace.probe.measure import Case, Effort, WrongResultError, measure
+from outpace.probe.turns import finished
 from outpace.records.figure import Figure, Key
 
 
@@ -29,6 +31,9 @@ class Planned:
     def now(self):
         return self._now
 
+    def wait(self, seconds):
+        self._now += seconds
+
 
 def cases(*seconds):
     return [
@@ -37,12 +42,12 @@ def cases(*seconds):
     ]
 
 
-EFFORT = Effort(budget_s=20, sample_s=0.01, least_rounds=15, most_rounds=40, half_width=0.01)
+EFFORT = Effort(budget_s=1.5, sample_s=0.01, rounds=8, most_samples=5)
 CALLS = (0.001, 0.01, 0.0003)
 
 
 def probed(seed, **clock):
-    return measure(cases(*CALLS), Planned(seed, **clock), EFFORT)
+    return finished(measure(cases(*CALLS), Planned(seed, **clock), EFFORT))
 
 
 @pytest.mark.parametrize("clock", [{}, {"noise": 0.1}, {"bursts": 0.1}])
@@ -61,7 +66,7 @@ def test_the_value_is_the_median_and_bursts_do_not_move_it():
     figures = probed(1, bursts=0.15)
     for figure, true in zip(figures, CALLS, strict=True):
         assert figure.value == pytest.approx(true, rel=0.03)
-        assert figure.value == median(median(samples) for samples in figure.rounds)
+        assert figure.value == median(chain(*figure.rounds))
         assert figure.low < figure.value < figure.high
 
 
@@ -72,42 +77,55 @@ def test_what_drifts_is_not_concluded_from():
 
 
 def test_what_scatters_too_far_is_not_concluded_from():
-    effort = Effort(budget_s=1, sample_s=0.01, least_rounds=4, most_rounds=5)
-    figures = measure(cases(*CALLS), Planned(3, noise=0.6), effort)
+    effort = Effort(budget_s=1, sample_s=0.01, rounds=5, most_samples=1)
+    figures = finished(measure(cases(*CALLS), Planned(3, noise=0.6), effort))
     assert all(figure.value is None for figure in figures)
     assert all("a repeat may lie" in figure.unstable for figure in figures)
 
 
-def test_a_narrow_case_is_done_early_and_none_is_left_out():
-    clock = Planned(4, noise=0.0001)
-    figures = measure(cases(*CALLS), clock, EFFORT)
-    assert [len(figure.rounds) for figure in figures] == [EFFORT.least_rounds] * 3
+def test_rounds_are_as_long_as_each_other_and_others_turns_do_not_count():
+    clock = Planned(4)
+    turns, begun = measure(cases(*CALLS), clock, Effort(budget_s=6, sample_s=0.01, rounds=6)), []
+    while True:
+        begun.append(clock.now())
+        try:
+            next(turns)
+        except StopIteration as end:
+            figures = end.value
+            break
+        clock.wait(100)
+    assert len(begun) == 6
+    took = [later - sooner - 100 for sooner, later in pairwise(begun)] + [clock.now() - begun[-1]]
+    assert all(0.7 < one < 1.3 for one in took)
+    assert {len(figure.rounds) for figure in figures} == {6}
+    assert len({tuple(map(len, figure.rounds)) for figure in figures}) == 1  # in the same rounds
 
 
 def test_the_budget_is_kept_when_calls_are_long():
     clock = Planned(5)
-    measure(cases(0.5, 0.5), clock, Effort(budget_s=10, samples=5, least_rounds=8))
-    assert clock.now() < 20
+    finished(measure(cases(0.5, 0.5), clock, Effort(budget_s=10, rounds=24)))
+    assert clock.now() < 15
 
 
-def test_rounds_go_forwards_and_backwards():
+def test_a_round_goes_forwards_and_backwards():
     order = []
     watched = [
         Case(Key(kind="test", what=name), "s", lambda name=name: lambda: order.append(name) or 0.02)
         for name in "abc"
     ]
-    measure(watched, Planned(6, noise=0.3), Effort(1e9, samples=1, least_rounds=4, most_rounds=4))
-    # In each round a call that is not timed, and a sample of one.
+    effort = Effort(1e9, sample_s=0.01, rounds=2, most_samples=2)
+    finished(measure(watched, Planned(6, noise=0.3), effort))
+    # For each sample a call that is not timed, and one that is.
     assert order[-24:] == list("aabbcc" + "ccbbaa") * 2
 
 
 def test_a_wrong_result_ends_the_probe():
     wrong = Case(Key(kind="matmul", what="rate"), "s", lambda: lambda: 0.01, check=lambda _: "is 3")
     with pytest.raises(WrongResultError, match="matmul rate: is 3"):
-        measure([wrong], Planned(7), EFFORT)
+        finished(measure([wrong], Planned(7), EFFORT))
 
 
-def test_an_interval_widens_with_rounds_that_resemble_their_neighbours():
+def test_an_interval_widens_with_samples_that_resemble_their_neighbours():
     shuffled = [1.0, 1.2] * 20
     in_runs = [1.0] * 20 + [1.2] * 20
     (_, low, high), (_, far_low, far_high) = interval(shuffled), interval(in_runs)
@@ -121,7 +139,7 @@ def figure_of(rounds, unit="s"):
     )  # fmt: skip
 
 
-def test_a_gain_is_by_the_ratio_of_rounds_so_that_slow_spells_fall_out():
+def test_a_gain_is_by_the_ratio_of_samples_so_that_slow_spells_fall_out():
     rng = random.Random(8)
     spells = [rng.choice((1.0, 3.0)) for _ in range(30)]
     before = figure_of([1.1 * s * rng.gauss(1, 0.005) for s in spells])

@@ -12,10 +12,9 @@ from outpace.records.figure import Key
 def found(shares):
     """Rounds in which computing and the collective take 1 s each, and both as the share says."""
     rounds = ([1.0] * len(shares), [1.0] * len(shares), [2.0 - share for share in shares])
-    return share_hidden(
-        Key(kind="overlap", what="hidden share"),
-        [figure_of(Key(kind="overlap", what=""), "s", [(one,) for one in of]) for of in rounds],
-    )
+    key = Key(kind="overlap", what="")
+    times = [figure_of(key, "s", [[one] for one in of]) for of in rounds]
+    return share_hidden(Key(kind="overlap", what="hidden share"), times)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from outpace.probe import design, matmul
 from outpace.probe.measure import Case, Effort, HostClock, WrongResultError, measure
 from outpace.probe.products import probe_matmul
 from outpace.probe.sawtooth import next_multiple
+from outpace.probe.turns import finished
 from outpace.records.figure import Figure, Key
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def figure(kind, what, rounds, unit="s", **of):
 def test_a_quick_section_has_a_best_rate_for_each_dtype_and_the_models_own_products():
     spec = preset("outpace-tiny")
     shares = []
-    section = probe_matmul(CPU, ("avx512_bf16",), spec, True, 1.0, shares.append)
+    section = finished(probe_matmul(CPU, ("avx512_bf16",), spec, True, 1.0, shares.append))
     kinds = {(f.key.kind, f.key.what, f.key.of.get("dtype")) for f in section.figures}
     for dtype in ("fp32", "bf16"):
         assert {("matmul", "curve", dtype), ("matmul", "candidate", dtype)} <= kinds
@@ -46,7 +47,7 @@ def test_products_are_checked(dtype, shape):
     assert "off by" in case.check(result)
     broken = Case(case.key, case.unit, lambda: lambda: result, case.amount, case.check)
     with pytest.raises(WrongResultError, match="matmul curve"):
-        measure([broken], HostClock(), Effort(1.0))
+        finished(measure([broken], HostClock(), Effort(1.0)))
 
 
 def test_shapes_that_a_dtype_does_not_have_are_left_out():
