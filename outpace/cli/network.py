@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.cli.parser import Parser, number_type
-from outpace.planner.contest import entries
+from outpace.planner.contest import Contest, entries
 from outpace.planner.flops import parameter_count
 from outpace.planner.network import Question, answer
 from outpace.planner.networks import ladder, read_network
@@ -97,12 +97,12 @@ def _plans(
         "checkpointing": arguments.checkpointing,
     }
     axes = {axis: getattr(arguments, axis) for axis in ("tp", "pp") if getattr(arguments, axis)}
-    found = entries(
+    contest = Contest(
         spec, nodes=site.nodes, per_node=site.per_node, common=common, axes=axes,
         global_batch=arguments.global_batch or world * arguments.micro_batch,
         micro_batch=arguments.micro_batch, memory_bytes=site.memory_bytes,
     )  # fmt: skip
-    return [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in found]
+    return [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in entries(contest)]
 
 
 def _model(reference: str) -> tuple[str, ModelSpec]:

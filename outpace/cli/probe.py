@@ -109,7 +109,7 @@ def _parser() -> Parser:
         type=number_type(float, 0.1),
         default=None,
         metavar="S",
-        help="measure for about this many seconds (default: 40 with --quick, else 500)",
+        help="measure for about this many seconds, instead of for as long as it usually takes",
     )
     add(
         "--out",

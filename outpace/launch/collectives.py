@@ -1,6 +1,7 @@
 """The collectives of a job's ranks: times by size on every axis, links, stragglers, overlap."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
@@ -23,7 +24,7 @@ from outpace.probe.overlap import probe_overlap
 from outpace.probe.ranks_clock import RanksClock, patient_clock
 from outpace.probe.section import Section
 from outpace.probe.side_by_side import pair_figures, pair_fits, ranks_figures, work_of
-from outpace.probe.turns import Turns, together
+from outpace.probe.turns import Turns, around, together
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 
@@ -66,14 +67,13 @@ class _Run:
 
     def said(self, what: str, turns: Turns[T]) -> Turns[T]:
         """Those turns, in which this is done."""
-        while True:
+
+        @contextmanager
+        def doing() -> Iterator[None]:
             self.doing.what = what
-            try:
-                next(turns)
-            except StopIteration as end:
-                found: T = end.value
-                return found
             yield
+
+        return around(turns, doing)
 
 
 def probe_collectives(
@@ -99,14 +99,17 @@ def probe_collectives(
     with watched(groups, doing):
         run = _begin(groups, device, quick, budget_s, doing, progress)
         found = Section(notes=tuple(world_notes(run.nodes)))
-        parts = [
-            _by_size(run, COLLECTIVES if only is None else (only,), _CASES if only is None else 1.0)
-        ]
-        if only is None:
-            parts += [run.said("each rank's own speed", _own_speed(run))]
-            parts += [run.said("send/recv between pairs", _between_pairs(run))]
-            parts += [run.said("all-reduce while computing", _overlap(run))]
-        found = sum((yield from together(*parts)), found)
+        if only is not None:
+            parts = {only: _by_size(run, (only,), 1.0)}
+        else:
+            parts = {
+                "collectives": _by_size(run, COLLECTIVES, _CASES),
+                "each rank's own speed": _own_speed(run),
+                "send/recv between pairs": _between_pairs(run),
+                "all-reduce while computing": _overlap(run),
+            }
+        turns = together(*(run.said(what, part) for what, part in parts.items()))
+        found = sum((yield from turns), found)
         doing.what = "the end"
         dist.barrier(groups.control)
     progress(1.0)
@@ -152,7 +155,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Secti
             cases += climb(name, place, sizes, limits, run.clock)
     run.place.buffers.settle()
     sample_s = budget_s / 2 / (run.samples * max(1, len(cases)))
-    effort = Effort(budget_s * _TIMED, min(0.04, max(0.001, sample_s)), run.rounds, 1, wakes=False)
+    effort = Effort(budget_s * _TIMED, run.rounds, min(0.04, max(0.001, sample_s)), wakes=False)
     said = [_said(run.doing, one) for one in cases]
     figures = yield from measure(said, run.clock, effort, run.progress)
     check_again(said, run.place.buffers)
@@ -239,7 +242,7 @@ def _overlap(run: _Run) -> Turns[Section]:
     """How much of an all-reduce hides behind computing."""
     size = (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20)
     budget_s = _OVERLAP * run.budget_s
-    effort = Effort(budget_s, budget_s / (6 * run.samples), run.rounds, 1, wakes=False)
+    effort = Effort(budget_s, run.rounds, budget_s / (6 * run.samples), wakes=False)
     figures = yield from probe_overlap(run.apart(), min(size, _most_bytes(run)), run.clock, effort)
     return Section(tuple(figures), notes=tuple(overlap_notes(figures)))
 

@@ -61,7 +61,7 @@ def start(nproc: int, command: list[str]) -> None:
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     in its environment. Returns when every rank ended with 0. Raises WorkerError with the message
-    and exit code of the rank that failed first. Call it in a process that has no other children.
+    and exit code of the rank that failed first. Other children of this process are let be.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -151,13 +151,14 @@ def _pass_signals_on() -> Iterator[list[int]]:
     """Forward SIGTERM, SIGINT and SIGHUP to the workers; yields the list of those received."""
     received: list[int] = []
     times: list[float] = []
+    others = set(psutil.Process().children())
 
     def forward(signum: int, _frame: object) -> None:
         if times and time.monotonic() - times[-1] < _SAME_SIGNAL_S:
             return
         times.append(time.monotonic())
         received.append(signum)
-        workers = psutil.Process().children()
+        workers = set(psutil.Process().children()) - others
         if not workers:
             raise WorkerError(f"stopped by {_name(signum)} before training began", 128 + signum)
         for worker in workers:

@@ -18,8 +18,8 @@ from outpace.records.settings import TrainSettings
 # and within 10 minutes.
 SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
     {
-        "matmul": (10, 200), "memory": (5, 50), "storage": (5, 45), "loader": (6, 50),
-        "allreduce": (8, 90), "collectives": (10, 210),
+        "matmul": (10, 190), "memory": (5, 50), "storage": (5, 45), "loader": (8, 50),
+        "allreduce": (8, 90), "collectives": (14, 200),
     }
 )  # fmt: skip
 BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives")

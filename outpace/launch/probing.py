@@ -24,9 +24,9 @@ from outpace.probe.machine import identify, usable_cores
 from outpace.probe.measure import rounds_of
 from outpace.probe.products import probe_matmul
 from outpace.probe.section import Section
-from outpace.probe.steady import Steady, Used, disturbed, judged, used_in, withdrawn
+from outpace.probe.steady import Steady, Used, disturbed, judged, noted, total, withdrawn
 from outpace.probe.storage import probe_storage
-from outpace.probe.turns import Turns, finished, together
+from outpace.probe.turns import Turns, around, finished, together
 from outpace.probe.versions import versions
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
@@ -101,18 +101,22 @@ def _alone(name: SectionName, wishes: Wishes, device: torch.device, shown: Shown
         turns = probe_storage(wishes.directories(), quick, budget_s, progress)
     else:
         turns = probe_loader(wishes.loader(), quick, budget_s, progress, device)
-    section, used = yield from used_in(turns)
+    used: list[Used] = []
+    section = yield from around(turns, lambda: noted(used))
     shown(name, 1.0)
-    return _judged(section, device, [[used]])
+    return _judged(section, device, [[total(used)]])
 
 
 def _on_first(turns: Turns[Section], groups: Groups) -> Turns[Section]:
     """What rank 0 finds; the others wait, and are given it."""
-    while True:
-        found = groups.once(lambda: _next(turns))
-        if found is not None:
-            return found
-        yield
+    try:
+        while True:
+            found = groups.once(lambda: _next(turns))
+            if found is not None:
+                return found
+            yield
+    finally:
+        turns.close()
 
 
 def _next(turns: Turns[Section]) -> Section | None:
@@ -131,7 +135,8 @@ def _judged(section: Section, device: torch.device, hosts: Sequence[Sequence[Use
 
 
 def _progress(name: str, shown: Shown) -> Callable[[float], None]:
-    return lambda share: shown(name, share)
+    """A part of a section may be done before the section is."""
+    return lambda share: shown(name, min(share, 0.99))
 
 
 def _started(
@@ -139,12 +144,15 @@ def _started(
 ) -> Turns[Section]:
     """What lies between ranks, on processes that are started when half of the others is done."""
     if nproc < 2:
+        shown(name, 1.0)
         note = "one device: nothing lies between ranks, and no collective ran"
         return Section(notes=(note,))
     if wishes.alone():
         for _ in range(rounds_of(wishes.quick) // 2):
             yield
     shown(name, 0.0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # ranks measure on the same devices
     settings = wishes.settings.model_copy(update={"device": device.type})
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
@@ -177,8 +185,9 @@ def _between(
     turns = probe_collectives(
         groups, device, wishes.quick, wishes.budget_s(name), _progress(name, shown), only
     )
-    found, used = yield from used_in(turns)
-    return _judged(found, device, _by_host(used, groups))
+    used: list[Used] = []
+    found = yield from around(turns, lambda: noted(used))
+    return _judged(found, device, _by_host(total(used), groups))
 
 
 def _by_host(used: Used, groups: Groups) -> list[list[Used]]:

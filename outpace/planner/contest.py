@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from outpace.planner.network import states_bytes
@@ -14,110 +15,107 @@ Entry = tuple[str, Plan, int]
 _PRODUCT = "TP × PP × DP"
 
 
-def entries(
-    spec: ModelSpec,
-    *,
-    nodes: int,
-    per_node: int,
-    global_batch: int,
-    micro_batch: int,
-    common: Mapping[str, Any],
-    axes: Mapping[str, int],
-    memory_bytes: int | None,
-) -> Iterator[Entry | tuple[str, str]]:
+@dataclass(frozen=True)
+class Contest:
+    """What all plans have in common.
+
+    `global_batch`: samples a step, about; `common`: precision, checkpointing; `axes`: what was
+    asked of tp and pp.
+    """
+
+    spec: ModelSpec
+    nodes: int
+    per_node: int
+    global_batch: int
+    micro_batch: int
+    common: Mapping[str, Any]
+    axes: Mapping[str, int]
+    memory_bytes: int | None
+
+    @property
+    def world(self) -> int:
+        """Of all devices."""
+        return self.nodes * self.per_node
+
+
+def entries(contest: Contest) -> Iterator[Entry | tuple[str, str]]:
     """DDP, ZeRO-1/2/3 with the same micro-batch, ZeRO-3 with all samples at once, TP, PP, and both.
 
     TP and PP alone are over all devices; a product that comes out as one of the others is left out.
 
-    `common` is what all plans have (precision, checkpointing); `axes` what was asked of tp and pp.
     A pair of two texts is a strategy with the reason why it cannot be.
     """
-    world = nodes * per_node
+    world, micro_batch = contest.world, contest.micro_batch
     for title, strategy, axis in (
         ("DDP", "ddp", "dp_replicate"),
         ("ZeRO-1", "zero1", "dp_shard"),
         ("ZeRO-2", "zero2", "dp_shard"),
         ("ZeRO-3", "zero3", "dp_shard"),
     ):
-        yield _entry(title, global_batch, {"strategy": strategy, axis: world,
-                                           "micro_batch": micro_batch, **common})  # fmt: skip
-    whole = max(1, round(global_batch / world))
+        yield _entry(
+            contest, title, {"strategy": strategy, axis: world, "micro_batch": micro_batch}
+        )
+    whole = max(1, round(contest.global_batch / world))
     if whole > micro_batch:
-        values = {"strategy": "zero3", "dp_shard": world, "micro_batch": whole, **common}
-        yield _entry("ZeRO-3, 1 pass", global_batch, values)
-    alone = []
-    if world > 1:
-        alone.append(_tensor(spec, world, global_batch, micro_batch, common))
-        alone.append(_pipeline(spec, world, global_batch, micro_batch, common))
+        values = {"strategy": "zero3", "dp_shard": world, "micro_batch": whole}
+        yield _entry(contest, "ZeRO-3, 1 pass", values)
+    alone = [_tensor(contest), _pipeline(contest)] if world > 1 else []
     yield from alone
-    product = _product(spec, nodes, per_node, global_batch, micro_batch, common, axes, memory_bytes)
+    product = _product(contest)
     shown = {"DP", *(title for title, plan, *_ in alone if isinstance(plan, Plan))}
     if world == 1 or product[0].removesuffix(str(world)) not in shown:
         yield product
 
 
-def _entry(title: str, global_batch: int, values: dict[str, Any]) -> Entry | tuple[str, str]:
+def _entry(contest: Contest, title: str, values: dict[str, Any]) -> Entry | tuple[str, str]:
     try:
-        plan = Plan.parse(values, title)
+        plan = Plan.parse({**contest.common, **values}, title)
     except BadInputError as error:
         return title, str(error)
     per_pass = plan.samples_per_pass * plan.data_parallel
-    return title, plan, max(1, round(global_batch / per_pass)) * per_pass
+    return title, plan, max(1, round(contest.global_batch / per_pass)) * per_pass
 
 
-def _tensor(
-    spec: ModelSpec, world: int, global_batch: int, micro_batch: int, common: Mapping[str, Any]
-) -> Entry | tuple[str, str]:
-    shared = {name: getattr(spec, name) for name in ("heads", "kv_heads", "ffn")}
-    odd = [f"{size} {name}" for name, size in shared.items() if size % world]
+def _tensor(contest: Contest) -> Entry | tuple[str, str]:
+    shared = {name: getattr(contest.spec, name) for name in ("heads", "kv_heads", "ffn")}
+    odd = [f"{size} {name}" for name, size in shared.items() if size % contest.world]
     if odd:
-        return "TP", f"{world} devices cannot share {' and '.join(odd)} evenly"
-    values = {"strategy": "tp", "tp": world, "micro_batch": micro_batch, **common}
-    return _entry("TP", global_batch, values)
+        return "TP", f"{contest.world} devices cannot share {' and '.join(odd)} evenly"
+    values = {"strategy": "tp", "tp": contest.world, "micro_batch": contest.micro_batch}
+    return _entry(contest, "TP", values)
 
 
-def _pipeline(
-    spec: ModelSpec, world: int, global_batch: int, micro_batch: int, common: Mapping[str, Any]
-) -> Entry | tuple[str, str]:
-    if world > spec.layers:
-        return "PP", f"{spec.layers} layers are fewer than {world} devices"
-    count = max(world, round(global_batch / micro_batch))
-    return _entry("PP", global_batch, {"strategy": "1f1b", "pp": world, "pp_microbatches": count,
-                                       "micro_batch": micro_batch, **common})  # fmt: skip
+def _pipeline(contest: Contest) -> Entry | tuple[str, str]:
+    if contest.world > contest.spec.layers:
+        return "PP", f"{contest.spec.layers} layers are fewer than {contest.world} devices"
+    count = max(contest.world, round(contest.global_batch / contest.micro_batch))
+    return _entry(contest, "PP", {"strategy": "1f1b", "pp": contest.world, "pp_microbatches": count,
+                                "micro_batch": contest.micro_batch})  # fmt: skip
 
 
-def _product(
-    spec: ModelSpec,
-    nodes: int,
-    per_node: int,
-    global_batch: int,
-    micro_batch: int,
-    common: Mapping[str, Any],
-    axes: Mapping[str, int],
-    memory_bytes: int | None,
-) -> Entry | tuple[str, str]:
+def _product(contest: Contest) -> Entry | tuple[str, str]:
     """TP within a node; the fewest stages whose states fit a device; the rest are replicas."""
-    world = nodes * per_node
-    tp = axes.get("tp") or math.gcd(per_node, spec.heads, spec.kv_heads, spec.ffn)
+    spec, world = contest.spec, contest.world
+    tp = contest.axes.get("tp") or math.gcd(contest.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:
         return _PRODUCT, f"tp {tp} does not divide {world} devices"
     stages = [n for n in range(1, min(world // tp, spec.layers) + 1) if world // tp % n == 0]
-    if axes.get("pp"):
-        stages = [axes["pp"]]
+    if contest.axes.get("pp"):
+        stages = [contest.axes["pp"]]
     found: Entry | tuple[str, str] = (_PRODUCT, "no number of stages divides the devices")
     for pp in stages:
         if world % (tp * pp):
             return _PRODUCT, f"tp {tp} × pp {pp} do not divide {world} devices"
         replicas = world // tp // pp
-        count = max(pp, round(global_batch / (replicas * micro_batch))) if pp > 1 else 1
+        samples = round(contest.global_batch / (replicas * contest.micro_batch))
         axis_values = {"tp": tp, "pp": pp, "dp_replicate": replicas}
         title = " × ".join(f"{name}{size}" for name, size in
                            (("TP", tp), ("PP", pp), ("DP", replicas)) if size > 1)  # fmt: skip
-        found = _entry(title or "one device", global_batch, {
-            "strategy": "3d", "micro_batch": micro_batch, "pp_microbatches": count,
-            **axis_values, **common,
+        found = _entry(contest, title or "one device", {
+            "strategy": "3d", "micro_batch": contest.micro_batch,
+            "pp_microbatches": max(pp, samples) if pp > 1 else 1, **axis_values,
         })  # fmt: skip
-        made = found[1]
-        if isinstance(made, Plan) and memory_bytes and states_bytes(made, spec) <= memory_bytes:
+        made, room = found[1], contest.memory_bytes
+        if isinstance(made, Plan) and room and states_bytes(made, spec) <= room:
             return found
     return found

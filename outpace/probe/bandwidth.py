@@ -191,7 +191,7 @@ def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
 ) -> Turns[Section]:
     """Time a device's memory, and on a GPU the way to the host's."""
-    effort = Effort(budget_s, rounds=rounds_of(quick))
+    effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
     notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
     return Section(tuple(figures), tuple(_hidden(figures)), notes)

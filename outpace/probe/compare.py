@@ -9,7 +9,7 @@ from outpace.records.figure import Figure
 
 @dataclass(frozen=True)
 class Gain:
-    """0.03: 3 % faster, from `low` to `high` with the level of `measure.LEVEL`."""
+    """0.03: 3 % faster, from `low` to `high` with the level of `intervals.LEVEL`."""
 
     value: float
     low: float

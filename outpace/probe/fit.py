@@ -8,7 +8,7 @@ counts for less.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from math import fsum
 from operator import mul
 from statistics import median
@@ -87,27 +87,27 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[Line]:
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
     """What times of one collective on one axis say about the link; None where they are too few.
 
-    Each round has a line of its own; how these differ gives the intervals. `figures` are all of
-    the same key but for their bytes.
+    Samples that were taken side by side have a line of their own; how lines differ gives intervals.
+    `figures` are all of the same key but for their bytes.
     """
     first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)
-    count = min((len(figure.rounds) for figure in figures), default=0)
+    series = [list(chain(*figure.rounds)) for figure in figures]
+    count = min(map(len, series), default=0)
     if first is None or len({f.key.of["bytes"] for f in figures}) < _LEAST_SIZES or count == 0:
         return None
     of = {name: value for name, value in first.key.of.items() if name != "bytes"}
     collective, ranks = first.key.kind, int(of["ranks"])
     factor = bus_factor(collective, ranks)
     traffic = [factor * int(figure.key.of["bytes"]) for figure in figures]
-    times = [[median(samples) for samples in figure.rounds] for figure in figures]
-    weights = [1 / max(_STEADY, spread(rounds) / median(rounds)) for rounds in times]
+    weights = [1 / max(_STEADY, spread(times) / median(times)) for times in series]
     lines = [
-        fit_line([(x, rounds[number]) for x, rounds in zip(traffic, times, strict=True)], weights)
+        fit_line([(x, times[number]) for x, times in zip(traffic, series, strict=True)], weights)
         for number in range(count)
     ]
     told = [line for line in lines if line.s_per_byte > 0]
     if 2 * len(told) <= count:
         return None  # all sizes took about the same time: that says nothing about bandwidth
-    middles = [(x, median(rounds)) for x, rounds in zip(traffic, times, strict=True)]
+    middles = [(x, median(times)) for x, times in zip(traffic, series, strict=True)]
     away = fit_line(middles, weights).distance(middles)
     return LinkFit(
         collective=collective,

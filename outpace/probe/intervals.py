@@ -13,19 +13,13 @@ _MEDIAN_COSTS = 1.2533
 # A scale from median distances varies as one from 37 % as many values would, by squares.
 _EFFICIENCY = 0.37
 # What was measured together lies nearer to each other than to a repeat.
-_SLACK = 1.15
+SLACK = 1.15
 # A trend of this share is drift, if it is no accident.
 _DRIFT = 0.10
 _DRIFT_T = 4.0
 
 
-def interval(samples: Sequence[float], level: float = LEVEL) -> tuple[float, float, float]:
-    """Their median, and from where to where that of a repeat with as many samples will lie."""
-    value, half = median(samples), half_width(samples, level)
-    return value, value - half, value + half
-
-
-def half_width(samples: Sequence[float], level: float = LEVEL) -> float:
+def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
     """How far from the median of samples in order that of a repeat with as many lies at most.
 
     Student's t for the difference of two such medians. Their scale is from the median distance to
@@ -39,7 +33,7 @@ def half_width(samples: Sequence[float], level: float = LEVEL) -> float:
     scale = spread(samples)
     alike = max(0.0, _autocorrelation(samples, scale))
     apart = scale * _MEDIAN_COSTS * ((1 + alike) / (1 - alike) * 2 / count) ** 0.5
-    return float(_SLACK * stdtrit(_EFFICIENCY * (count - 1), (1 + level) / 2) * apart)
+    return float(slack * stdtrit(_EFFICIENCY * (count - 1), (1 + level) / 2) * apart)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -58,13 +52,13 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
     return min(0.9, sum(a * b for a, b in pairwise(away)) / total)
 
 
-def trend(samples: Sequence[float]) -> float:
+def trend(rounds: Sequence[float]) -> float:
     """How far the last third's median is from the first's, of the whole's; 0.0 if by accident."""
-    third = len(samples) // 3
+    third = len(rounds) // 3
     if third < 2:
         return 0.0
-    first, last = samples[:third], samples[-third:]
-    apart = (median(last) - median(first)) / median(samples)
-    within = max(spread(first), spread(last)) / median(samples)
+    first, last = rounds[:third], rounds[-third:]
+    apart = (median(last) - median(first)) / median(rounds)
+    within = max(spread(first), spread(last)) / median(rounds)
     beyond = _MEDIAN_COSTS * within * (2 / third) ** 0.5
     return apart if abs(apart) > max(_DRIFT, _DRIFT_T * beyond) else 0.0

@@ -8,6 +8,7 @@ batches are made, not how fast a full queue is emptied.
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -130,7 +131,6 @@ class _Open:
     close: Callable[[], None]
     device: torch.device
     batches: int = 1
-    taken: int = 0
 
     def __call__(self) -> Any:
         first = next(self.batches_of)
@@ -138,7 +138,6 @@ class _Open:
             next(self.batches_of)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.taken += self.batches
         return first
 
 
@@ -180,7 +179,7 @@ class _Bench:
         sample_s = _SAMPLE_S if self.quick else _FULL_SAMPLE_S
         with _one_thread_for_each_tokenizer():
             cases = [self._case(setting) for setting in settings]
-        effort = Effort(budget_s, sample_s, rounds=rounds_of(self.quick))
+        effort = Effort(budget_s, rounds_of(self.quick), sample_s)
         figures = yield from measure(cases, HostClock(), effort, progress)
         found = []
         for setting, figure in zip(settings, figures, strict=True):
@@ -199,15 +198,23 @@ class _Bench:
         running = self._opened(setting)
         self.stack.callback(running.close)
         wrong = self._wrong(setting, running())
-        # More than wait in the queues, which are full when a call begins after others' rounds.
+        # More than wait in the queues, which are full when a call begins after others' samples.
         waiting = setting.workers * (setting.prefetch + 1)
         running.batches = max(1, waiting)
-        took_s = HostClock().seconds(running, 1)
-        took_s = HostClock().seconds(running, 1)
-        running.batches = max(running.batches, round(_CALL_S / took_s * running.batches))
+        HostClock().seconds(running, 1)
+        each_s = HostClock().seconds(running, 1) / running.batches
+        running.batches = max(running.batches, round(_CALL_S / each_s))
+
+        @contextmanager
+        def undisturbing() -> Iterator[None]:
+            with _one_thread_for_each_tokenizer():
+                yield
+            time.sleep(
+                waiting * each_s
+            )  # its workers fill their queues: not while others are timed
+
         return Case(setting.key("samples"), "samples/s", lambda: running,
-                    running.batches * self.micro_batch, lambda _: wrong,
-                    _one_thread_for_each_tokenizer)  # fmt: skip
+                    running.batches * self.micro_batch, lambda _: wrong, undisturbing)  # fmt: skip
 
     def _wrong(self, setting: _Setting, first: Any) -> str | None:
         """What is wrong with the first batch. A person's own data set may do as it likes."""
@@ -224,10 +231,8 @@ class _Bench:
     def starts(self, budget_s: float) -> Turns[list[Figure]]:
         """Seconds from opening a loader with workers to its first batch."""
         starter = _Starter(self._opened, _Setting("outpace", _counts(self.quick)[-1]))
-        self.stack.callback(starter.close)
-        case = Case(starter.setting.key("start"), "s", starter.make,
-                    within=_one_thread_for_each_tokenizer)  # fmt: skip
-        effort = Effort(budget_s, sample_s=0, rounds=rounds_of(self.quick), wakes=False)
+        case = Case(starter.setting.key("start"), "s", lambda: starter, within=starter.sample)
+        effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
         return (yield from measure([case], HostClock(), effort))
 
     def _opened(self, setting: _Setting) -> _Open:
@@ -264,19 +269,20 @@ class _Starter:
     setting: _Setting
     opened: list[_Open] = field(default_factory=list)
 
-    def make(self) -> Callable[[], None]:
-        self.close()
-        return self._start
-
-    def _start(self) -> None:
+    def __call__(self) -> None:
         running = self.open(self.setting)
         self.opened.append(running)
         running()
 
-    def close(self) -> None:
-        """End the workers."""
-        while self.opened:
-            self.opened.pop().close()
+    @contextmanager
+    def sample(self) -> Iterator[None]:
+        """After it the workers are ended: they would fill their queues in others' turns."""
+        try:
+            with _one_thread_for_each_tokenizer():
+                yield
+        finally:
+            while self.opened:
+                self.opened.pop().close()
 
 
 class _Endless:

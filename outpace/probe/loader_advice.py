@@ -53,15 +53,15 @@ def _workers(own: Sequence[Figure]) -> Iterator[Advice]:
     best = cheapest(own)
     if best is None:
         return
-    text = f"Recommended: {_flag(best)}, with {_rate(best)} for each training process"
+    text = f"Recommended: {_flag(best)}, with {best} for each training process"
     text += ", as fast as any number of workers." if best.key.of["workers"] == 0 else "."
     if alone is not None and alone is not best:
-        text += f" Without workers it is {_rate(alone)}."
+        text += f" Without workers it is {alone}."
     if alone is not None and alone.value is not None:
         limit = show_count(_SHOWN * alone.value, alone.unit)
         text += f" Without workers loading is at most 1 % of a step up to {limit} of training"
         one = next((f for f in own if f.key.of["workers"] and f.value), None)
-        text += "." if one is None else f"; beyond, {_flag(one)} hides it up to {_rate(one)}."
+        text += "." if one is None else f"; beyond, {_flag(one)} hides it up to {one}."
     by = None if alone is None or alone is best else gain(alone, best)
     yield Advice(about="loader", text=text, of=_keys(best, alone), **_said(by))
 
@@ -82,8 +82,8 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
         return
     yield Advice(
         about="loader",
-        text=f"{count} batches prefetched for each worker load {_rate(best)}, 2 load "
-        f"{_rate(usual)}. That is prefetch_factor of a DataLoader of your own; outpace's has 2.",
+        text=f"{count} batches prefetched for each worker load {best}, 2 load "
+        f"{usual}. That is prefetch_factor of a DataLoader of your own; outpace's has 2.",
         of=_keys(best, usual), **_said(by),
     )  # fmt: skip
 
@@ -101,8 +101,8 @@ def _pinning(rates: Sequence[Figure]) -> Iterator[Advice]:
         advised = "--pin-memory" if by.value > 0 else "--no-pin-memory"
         yield Advice(
             about="loader",
-            text=f"With {workers} workers batches reach the device at {_rate(pinned)} from pinned "
-            f"memory, at {_rate(other)} from pageable: "
+            text=f"With {workers} workers batches reach the device at {pinned} from pinned "
+            f"memory, at {other} from pageable: "
             + (f"{advised}." if sure else "no difference that is sure."),
             of=_keys(pinned, other), **_said(by),
         )  # fmt: skip
@@ -114,7 +114,7 @@ def _text(own: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
         return
     yield Advice(
         about="loader",
-        text=f"A DataLoader that tokenises as it loads gives {_rate(written)} at best (num_workers="
+        text=f"A DataLoader that tokenises as it loads gives {written} at best (num_workers="
         f"{written.key.of['workers']}); tokens that were prepared once, as outpace trains "
         f"from, are loaded {prepared.value / written.value:.0f} times as fast.",
         of=_keys(prepared, written),
@@ -129,7 +129,7 @@ def _tokenising(rates: Sequence[Figure]) -> Iterator[Advice]:
     yield Advice(
         about="tokenisation",
         text=f"Each GB of text is tokenised in {show_seconds(1e9 / best.value)} by "
-        f"{count} process{'' if count == 1 else 'es'} ({_rate(best)}), once: tokens are cached.",
+        f"{count} process{'' if count == 1 else 'es'} ({best}), once: tokens are cached.",
         of=_keys(best),
     )
 
@@ -140,10 +140,6 @@ def _said(by: Gain | None) -> dict[str, float]:
 
 def _flag(figure: Figure) -> str:
     return f"--workers {figure.key.of['workers']}"
-
-
-def _rate(figure: Figure) -> str:
-    return show_count(figure.value, figure.unit)
 
 
 def _keys(*figures: Figure | None) -> tuple[Key, ...]:

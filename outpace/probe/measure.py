@@ -25,7 +25,6 @@ from outpace.records.figure import Figure, Key, Unit
 
 # Beyond this a figure would say little: it is not given.
 CONCLUSIVE = 0.25
-_LEAST_ROUNDS = 3
 # A sample of so many times its usual length is one long call.
 _LONG = 5
 
@@ -89,7 +88,7 @@ def clock_of(device: torch.device) -> Clock:
 class Case:
     """Something to time. `amount`: of the unit's numerator, for each call ("s": 1 call).
 
-    `make` gives what is called; what it holds is let go after the round. `check` says what is wrong
+    `make` gives what is called; what it holds is let go after a sample. `check` says what is wrong
     with a call's result, and is asked once, before anything is timed. All is done `within`.
     """
 
@@ -107,23 +106,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: for the whole budget, unless a round has `most_samples` of each case.
+    """How long to measure: for the whole budget, unless rounds have `most_samples` of each case.
 
     On shared machines speed changes from one tenth of a second to the next: many short samples say
-    more than few long ones (docs/log.md). `wakes`: before each, half of one is not timed.
+    more than few long ones (docs/log.md). Where time is short there are fewer rounds, spread over
+    as many turns. `wakes`: before each sample half of one is not timed.
     """
 
     budget_s: float
+    rounds: int
     sample_s: float = 0.003
-    rounds: int = 24
+    least_rounds: int = 5
     least_samples: int = 1
-    most_samples: int = 100
+    most_samples: int = 10
     wakes: bool = True
 
 
 def rounds_of(quick: bool) -> int:
-    """Of a quick probe, or of a full one."""
-    return 8 if quick else Effort.rounds
+    """Of each part of a probe."""
+    return 8 if quick else 24
 
 
 @dataclass
@@ -151,12 +152,12 @@ class _Timing:
     def sample(self) -> None:
         """One of the last round, after half of one that wakes threads and fills caches.
 
-        A long call has woken them before it is half done. With an effort whose samples are single
-        calls the first is never timed, however long.
+        A long call has woken them before it is half done; but the first one of a round follows
+        what others did. With an effort whose samples are single calls the first is never timed.
         """
         call = self.case.make()
         long = 0 < _LONG * self.effort.sample_s <= self.took_s
-        if self.effort.wakes and (not long or not any(self.rounds)):
+        if self.effort.wakes and (not long or not self.rounds[-1]):
             self.clock.seconds(call, -(-self.count // 2))
         took_s = self.clock.seconds(call, self.count)
         self.rounds[-1].append(self.case.value(took_s / self.count))
@@ -178,40 +179,58 @@ def measure(
         with timing.case.within():
             timing.warm_up()
         progress(min(1.0, (clock.now() - begin_s) / effort.budget_s))
-    spent_s = clock.now() - begin_s
-    rounds, least = _fitting(timings, effort, effort.budget_s - spent_s)
-    order = timings
-    for number in range(rounds):
-        if number:
-            yield
-        begin_s = clock.now() - spent_s  # the others' turns do not count
-        until_s = spent_s + (effort.budget_s - spent_s) / (rounds - number)
-        for timing in timings:
+    order = list(timings)
+
+    def visit(begins: bool) -> None:
+        for timing in timings if begins else ():
             timing.rounds.append([])
-        for sample in range(effort.most_samples):
-            for timing in order:
-                with timing.case.within():
-                    timing.sample()
-            order = order[::-1]
-            spent_s = clock.now() - begin_s
-            progress(min(1.0, spent_s / effort.budget_s))
-            if sample + 1 >= least and spent_s >= until_s:
-                break
+        for timing in order:
+            with timing.case.within():
+                timing.sample()
+        order.reverse()
+
+    yield from in_rounds(visit, clock, effort, clock.now() - begin_s, progress)
     return [figure_of(t.case.key, t.case.unit, t.rounds) for t in timings]
 
 
-def _fitting(timings: Sequence[_Timing], effort: Effort, left_s: float) -> tuple[int, int]:
-    """How many rounds, and samples at least: fewer where the least would go beyond the budget."""
-    once_s = max(1.5 * sum(timing.took_s for timing in timings), 1e-9)
-    rounds = max(min(_LEAST_ROUNDS, effort.rounds), min(effort.rounds, int(left_s / once_s)))
-    return rounds, max(1, min(effort.least_samples, int(left_s / once_s / rounds)))
+def in_rounds(
+    visit: Callable[[bool], None],
+    clock: Clock,
+    effort: Effort,
+    spent_s: float,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Turns[None]:
+    """Make visits, in as many turns as the effort has rounds, and as its budget lasts.
+
+    `visit` is told whether it begins a round. `spent_s`: of the budget, before. A turn that comes
+    when what is due by its end is spent already has no round, unless too few would be left.
+    """
+    left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
+    least = min(effort.least_rounds, effort.rounds)
+    for turn in range(effort.rounds):
+        if turn:
+            yield
+        until_s = left_s * (turn + 1) / effort.rounds
+        if used_s >= until_s and made >= least * (turn + 1) // effort.rounds:
+            continue
+        made += 1
+        begin_s = clock.now() - used_s  # the others' turns do not count
+        for number in range(effort.most_samples):
+            visit(number == 0)
+            used_s = clock.now() - begin_s
+            progress(min(1.0, (spent_s + used_s) / effort.budget_s))
+            if used_s >= until_s and number + 1 >= effort.least_samples:
+                break
 
 
 def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure:
     """The figure that rounds of samples give."""
     samples = list(chain.from_iterable(rounds))
-    value, half = median(samples), half_width(samples)
-    known, why = half < inf, _unstable(value, half, samples)
+    medians = [median(of) for of in rounds]
+    # Neighbours do not show how far rounds are from each other; and these are as a repeat's are.
+    half = max(half_width(samples), half_width(medians, slack=1.0))
+    value = median(samples)
+    known, why = half < inf, _unstable(value, half, medians)
     return Figure(
         key=key, unit=unit, origin="measured", rounds=tuple(map(tuple, rounds)), level=LEVEL,
         low=max(0.0, value - half) if known else None, high=value + half if known else None,
@@ -219,11 +238,11 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
     )  # fmt: skip
 
 
-def _unstable(value: float, half: float, samples: Sequence[float]) -> str | None:
+def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
     """Why no value is given."""
     if value <= 0:
         return "it cannot be told from 0"
-    if drift := trend(samples):
+    if drift := trend(rounds):
         return f"it drifted by {drift:+.0%} of its median while it was measured"
     if half > CONCLUSIVE * value:
         away = "anywhere" if half == inf else f"{half / value:.0%} of its median away"

@@ -1,4 +1,4 @@
-"""How much of an all-reduce hides behind computing: each alone, and both at once, in each round."""
+"""How much of an all-reduce hides behind computing: each alone, and both at once, side by side."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain

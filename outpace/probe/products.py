@@ -37,7 +37,7 @@ def probe_matmul(
     on = matmul.bench(device, dtypes, quick)
     cases = _cases(on, dtypes, spec, quick)
     cases += [one for dtype in dtypes for one in matmul.best_cases(on, dtype, cases)]
-    effort = Effort(budget_s, rounds=rounds_of(quick))
+    effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(cases, clock_of(device), effort, progress)
     figures += [one for dtype in dtypes if (one := matmul.best(figures, dtype))]
     advice = [
@@ -146,8 +146,9 @@ def _granularity(figures: Sequence[Figure], device: torch.device) -> list[Advice
         said = []
         if steps := find_tile(sizes, seconds):
             said.append(
-                f"time rises in steps of {steps.tile} ({steps.explained:.0%} of what a straight "
-                f"line leaves is explained): sizes that are multiples of {steps.tile} waste nothing"
+                f"time rises by {steps.rise:.1%} in steps of {steps.tile} (that explains "
+                f"{steps.explained:.0%} of what a straight line leaves): sizes that are multiples "
+                f"of {steps.tile} waste nothing"
             )
         if dim == "n" and device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count

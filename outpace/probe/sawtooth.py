@@ -98,12 +98,6 @@ def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
     return float(((t - design @ solved) ** 2).sum()), float(solved[1])
 
 
-def cost_of(size: int, tile: int) -> float:
-    """What of the work on a size falls on the part of its last tile that is not used."""
-    whole = -(-size // tile) * tile
-    return whole / size - 1
-
-
 def next_multiple(size: int, of: int) -> int:
     """The least multiple that is not smaller."""
     return -(-size // of) * of

@@ -9,7 +9,7 @@ import torch
 from outpace.probe.axes import Axis, Nodes, Pair, pair_slots
 from outpace.probe.collectives import Place, agreed, exchange
 from outpace.probe.fit import fit_link
-from outpace.probe.measure import WrongResultError, figure_of
+from outpace.probe.measure import Effort, WrongResultError, figure_of, in_rounds
 from outpace.probe.ranks_clock import RanksClock, await_device
 from outpace.probe.turns import Turns
 from outpace.records.figure import Figure, Key
@@ -29,9 +29,13 @@ def by_rank(
 ) -> Turns[list[Rounds]]:
     """For each call its rounds of samples, each with seconds by rank. All ranks make these calls.
 
-    Samples go through the calls forwards and backwards in turn. They end with the budget.
+    Samples go through the calls forwards and backwards in turn.
     """
     begin_s = clock.now()
+    effort = Effort(
+        budget_s, rounds, least_rounds=_LEAST_SAMPLES,
+        least_samples=-(-_LEAST_SAMPLES // rounds), most_samples=-(-_MOST_SAMPLES // rounds),
+    )  # fmt: skip
     sample_s = min(_LONGEST_S, budget_s / (2 * _LEAST_SAMPLES * len(calls)))
     counts = []
     for call in calls:
@@ -41,24 +45,18 @@ def by_rank(
             count = max(2 * count, min(8 * count, int(count * sample_s / max(took_s, 1e-9))))
             took_s = clock.seconds(call, count)
         counts.append(count)
-    spent_s = clock.now() - begin_s
     found: list[Rounds] = [[] for _ in calls]
     order = list(range(len(calls)))
-    for number in range(rounds):
-        if number:
-            yield
-        begin_s = clock.now() - spent_s
-        until_s = spent_s + (budget_s - spent_s) / (rounds - number)
-        for of in found:
+
+    def visit(begins: bool) -> None:
+        for of in found if begins else ():
             of.append([])
-        for sample in range(-(-_MOST_SAMPLES // rounds)):
-            if sample >= _LEAST_SAMPLES / rounds and spent_s >= until_s:
-                break
-            for which in order:
-                clock.seconds(calls[which], counts[which])
-                found[which][-1].append(tuple(own_s / counts[which] for own_s in clock.by_rank))
-            order.reverse()
-            spent_s = clock.now() - begin_s
+        for which in order:
+            clock.seconds(calls[which], counts[which])
+            found[which][-1].append(tuple(own_s / counts[which] for own_s in clock.by_rank))
+        order.reverse()
+
+    yield from in_rounds(visit, clock, effort, clock.now() - begin_s)
     return found
 
 

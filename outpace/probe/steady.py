@@ -2,15 +2,14 @@
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 
 from outpace.probe.section import Section
-from outpace.probe.turns import Turns
 from outpace.records.figure import Figure
 from outpace.records.probed import Steadiness
 
@@ -20,9 +19,6 @@ _OTHERS, _STOLEN = 0.15, 0.02
 # product on two cores one of which is taken is no slower by half: it waits for a whole turn of the
 # other program, in every call, and steadily so.
 _DISTURBED = 0.10
-
-
-T = TypeVar("T")
 
 
 class Used(NamedTuple):
@@ -39,7 +35,7 @@ class Used(NamedTuple):
 
 
 class Steady:
-    """Watches from its making on; reads the kernel's counters at both ends, and costs nothing."""
+    """Watches from its making on: reads the kernel's counters at both ends."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
@@ -83,29 +79,25 @@ def _own_s() -> float:
     return total_s
 
 
-def used_in(turns: Turns[T]) -> Turns[tuple[T, Used]]:
-    """What they give, and what was used in all of them."""
-    used: Used | None = None
-    while True:
-        steady, ended = Steady(), False
-        try:
-            next(turns)
-        except StopIteration as end:
-            found: T = end.value
-            ended = True
-        used = steady.used() if used is None else _both(used, steady.used())
-        if ended:
-            return found, used
-        yield
+@contextmanager
+def noted(into: list[Used]) -> Iterator[None]:
+    """Put what was used meanwhile at the end of a list."""
+    steady = Steady()
+    yield
+    into.append(steady.used())
 
 
-def _both(one: Used, other: Used) -> Used:
-    wall_s, busy_s, stolen_s, own_s = (
-        None if a is None or b is None else a + b for a, b in zip(one[:4], other[:4], strict=True)
-    )
-    assert wall_s is not None
-    assert own_s is not None
-    return Used(wall_s, busy_s, stolen_s, own_s, other.cores)
+def total(parts: Sequence[Used]) -> Used:
+    """Of several spells on one host."""
+
+    def summed(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+    return Used(
+        sum(one.wall_s for one in parts), summed(one.busy_s for one in parts),
+        summed(one.stolen_s for one in parts), sum(one.own_s for one in parts), parts[0].cores,
+    )  # fmt: skip
 
 
 def judged(hosts: Sequence[Sequence[Used]], throttled: Sequence[str] = ()) -> Steadiness:

@@ -96,7 +96,7 @@ def _probed(
     with refusals(directory), storage_cases(directory, role, quick) as disk:
         left_s = max(0.1, budget_s - (time.monotonic() - begin_s))
         sample_s = _SAMPLE_S if quick else _FULL_SAMPLE_S
-        effort = Effort(left_s, sample_s, rounds=rounds_of(quick))
+        effort = Effort(left_s, rounds_of(quick), sample_s)
         figures = yield from measure(disk.cases, HostClock(), effort, progress)
     advice = advice_of(role, figures)
     notes = disk.notes

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from outpace.probe.compare import gain
 from outpace.records.figure import Figure
 from outpace.records.probed import Advice
-from outpace.records.units import show_count, show_seconds
+from outpace.records.units import show_seconds
 
 # fp32 weights and AdamW's two moments, and the moments alone: bytes of a billion parameters.
 _CHECKPOINT_BYTES, _MOMENTS_BYTES = 12e9, 8e9
@@ -30,10 +30,10 @@ def _checkpoint(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     text = (
         f"A checkpoint takes 12 GB for each billion parameters (fp32 weights and AdamW's moments). "
         f"In the directory of {role} that is written in {_time(_CHECKPOINT_BYTES, write)} "
-        f"({_rate(write)} through the cache, fsync included)"
+        f"({write} through the cache, fsync included)"
     )
     if read is not None:
-        text += f" and read in {_time(_CHECKPOINT_BYTES, read)} ({_rate(read)})"
+        text += f" and read in {_time(_CHECKPOINT_BYTES, read)} ({read})"
     text += ". Training goes on meanwhile; save less often than that."
     yield Advice(about="storage", text=text, of=tuple(f.key for f in (write, read) if f))
 
@@ -47,7 +47,7 @@ def _offload(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
         about="storage",
         text=f"AdamW's moments on disk (--offload-optimizer disk) are 8 GB for each billion "
         f"parameters, read and written in every step: {show_seconds(took)} of each step in the "
-        f"directory of {role} ({_rate(read)} read, {_rate(write)} written), where memory has no "
+        f"directory of {role} ({read} read, {write} written), where memory has no "
         "room to keep them.",
         of=(read.key, write.key),
     )
@@ -69,7 +69,7 @@ def _several(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
         yield Advice(
             about="storage",
             text=f"One stream does not fill the disk of {role}: {most.key.of['queue']} at once "
-            f"{verb} {_rate(most)}, one alone {_rate(one)} ({by.value:+.0%}). Ranks that {verb} "
+            f"{verb} {most}, one alone {one} ({by.value:+.0%}). Ranks that {verb} "
             "their own share of a checkpoint at the same time gain that.",
             gain=by.value, low=by.low, high=by.high, of=(one.key, most.key),
         )  # fmt: skip
@@ -100,7 +100,3 @@ def _seconds(nbytes: float, figure: Figure) -> float:
 
 def _time(nbytes: float, figure: Figure) -> str:
     return show_seconds(_seconds(nbytes, figure))
-
-
-def _rate(figure: Figure) -> str:
-    return show_count(figure.value, "B/s")

@@ -1,7 +1,7 @@
 """How fast text becomes tokens, by the number of processes that encode it.
 
 As `outpace train` prepares its data: with a memory for words, which fills as it goes. So each
-round begins with an empty one, fills it with a first part of the text, and is timed on a second
+sample begins with an empty one, fills it with a first part of the text, and is timed on a second
 part that it has not seen.
 """
 
@@ -32,7 +32,7 @@ def tokenise_figures(
 ) -> Turns[list[Figure]]:
     """Tokens/s and bytes/s for each number of processes. 1: in this process, with its threads."""
     whole = "\n".join(texts)
-    effort = Effort(budget_s, sample_s=0, rounds=rounds_of(quick))
+    effort = Effort(budget_s, rounds_of(quick), sample_s=0)
     enough = [count for count in processes if len(whole) >= 2 * count * _PIECE or count == 1]
     with ExitStack() as stack:
         runs = [_Run(tokenizer, whole, count, quick) for count in enough]

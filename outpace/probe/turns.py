@@ -4,7 +4,8 @@ A machine is slower for minutes at a time. What is measured in one go does not s
 intervals in which a repeat will not lie.
 """
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -23,16 +24,38 @@ def finished(turns: Turns[T]) -> T:
 
 
 def together(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """What each of them gives, in their order; in a turn of all of them each has one of its own."""
+    """What each of them gives, in their order; in a turn of all of them each has one of its own.
+
+    Where one raises, the others end with it, and give back what they hold.
+    """
     found: list[Any] = [None] * len(parts)
     going = dict(enumerate(parts))
-    while going:
-        for number, part in list(going.items()):
-            try:
-                next(part)
-            except StopIteration as end:
-                found[number] = end.value
-                del going[number]
-        if going:
-            yield
+    try:
+        while going:
+            for number, part in list(going.items()):
+                try:
+                    next(part)
+                except StopIteration as end:
+                    found[number] = end.value
+                    del going[number]
+            if going:
+                yield
+    finally:
+        for part in going.values():
+            part.close()
     return found
+
+
+def around(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
+    """The same turns, each within a context of its own."""
+    try:
+        while True:
+            with within():
+                try:
+                    next(turns)
+                except StopIteration as end:
+                    found: T = end.value
+                    return found
+            yield
+    finally:
+        turns.close()

@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from outpace.records.base import Record
+from outpace.records.units import show_count, show_seconds, show_share
 
 Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
 
@@ -64,6 +65,16 @@ class Figure(Record):
         if not self.value or self.low is None or self.high is None:
             return None
         return (self.high - self.low) / 2 / self.value
+
+    def __str__(self) -> str:
+        """The value with its unit."""
+        if self.value is None:
+            return "n/a"
+        if self.unit == "s":
+            return show_seconds(self.value)
+        if self.unit == "ratio":
+            return show_share(self.value)
+        return show_count(self.value, self.unit)
 
     def holds(self, other: "Figure") -> bool | None:
         """Whether a repeat's value lies in the interval; None where one of them has none."""

@@ -12,7 +12,7 @@ from rich.text import Text
 from outpace.probe.fit import COLLECTIVES, bus_factor
 from outpace.records.figure import Figure
 from outpace.records.probed import LinkFit, Probed
-from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.units import show_bytes, show_count, show_share
 
 Named = Callable[[Figure], str]
 # Sweeps of many sizes: what they say stands in the advice, all of them in the record.
@@ -165,10 +165,10 @@ def _empty() -> Table:
 def _cell(figure: Figure) -> Text:
     """The value and how far a repeat may lie from it; else that it is unstable, or published."""
     if figure.origin == "catalog":
-        return Text(f"{show_figure(figure)} catalog", style="cyan")
+        return Text(f"{figure} catalog", style="cyan")
     if figure.value is None:
         return Text(f"unstable{_apart(figure)}", style="yellow")
-    cell = Text(show_figure(figure))
+    cell = Text(str(figure))
     cell.append(_apart(figure), style="dim")
     return cell
 
@@ -177,17 +177,6 @@ def _apart(figure: Figure) -> str:
     if figure.low is None or figure.high is None or figure.low + figure.high <= 0:
         return ""
     return f" ±{100 * (figure.high - figure.low) / (figure.high + figure.low):.0f} %"
-
-
-def show_figure(figure: Figure) -> str:
-    """Its value with its unit."""
-    if figure.value is None:
-        return "n/a"
-    if figure.unit == "s":
-        return show_seconds(figure.value)
-    if figure.unit == "ratio":
-        return show_share(figure.value)
-    return show_count(figure.value, figure.unit)
 
 
 def links_table(fits: Sequence[LinkFit]) -> RenderableType:

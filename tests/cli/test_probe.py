@@ -77,13 +77,16 @@ def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
 @pytest.mark.gloo
 def test_ranks_of_a_launcher_measure_together(on_ranks, tmp_path):
     out = tmp_path / "machine.json"
-    on_ranks(2, "outpace", "probe", "allreduce", "--quick", "--budget", "4", "--out", str(out),
-             "--json")  # fmt: skip
+    on_ranks(2, "outpace", "probe", "memory", "allreduce", "--quick", "--budget", "6",
+             "--out", str(out), "--json")  # fmt: skip
     probed = Machine.load(out).probed
     assert (probed.world_size, probed.hosts) == (2, 1)
     (fit,) = [fit for fit in probed.fits if fit.axis == "all"]
     assert (fit.collective, fit.ranks, fit.backend) == ("all-reduce", 2, "gloo")
     assert any("4 nodes" in note for note in probed.notes)
+    # Rank 0's own, in turns with what all measure.
+    copies = [f for f in probed.figures if (f.key.kind, f.key.what) == ("memory", "copy")]
+    assert copies and all(len(figure.rounds) >= 5 for figure in copies)
 
 
 def test_help_names_all_sections(capsys):

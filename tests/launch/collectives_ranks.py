@@ -98,7 +98,7 @@ def spoil(groups):
     "after": where rank 1's values are wrong only after all was timed.
     """
     clock = RanksClock(HostClock(), groups.control)
-    effort = Effort(0.1, sample_s=1e-4, rounds=1, most_samples=1)
+    effort = Effort(0.1, rounds=1, sample_s=1e-4, most_samples=1)
     said = {}
     for which in ("nothing", *COLLECTIVES):
         for name, attribute in CALLS.items():
@@ -180,7 +180,7 @@ def beside(groups, size, budget_s):
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         by_hand.append(slowest.item() / calls)
 
-    effort = Effort(float(budget_s), most_samples=10_000)
+    effort = Effort(float(budget_s), rounds=8, most_samples=10_000)
     one = case("all-reduce", here, int(size))
     (figure,) = finished(measure([one], clock, effort, loop))
     del by_hand[0]  # while warming up

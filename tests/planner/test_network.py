@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.catalog.models import preset
-from outpace.planner.contest import entries
+from outpace.planner.contest import Contest, entries
 from outpace.planner.flops import parameter_count, step_flops
 from outpace.planner.network import Question, Step, answer
 from outpace.planner.networks import ladder, read_network
@@ -192,9 +192,9 @@ def test_what_hides_needs_less_than_what_does_not_though_it_is_more():
 
 
 def test_strategies_are_compared_with_batches_that_divide():
-    found = list(entries(
+    found = list(entries(Contest(
         BLOOM, nodes=48, per_node=8, global_batch=2048, micro_batch=2, common=LEAN,
-        axes={"tp": 4, "pp": 12}, memory_bytes=80 * 2**30))  # fmt: skip
+        axes={"tp": 4, "pp": 12}, memory_bytes=80 * 2**30)))  # fmt: skip
     assert [one[0] for one in found] == [
         "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP", "PP", "TP4 × PP12 × DP8",
     ]  # fmt: skip

@@ -1,27 +1,33 @@
 """Figures can be trusted: intervals hold repeats, drift is said, wrong results refused."""
 
 import random
+from contextlib import contextmanager, nullcontext
 from itertools import chain, pairwise
 from statistics import median
 
 import pytest
 
 from outpace.probe.compare import gain
-from outpace.probe.intervals import interval
+from outpace.probe.intervals import half_width
 from outpace.probe.measure import Case, Effort, WrongResultError, measure
-from outpace.probe.turns import finished
+from outpace.probe.turns import around, finished
 from outpace.records.figure import Figure, Key
 
 
 class Planned:
     """A clock on which each call takes what is said, times noise; nothing waits."""
 
-    def __init__(self, seed, noise=0.02, drift=0.0, bursts=0.0):
+    def __init__(self, seed, noise=0.02, drift=0.0, bursts=0.0, wander=0.0):
         self._random = random.Random(seed)
         self._noise, self._drift, self._bursts, self._now = noise, drift, bursts, 0.0
+        self._wander, self._slow = wander, 1.0
+
+    def turn(self):
+        """Others have had theirs: the machine may be slower or faster now."""
+        self._slow = self._random.gauss(1, self._wander)
 
     def seconds(self, call, count):
-        slow = 1 + self._drift * self._now
+        slow = self._slow * (1 + self._drift * self._now)
         if self._random.random() < self._bursts:
             slow *= self._random.uniform(1.5, 10)
         took = count * call() * slow * max(0.1, self._random.gauss(1, self._noise))
@@ -42,15 +48,25 @@ def cases(*seconds):
     ]
 
 
-EFFORT = Effort(budget_s=1.5, sample_s=0.01, rounds=8, most_samples=5)
+EFFORT = Effort(budget_s=3, rounds=24, sample_s=0.01, most_samples=5)
 CALLS = (0.001, 0.01, 0.0003)
 
 
-def probed(seed, **clock):
-    return finished(measure(cases(*CALLS), Planned(seed, **clock), EFFORT))
+def probed(seed, **how):
+    clock = Planned(seed, **how)
+
+    @contextmanager
+    def others():
+        clock.turn()
+        yield
+
+    return finished(around(measure(cases(*CALLS), clock, EFFORT), others))
 
 
-@pytest.mark.parametrize("clock", [{}, {"noise": 0.1}, {"bursts": 0.1}])
+@pytest.mark.parametrize(
+    "clock",
+    [{}, {"noise": 0.1}, {"bursts": 0.1}, {"wander": 0.03}, {"noise": 0.05, "wander": 0.03}],
+)
 def test_a_repeat_lies_in_the_interval_as_often_as_is_stated(clock):
     probes = [probed(seed, **clock) for seed in range(80)]
     held = [
@@ -77,7 +93,7 @@ def test_what_drifts_is_not_concluded_from():
 
 
 def test_what_scatters_too_far_is_not_concluded_from():
-    effort = Effort(budget_s=1, sample_s=0.01, rounds=5, most_samples=1)
+    effort = Effort(1, rounds=5, sample_s=0.01, most_samples=1)
     figures = finished(measure(cases(*CALLS), Planned(3, noise=0.6), effort))
     assert all(figure.value is None for figure in figures)
     assert all("a repeat may lie" in figure.unstable for figure in figures)
@@ -85,7 +101,10 @@ def test_what_scatters_too_far_is_not_concluded_from():
 
 def test_rounds_are_as_long_as_each_other_and_others_turns_do_not_count():
     clock = Planned(4)
-    turns, begun = measure(cases(*CALLS), clock, Effort(budget_s=6, sample_s=0.01, rounds=6)), []
+    turns, begun = (
+        measure(cases(*CALLS), clock, Effort(6, rounds=6, sample_s=0.01, most_samples=1000)),
+        [],
+    )
     while True:
         begun.append(clock.now())
         try:
@@ -103,8 +122,15 @@ def test_rounds_are_as_long_as_each_other_and_others_turns_do_not_count():
 
 def test_the_budget_is_kept_when_calls_are_long():
     clock = Planned(5)
-    finished(measure(cases(0.5, 0.5), clock, Effort(budget_s=10, rounds=24)))
-    assert clock.now() < 15
+    begun = []
+    turns = measure(cases(0.5, 0.5), clock, Effort(10, rounds=24))
+    figures = finished(around(turns, lambda: nullcontext(begun.append(clock.now()))))
+    assert clock.now() < 13
+    assert len(begun) == 24
+    rounds = {len(figure.rounds) for figure in figures}
+    assert rounds == {5}
+    # They are spread over the turns, not at their beginning.
+    assert sum(later > sooner for sooner, later in pairwise(begun[12:])) >= 2
 
 
 def test_a_round_goes_forwards_and_backwards():
@@ -113,7 +139,7 @@ def test_a_round_goes_forwards_and_backwards():
         Case(Key(kind="test", what=name), "s", lambda name=name: lambda: order.append(name) or 0.02)
         for name in "abc"
     ]
-    effort = Effort(1e9, sample_s=0.01, rounds=2, most_samples=2)
+    effort = Effort(1e9, rounds=2, sample_s=0.01, most_samples=2)
     finished(measure(watched, Planned(6, noise=0.3), effort))
     # For each sample a call that is not timed, and one that is.
     assert order[-24:] == list("aabbcc" + "ccbbaa") * 2
@@ -128,8 +154,7 @@ def test_a_wrong_result_ends_the_probe():
 def test_an_interval_widens_with_samples_that_resemble_their_neighbours():
     shuffled = [1.0, 1.2] * 20
     in_runs = [1.0] * 20 + [1.2] * 20
-    (_, low, high), (_, far_low, far_high) = interval(shuffled), interval(in_runs)
-    assert far_high - far_low > 2 * (high - low)
+    assert half_width(in_runs) > 2 * half_width(shuffled)
 
 
 def figure_of(rounds, unit="s"):

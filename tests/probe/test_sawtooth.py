@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.probe.sawtooth import cost_of, find_tile, find_waves, next_multiple
+from outpace.probe.sawtooth import find_tile, find_waves, next_multiple
 
 SIZES = list(range(258, 258 + 2 * 96, 2))
 
@@ -24,6 +24,7 @@ def test_the_width_of_steps_is_found(tile, seed):
     assert found is not None
     assert found.tile == tile
     assert found.explained > 0.5
+    assert found.rise == pytest.approx(1 / (10 + math.ceil(SIZES[0] / tile)), rel=0.3)
 
 
 @settings(max_examples=40, deadline=None)
@@ -44,7 +45,6 @@ def test_waves_are_found_by_the_number_of_multiprocessors():
     assert find_waves(columns, straight, rows=2048, multiprocessors=108) is None
 
 
-def test_what_is_paid_for_and_not_used():
+def test_the_next_multiple_is_the_size_itself_where_it_is_one():
     assert next_multiple(50257, 64) == 50304
-    assert cost_of(65, 64) == pytest.approx(63 / 65)
-    assert cost_of(128, 64) == 0
+    assert next_multiple(50304, 64) == 50304

@@ -1,12 +1,14 @@
 """Whether others used the machine is told from the kernel's counters."""
 
+import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
 from outpace.probe.section import Section
-from outpace.probe.steady import Steady, Used, disturbed, judged, withdrawn
+from outpace.probe.steady import Steady, Used, disturbed, judged, noted, total, withdrawn
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import Advice
 
@@ -55,13 +57,36 @@ def test_counters_are_read_from_the_kernels_file(tmp_path):
     assert Steady(tmp_path / "none").used().busy_s is None
 
 
+SPIN = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/stat")
-def test_a_process_of_another_is_seen():
-    spin = "import time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass"
-    with subprocess.Popen([sys.executable, "-c", spin]) as other:
-        steady = Steady()
+def test_what_another_uses_is_seen_and_what_a_child_uses_is_our_own():
+    def others(steady):
         while steady.used().wall_s < 1.0:
             pass
         used = steady.used()
-        assert used.busy_s - used.own_s > 0.2
-        other.kill()
+        return used.busy_s - used.own_s
+
+    with subprocess.Popen([sys.executable, "-c", SPIN]) as child:
+        as_child = others(Steady())
+        child.kill()
+    # Its parent is gone: whose child it is then, is not known.
+    shell = f"{shlex.quote(sys.executable)} -c {shlex.quote(SPIN)} &"
+    subprocess.run(["sh", "-c", shell], check=True)
+    assert others(Steady()) > as_child + 0.2
+
+
+def test_spells_are_added_up_and_what_is_unknown_in_one_is_unknown():
+    used = [Used(1.0, 0.5, 0.1, 0.25, 2), Used(2.0, 1.5, 0.2, 1.0, 2)]
+    assert total(used) == Used(3.0, 2.0, pytest.approx(0.3), 1.25, 2)
+    assert total([*used, Used(1.0, None, None, 0.5, 2)]) == Used(4.0, None, None, 1.75, 2)
+
+
+def test_only_what_is_used_within_is_noted():
+    used = []
+    for _ in range(2):
+        with noted(used):
+            time.sleep(0.01)
+        time.sleep(0.2)
+    assert len(used) == 2 and all(0.01 <= one.wall_s < 0.2 for one in used)
