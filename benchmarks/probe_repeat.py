@@ -51,9 +51,9 @@ def _pair(one: Figure, other: Figure) -> dict[str, Any]:
         "figure": str(one.key), "unit": one.unit, "first": one.value, "low": one.low,
         "high": one.high, "second": other.value, "held": one.holds(other),
         "half_width": one.half_width, "unstable": one.unstable or other.unstable,
-        # Of samples more digits than this are noise, and make the record long.
+        # Of each round the median: all samples would make the record ten times as long.
         "rounds": [
-            [[float(f"{sample:.4g}") for sample in samples] for samples in figure.rounds]
+            [float(f"{median(samples):.4g}") for samples in figure.rounds]
             for figure in (one, other)
         ],
     }  # fmt: skip
