@@ -2,13 +2,13 @@
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.cli.parser import Parser, number_type
-from outpace.planner.contest import Contest, entries
+from outpace.planner.contest import PRODUCT, Contest, entries
 from outpace.planner.flops import parameter_count
 from outpace.planner.network import Question, answer
 from outpace.planner.networks import ladder, read_network
@@ -34,6 +34,7 @@ _SHARE_SOURCE = (
     "BigScience, train/tr11-176B-ml/chronicles-prequel.md, 18B, TP 8"
 )
 _TOLERANCE = 0.05
+_MOST_NODES = 100_000  # no machine has more, and each number of ranks is looked into
 _MEASURED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
@@ -68,8 +69,20 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             if plan is not None:
                 raise
             refused[title] = str(error)
-    _show(_answer(arguments, name, spec, site, (rate, memory_rate), needs, refused), arguments.json)
+    answered = _answer(arguments, name, spec, site, (rate, memory_rate), needs, refused)
+    _show(answered, arguments.json)
     return 0
+
+
+def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
+    """Of a batch that not all plans can share out as it was asked for."""
+    taken: dict[int, list[str]] = {}
+    for need in needs:
+        taken.setdefault(need.global_batch, []).append(need.title)
+    if global_batch is None or set(taken) <= {global_batch}:
+        return []
+    words = ", ".join(f"{size} by {', '.join(of)}" for size, of in sorted(taken.items()))
+    return [f"--global-batch {global_batch} cannot be shared out by all plans; taken are {words}."]
 
 
 def _networks(words: list[str], own: Network | None) -> list[Network]:
@@ -86,8 +99,9 @@ def _plans(
     if plan is not None:
         if plan.world_size != world:
             raise BadInputError(
-                f"{arguments.plan} is for {plan.world_size} devices, but {site.nodes} × "
-                f"{site.per_node} = {world} are there. Set --nodes, or name another --machine."
+                f"{arguments.plan} is for {plan.world_size} device{'s'[: plan.world_size > 1]}, "
+                f"but {site.nodes} × {site.per_node} = {world} are there. Set its axes (dp_shard, "
+                "…), or --nodes, or name another --machine."
             )
         batch = arguments.global_batch or plan.samples_per_pass * plan.data_parallel
         return [(plan.strategy, plan, batch)]
@@ -102,7 +116,12 @@ def _plans(
         global_batch=arguments.global_batch or world * arguments.micro_batch,
         micro_batch=arguments.micro_batch, memory_bytes=site.memory_bytes,
     )  # fmt: skip
-    return [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in entries(contest)]
+    found = [(one[0], one[1], one[2] if len(one) == 3 else 0) for one in entries(contest)]
+    impossible = [chosen for title, chosen, _ in found if title == PRODUCT]
+    if axes and impossible:
+        asked = " ".join(f"--{axis} {size}" for axis, size in axes.items())
+        raise BadInputError(f"{asked}: {impossible[0]}.")
+    return found
 
 
 def _model(reference: str) -> tuple[str, ModelSpec]:
@@ -149,6 +168,7 @@ def _answer(
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),
         refused=refused,
+        notes=tuple(_notes(arguments.global_batch, needs)),
     )
 
 
@@ -183,7 +203,8 @@ def _parser() -> Parser:
         metavar="FILE.json",
         help="what outpace probe measured: rates, and links where it ran on several nodes",
     )
-    add("--nodes", type=whole, default=1, metavar="N", help="how many machines (default: 1)")
+    add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
+        help="how many machines (default: 1)")  # fmt: skip
     add(
         "--devices-per-node",
         type=whole,

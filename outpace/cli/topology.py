@@ -88,10 +88,13 @@ def _draw(
 
     if path.suffix != ".svg":
         raise BadInputError(f"--svg {path}: the name has to end with .svg")
-    if topology is not None and placement is not None:
-        write_atomic(path, topology_svg(topology, placement))
-    elif cpu is not None:
-        write_atomic(path, cpu_svg(cpu))
+    try:
+        if topology is not None and placement is not None:
+            write_atomic(path, topology_svg(topology, placement))
+        elif cpu is not None:
+            write_atomic(path, cpu_svg(cpu))
+    except OSError as error:
+        raise BadInputError(f"--svg {path}: {error.strerror}") from None
 
 
 def _show(

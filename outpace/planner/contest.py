@@ -12,7 +12,7 @@ from outpace.records.plan import Plan
 
 # A title, the plan, and the global batch nearest to what was asked for that it divides.
 Entry = tuple[str, Plan, int]
-_PRODUCT = "TP × PP × DP"
+PRODUCT = "TP × PP × DP"
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ def _product(contest: Contest) -> Entry | tuple[str, str]:
     spec, world = contest.spec, contest.world
     tp = contest.axes.get("tp") or math.gcd(contest.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:
-        return _PRODUCT, f"tp {tp} does not divide {world} devices"
+        return PRODUCT, f"tp {tp} does not divide {world} devices"
     stages = [n for n in range(1, min(world // tp, spec.layers) + 1) if world // tp % n == 0]
     if contest.axes.get("pp"):
         stages = [contest.axes["pp"]]
-    found: Entry | tuple[str, str] = (_PRODUCT, "no number of stages divides the devices")
+    found: Entry | tuple[str, str] = (PRODUCT, "no number of stages divides the devices")
     for pp in stages:
         if world % (tp * pp):
-            return _PRODUCT, f"tp {tp} × pp {pp} do not divide {world} devices"
+            return PRODUCT, f"tp {tp} × pp {pp} do not divide {world} devices"
         replicas = world // tp // pp
         samples = round(contest.global_batch / (replicas * contest.micro_batch))
         axis_values = {"tp": tp, "pp": pp, "dp_replicate": replicas}

@@ -11,6 +11,7 @@ _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
 # So many cards as nodes are sold with: of the faster links, since the slower are one faster one.
 _MANY = (("InfiniBand NDR", 2), ("InfiniBand NDR", 4), ("InfiniBand NDR", 8), ("InfiniBand XDR", 8))
 _RATE = re.compile(r"([0-9.]+)\s*(Gbit/s|Gbps|GB/s|MB/s|Mbit/s)", re.IGNORECASE)
+_LIKE_A_RATE = re.compile(r"bit/s|bps|B/s|^\s*[-+0-9.]*\s*$", re.IGNORECASE)
 _UNITS = {"gbit/s": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "mb/s": 1e6, "mbit/s": 1e6 / 8}
 _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
@@ -55,6 +56,8 @@ def read_network(text: str) -> Network:
     count = int(found[1] or 1) if found else 0
     if found is None or count < 1:
         raise BadInputError(f"--network {text}: write 4 x omni-path-100, or a rate as 50Gbit/s.")
+    if _LIKE_A_RATE.search(text):
+        raise BadInputError(f"{text}: a rate is a number above 0, as in 50Gbit/s or 12.5GB/s.")
     link = find_link(found[2].strip())
     return Network(
         name=f"{count} × {link.name}",

@@ -80,7 +80,7 @@ def _notes(
     if quick:
         notes.append("the vocabulary's padding and tiles are measured without --quick only")
     if device.type != "cuda":
-        notes.append(f"products ran on {torch.get_num_threads()} threads of the processor")
+        notes.append(f"threads that products ran on: {torch.get_num_threads()}")
         notes.append("fp16 on a CPU is for correctness only: not timed")
         best = [f for f in figures if f.key.what == "best" and f.value]
         notes += [note for figure in best if (note := _by_clock(figure, features))]
@@ -99,9 +99,9 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
     most, least = (figure.value / threads / count / 1e9 for count in (span.least, span.most))
     clock = f"{least:.2f} GHz" if least == most else f"{least:.2f} to {most:.2f} GHz"
     return (
-        f"the best {dtype} rate is what {threads} cores do at {clock} with all units busy "
-        f"({span.least} to {span.most} operations a cycle, by the catalog); a clock near the "
-        "processor's own says that little is left to gain"
+        f"the best {dtype} rate is what {threads} core{'s'[: threads > 1]} would do at {clock} "
+        f"with all units busy ({span.least} to {span.most} operations a cycle, by the catalog); a "
+        "clock near the processor's own says that little is left to gain"
     )
 
 

@@ -91,3 +91,4 @@ class Answer(Record):
     measured: tuple[Figure, ...] = ()
     needs: tuple[Need, ...]
     refused: dict[str, str] = Field(default={}, description="plans that cannot be, and why")
+    notes: tuple[str, ...] = Field(default=(), description="what was taken otherwise than asked")

@@ -15,7 +15,7 @@ from outpace.records.units import show_count, show_seconds
 # A network this many times faster than what is enough is worth a sentence.
 _PLENTY = 1.5
 _NAME_WIDTH = 18
-_MOST_COLUMNS = 6  # plans that are beside each other in 100 columns
+_MOST_COLUMNS = 4
 
 
 def network_text(answered: Answer) -> Group:
@@ -72,17 +72,17 @@ def _needs_table(answered: Answer) -> Table:
     table = _table()
     table.add_column("plan", no_wrap=True)
     for head in ( "computing", "sent by\na device", "leaves\na node", "least a\ndevice",
-                 "least\na node", "cheapest\nenough, a node"):  # fmt: skip
+                 "least\na node", "cheapest\nenough"):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
     for need in answered.needs:
         sent = sum(one.sent_bytes for one in need.exchanged)
         table.add_row(
-            need.title + (" †" if need.fits is False else ""),
+            _broken(need.title) + (" †" if need.fits is False else ""),
             _seconds(need.compute_s),
-            show_count(sent, "B"),
-            show_count(need.node_bytes, "B"),
-            _rate(need.least_device_bytes_per_s),
-            _rate(need.least_node_bytes_per_s),
+            _digits(sent, "B"),
+            _digits(need.node_bytes, "B"),
+            _digits(need.least_device_bytes_per_s, "B/s"),
+            _digits(need.least_node_bytes_per_s, "B/s"),
             _cheapest(answered, need),
         )
     table.caption = (
@@ -93,6 +93,17 @@ def _needs_table(answered: Answer) -> Table:
         table.caption += "\n† weights, gradients and optimizer state alone do not fit a device."
     table.caption_justify = "left"
     return table
+
+
+def _broken(title: str) -> str:
+    """In lines that a column of a narrow terminal holds."""
+    return title.replace(" × ", "\n× ").replace(", ", ",\n")
+
+
+def _digits(count: float, unit: str) -> str:
+    """Three digits: columns of a narrow terminal have no room for more."""
+    number, _, rest = show_count(count, unit).partition(" ")
+    return f"{float(number):.3g} {rest}" if number.replace(".", "").isdigit() else number + rest
 
 
 def _seconds(seconds: float) -> str:
@@ -134,8 +145,7 @@ def _costs_table(answered: Answer, needs: Sequence[Need]) -> Table:
     table.add_column("a node's network", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, max_width=_NAME_WIDTH)
     for need in needs:
-        title = need.title.replace(" × ", "\n× ").replace(", ", ",\n")
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(_broken(need.title), justify="right", no_wrap=True)
     for index, cost in enumerate(needs[0].costs):
         network = cost.network
         own = answered.own is not None and answered.own.bytes_per_s == network.bytes_per_s
@@ -171,6 +181,7 @@ def _findings(answered: Answer) -> list[str]:
     for need in answered.needs:
         batches.setdefault(need.identity, []).append(need.title)
     found += [f"{', '.join(titles)}: {identity}." for identity, titles in batches.items()]
+    found += answered.notes
     found += [f"{title}: {why}" for title, why in answered.refused.items()]
     return found
 

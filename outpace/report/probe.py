@@ -1,5 +1,6 @@
 """A probed machine for a person: what is fast, what is slow, what to do about it."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,26 +47,37 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
     """Print it on standard output, in so many columns (None: the terminal's)."""
     console = Console(highlight=False, width=width)
     assert machine.probed is not None
-    for part in parts_of(machine, machine.probed):
+    for part in parts_of(machine, machine.probed, kept=out is not None):
         console.print(part)
         console.print()
     where = f"kept in {out}" if out else "not kept: give --out machine.json for the planner"
     console.print(Text(where, style="dim"))
 
 
-def parts_of(machine: Machine, probed: Probed) -> Iterator[RenderableType]:
+def parts_of(machine: Machine, probed: Probed, kept: bool = True) -> Iterator[RenderableType]:
     """What is shown, from the machine to what was left out."""
     yield _head(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:
         yield links_table(probed.fits)
-    if any(figure.value is None for figure in probed.all_figures()):
-        yield Text("unstable: the machine did not hold still enough to conclude; why, and every "
-                   "sample, is in the record", style="yellow")  # fmt: skip
+    reasons = Counter(_reason(f.unstable) for f in probed.all_figures() if f.unstable is not None)
+    if reasons:
+        where = "in the record" if kept else "in the record that --out machine.json keeps"
+        (why, count), *_ = reasons.most_common(1)
+        yield Text("unstable: the machine did not hold still enough to conclude. "
+                   f"Of {count} figures: {why}. Of each why, and every sample, is {where}",
+                   style="yellow")  # fmt: skip
     if probed.advice:
         yield _advice(probed)
     if probed.notes:
         yield Group(Text("Notes", style="bold"), *(Text(f"  {note}") for note in probed.notes))
+
+
+def _reason(unstable: str) -> str:
+    """The same for all figures that it is the same for."""
+    if unstable.startswith("a repeat may lie"):
+        return "a repeat may lie more than a quarter away"
+    return "they drifted by more than a tenth" if "drifted" in unstable else unstable
 
 
 def _head(machine: Machine, probed: Probed) -> RenderableType:

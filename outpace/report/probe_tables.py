@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.probe.fit import COLLECTIVES, bus_factor
+from outpace.probe.measure import CONCLUSIVE
 from outpace.records.figure import Figure
 from outpace.records.probed import LinkFit, Probed
 from outpace.records.units import show_bytes, show_count, show_share
@@ -167,16 +168,18 @@ def _cell(figure: Figure) -> Text:
     if figure.origin == "catalog":
         return Text(f"{figure} catalog", style="cyan")
     if figure.value is None:
-        return Text(f"unstable{_apart(figure)}", style="yellow")
+        return Text(f"unstable{_apart(figure, CONCLUSIVE)}", style="yellow")
     cell = Text(str(figure))
     cell.append(_apart(figure), style="dim")
     return cell
 
 
-def _apart(figure: Figure) -> str:
+def _apart(figure: Figure, beyond: float = 0.0) -> str:
+    """How far a repeat may lie; "" if that is no more than `beyond`."""
     if figure.low is None or figure.high is None or figure.low + figure.high <= 0:
         return ""
-    return f" ±{100 * (figure.high - figure.low) / (figure.high + figure.low):.0f} %"
+    away = (figure.high - figure.low) / (figure.high + figure.low)
+    return f" ±{100 * away:.0f} %" if away > beyond else ""
 
 
 def links_table(fits: Sequence[LinkFit]) -> RenderableType:
@@ -184,7 +187,7 @@ def links_table(fits: Sequence[LinkFit]) -> RenderableType:
     table = _empty()
     table.add_column("", no_wrap=True)
     for name in ("ranks", "axis", "by", "latency", "bandwidth", "points off by"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for fit in fits:
         table.add_row(
             fit.collective, str(fit.ranks), fit.axis, fit.backend, _cell(fit.latency),

@@ -106,6 +106,10 @@ def test_topology_with_a_broken_driver(no_tools, capsys, script, words):
         (["--from=nowhere.txt"], "--from nowhere.txt: No such file"),
         ([f"--from={TOPOLOGIES / 'sources.toml'}"], "there is no matrix of GPUs in it"),
         ([f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=t.png"], "has to end with .svg"),
+        (
+            [f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=/no/dir/t.svg"],
+            "--svg /no/dir/t.svg: No",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(words, sentence, capsys):

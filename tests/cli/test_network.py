@@ -174,6 +174,10 @@ def test_no_torch_is_imported():
         ((*TINY, "--network=fast"), "link 'fast' is not in the catalog"),
         ((*TINY, "--precision=fp64"), "no fp64 rate is known of this machine"),
         ((*TINY, "--share=2"), "2 is not at least 0.01 and at most 1"),
+        ((*TINY, "--nodes=10000000"), "at most 100000"),
+        ((*TINY, "--tp=3"), "--tp 3: tp 3 does not divide"),
+        ((*TINY, "--network=-50Gbit/s"), "a rate is a number above 0"),
+        ((*TINY, "--network=50"), "a rate is a number above 0"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
@@ -185,3 +189,11 @@ def test_a_plan_for_another_number_of_devices_is_refused(capsys, tmp_path):
     Plan(strategy="ddp", dp_replicate=4).save(tmp_path / "plan.json")
     assert main([*TINY, f"--plan={tmp_path / 'plan.json'}"]) == 2
     assert "is for 4 devices, but 1 × 8 = 8 are there" in capsys.readouterr().err
+
+
+def test_a_batch_that_cannot_be_shared_out_is_said(capsys):
+    words = ["network", "--model=llama-3-8b", "--machine=dgx-h100", "--nodes=4"]
+    assert main([*words, "--global-batch=7"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--global-batch 7 cannot be shared out by all plans; taken are 8 by TP8 × DP4" in shown
+    assert said(capsys, *words, "--global-batch=32")["notes"] == []
