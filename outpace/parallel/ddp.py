@@ -65,6 +65,7 @@ class Replicas(Layout):
             gradient_as_bucket_view=True,
             bucket_cap_mb=plan.bucket_mib,
         )
+        _outlived_by_its_group(wrapped)
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
         self.on_disk = plan.offload_parameters == "disk"
@@ -94,6 +95,18 @@ class Replicas(Layout):
         communication_ns = int(seen.get("backward_comm_time", 0))
         hidden_ns = int(seen.get("backward_compute_comm_overlap_time", 0))
         return max(0, communication_ns - hidden_ns) / 1e9
+
+
+def _outlived_by_its_group(wrapped: DistributedDataParallel) -> None:
+    """Have the module give up its reducer before its process group.
+
+    A reducer that is its group's last owner, as after `destroy_process_group`, ends gloo's threads
+    while it holds Python's lock, for which such a thread may wait to let go of a tensor: the
+    process hangs as it ends (torch 2.13). Groups that Python owns last end without the lock. What a
+    module holds it gives up in the order in which that was put there.
+    """
+    held = wrapped.__dict__
+    held["process_group"] = held.pop("process_group")
 
 
 def apply(request: Request) -> Layout:

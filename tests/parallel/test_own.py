@@ -111,3 +111,9 @@ def test_layouts_are_checked_before_anything_is_split():
         layouts_of(model, {"layers.*.k": "colwise"}, 2)
     with pytest.raises(BadInputError, match="6 rows, which 4 ranks"):
         layouts_of(model, {"layers.*.q": "colwise"}, 4)
+
+
+@pytest.mark.gloo
+def test_a_process_may_leave_its_group_before_it_gives_up_its_layout(on_ranks):
+    """Once in a while it hung: gloo's threads waited for Python's lock, and it for them."""
+    assert on_ranks(2, RANKS.with_name("ddp_end_ranks.py"), 60) == "left"
