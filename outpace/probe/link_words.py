@@ -27,8 +27,14 @@ def link_sentence(fit: LinkFit) -> str:
 def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
     """How the network between nodes compares with what large trainings want; none on one node."""
     fit = network_fit(fits, len(nodes))
-    if fit is None:
+    if len(nodes) < 2:
         return []
+    if fit is None:
+        text = (
+            "the bandwidth between nodes is not known: larger arrays took no longer than small "
+            "ones, or too few were measured. Probe for longer, with nothing else running"
+        )
+        return [Advice(about="network", text=text)]
     at_once = min(map(len, nodes))
     rate = node_bytes_per_s(fit, at_once)
     if rate is None:

@@ -131,7 +131,11 @@ def test_all_ranks_of_many_hosts_are_no_link_within_one(capsys, tmp_path):
 
 def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys, tmp_path):
     fits = (link("node", 8, 200e9), link("across", 2, 5e9))
-    (advice,) = network_advice(fits, (tuple(range(8)), tuple(range(8, 16))))
+    nodes = (tuple(range(8)), tuple(range(8, 16)))
+    (unknown,) = network_advice([], nodes)
+    assert "the bandwidth between nodes is not known" in unknown.text
+    assert network_advice([], nodes[:1]) == []
+    (advice,) = network_advice(fits, nodes)
     assert "320.00 Gbit/s for a node" in advice.text
     probed = probe(tmp_path / "m.json", *fits, ranks=16, hosts=2)
     assert said(capsys, *TINY, probed)["own"]["bytes_per_s"] == 320e9 / 8
