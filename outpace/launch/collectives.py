@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from statistics import median
 from typing import TypeVar
 
@@ -250,7 +249,7 @@ def _overlap(run: _Run) -> Turns[Section]:
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
     """How much hides, in a sentence."""
     hidden = figures[-1]
-    compute, alone, both = (median(chain(*figure.rounds)) for figure in figures[:3])
+    compute, alone, both = (median(figure.samples) for figure in figures[:3])
     times = (
         f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of all-reduce take "
         f"{1e3 * both:.3g} ms at once"

@@ -8,7 +8,7 @@ counts for less.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import combinations
 from math import fsum
 from operator import mul
 from statistics import median
@@ -91,7 +91,7 @@ def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
     `figures` are all of the same key but for their bytes.
     """
     first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)
-    series = [list(chain(*figure.rounds)) for figure in figures]
+    series = [figure.samples for figure in figures]
     count = min(map(len, series), default=0)
     if first is None or len({f.key.of["bytes"] for f in figures}) < _LEAST_SIZES or count == 0:
         return None

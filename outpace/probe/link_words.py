@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from outpace.probe.axes import Nodes, Pair
-from outpace.probe.side_by_side import in_order
 from outpace.probe.stragglers import slow_links, slow_ranks
 from outpace.records.figure import Figure
 from outpace.records.probed import Advice, LinkFit, network_fit, node_bytes_per_s
@@ -80,7 +79,7 @@ def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
     found = []
     for what in dict.fromkeys(figure.key.what for figure in figures):
         of = {int(f.key.of["rank"]): f for f in figures if f.key.what == what}
-        for slow in slow_ranks({rank: in_order(figure) for rank, figure in of.items()})[
+        for slow in slow_ranks({rank: figure.samples for rank, figure in of.items()})[
             :_FIRST_NAMED
         ]:
             text = (
@@ -105,7 +104,7 @@ def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[
             for pair, of in figures.items()
             if (node_of[pair[0]] == node_of[pair[1]]) == within
         }
-        slow = slow_links({pair: in_order(figure) for pair, figure in largest.items()})
+        slow = slow_links({pair: figure.samples for pair, figure in largest.items()})
         for rank in slow.ranks[:_FIRST_NAMED]:
             keys = tuple(figure.key for pair, figure in largest.items() if rank.who in pair)
             whose = f"rank {rank.who}" if within else f"rank {rank.who}'s node"

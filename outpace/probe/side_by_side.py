@@ -1,7 +1,6 @@
 """What each rank does by itself and with each other one, timed on all ranks at the same time."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -84,11 +83,6 @@ def ranks_figures(
         for what, of in zip(work, found, strict=True)
         for rank in range(place.control.size())
     ]  # fmt: skip
-
-
-def in_order(figure: Figure) -> list[float]:
-    """All samples."""
-    return list(chain.from_iterable(figure.rounds))
 
 
 Exchange = Callable[[Place, int, int, int], tuple[Callable[[], Any], Callable[[Any], str | None]]]

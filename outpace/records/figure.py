@@ -60,6 +60,11 @@ class Figure(Record):
         return self
 
     @property
+    def samples(self) -> list[float]:
+        """Of all rounds, in order."""
+        return [sample for samples in self.rounds for sample in samples]
+
+    @property
     def half_width(self) -> float | None:
         """Of the interval, as a share of the value; None without one."""
         if not self.value or self.low is None or self.high is None:

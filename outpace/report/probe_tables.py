@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from statistics import median
 
 from rich.console import Group, RenderableType
@@ -121,7 +120,7 @@ def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
     ranks = {figure.key.of["rank"] for figure in figures if "rank" in figure.key.of}
     if len(ranks) <= _MOST_RANKS:
         return figures
-    took = {rank: max(median(chain(*f.rounds)) for f in figures if f.key.has(rank=rank))
+    took = {rank: max(median(f.samples) for f in figures if f.key.has(rank=rank))
             for rank in ranks}  # fmt: skip
     shown = sorted(ranks, key=lambda rank: -took[rank])[:_MOST_RANKS]
     return [figure for figure in figures if figure.key.of["rank"] in shown]

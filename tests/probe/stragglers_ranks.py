@@ -19,7 +19,7 @@ from outpace.probe.collectives import Place, exchange
 from outpace.probe.link_words import pair_advice, rank_advice
 from outpace.probe.measure import HostClock
 from outpace.probe.ranks_clock import RanksClock
-from outpace.probe.side_by_side import in_order, pair_figures, ranks_figures, work_of
+from outpace.probe.side_by_side import pair_figures, ranks_figures, work_of
 from outpace.probe.stragglers import slow_links, slow_ranks
 from outpace.probe.turns import finished
 
@@ -56,14 +56,14 @@ def main() -> None:
         pairs = finished(pair_figures(nodes, place, (1 << 16,), clock, 4, 0.5, between))
     if ranks.rank != 0:
         return
-    times = {pair: in_order(of[0]) for pair, of in pairs.items()}
+    times = {pair: of[0].samples for pair, of in pairs.items()}
     found = slow_links(times)
     said = {
         "stragglers": [
             (one.who, one.times)
             for what in work
             for one in slow_ranks(
-                {int(f.key.of["rank"]): in_order(f) for f in figures if f.key.what == what}
+                {int(f.key.of["rank"]): f.samples for f in figures if f.key.what == what}
             )
         ],
         "slow links": {
