@@ -10,6 +10,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.parallel.api import Layout, Pass, Request
 from outpace.parallel.offload import gathers, require, to_disk
 from outpace.parallel.tensors import make_equal
+from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
 from outpace.records.ranks import Ranks
@@ -31,6 +32,11 @@ _OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 def apply(request: Request) -> Layout:
     """Lay the objective (on its device, or on meta: see `fill`) out as the plan's strategy says."""
     strategy, plan = request.plan.strategy, request.plan
+    if plan.untrained is not None:
+        raise BadInputError(
+            f"outpace does not train this plan: {plan.untrained}. Write it for another trainer "
+            "with outpace plan --emit, or take the next that outpace plan proposes."
+        )
     require(plan, request.device)
     own = not isinstance(request.objective, LanguageModelObjective)
     files = {**_FILES, **_OWN_FILES} if own else _FILES

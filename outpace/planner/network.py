@@ -18,7 +18,6 @@ from outpace.planner.wire import Work
 from outpace.records.model import ModelSpec
 from outpace.records.network import Cost, Exchanged, Need, Network
 from outpace.records.optimizers import WEIGHTS
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
 _LEAST = 1e3  # bytes/s: slower links are not told apart
@@ -103,10 +102,9 @@ class Step:
         self.micro_batches = work.passes * self.plan.pp_microbatches
         self.times: Times = times(work, question.roof)
         self.crossings = [place(self.plan, flow, question.per_node) for flow in self._flows()]
-        schedule = SCHEDULES.get(self.plan.schedule)
         # Of a rank: its layers, and what lies outside of them.
         self._units = self.spec.layers // self.plan.pp + 1
-        self._laps = 1 if schedule is None else schedule.stages_per_rank
+        self._laps = self.plan.stages_per_rank
 
     def _work(self, rank: int) -> Work:
         asked = self._question

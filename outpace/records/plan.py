@@ -24,8 +24,11 @@ Strategy = Literal[
     "mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev", "tp", "cp", "3d",
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
-# Of a pipeline that is one axis of several.
-ProductSchedule = Literal["gpipe", "1f1b", "interleaved", "loopedbfs"]
+# Of a pipeline that is one axis of several. Those that split the backward are planned with, but
+# not trained here.
+ProductSchedule = Literal[
+    "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev"
+]  # fmt: skip
 # In the order of what they keep, the most first.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
@@ -91,7 +94,10 @@ class Plan(Record):
     `checkpoint_layers`, where given, says it block by block instead.
     `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
     axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
-    stand behind each worker. With a `lora_rank` the weights are frozen, in the form that `base`
+    stand behind each worker. `virtual_stages` are a pipeline's stages on each rank (None: as many
+    as its schedule has by itself). Under 3d, `ep` ranks of dp_shard × cp share out a layer's
+    experts, and `zero` says what dp_shard shards: optimizer state, gradients too, parameters too.
+    With a `lora_rank` the weights are frozen, in the form that `base`
     says, and only the adapters of the `lora_targets` are trained.
 
     `offload_activations`: what blocks save for backward lies there. `offload_parameters` cpu:
@@ -114,6 +120,9 @@ class Plan(Record):
     micro_batch: PositiveInt = 1
     pp_microbatches: PositiveInt = 1
     pp_schedule: ProductSchedule = "1f1b"
+    virtual_stages: PositiveInt | None = None
+    ep: PositiveInt = 1
+    zero: Literal[1, 2, 3] = 3
     precision: Precision = "fp32"
     checkpointing: Checkpointing = "none"
     checkpoint_every: PositiveInt = 1
@@ -168,6 +177,7 @@ class Plan(Record):
                 f"{self.dp_replicate} ranks that work do not divide into workers of "
                 f"{self.worker_devices} devices. Use a divisor of {self.dp_replicate}"
             )
+        self._check_product()
         for axis in AXES:
             size = getattr(self, axis)
             if size > 1 and axis not in SPLITS[self.strategy]:
@@ -177,6 +187,44 @@ class Plan(Record):
                     f"but {axis} is {size}. Use {axis} 1, or strategy 3d, which splits any axes"
                 )
         return self
+
+    def _check_product(self) -> None:
+        """What only products of axes, and pipelines with several stages on a rank, can have."""
+        if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
+            raise ValueError(
+                f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
+                f"{self.strategy}. Use 3d with them, or zero{self.zero} for shards alone"
+            )
+        if self.dp_shard * self.cp % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide dp_shard {self.dp_shard} × cp {self.cp}, whose "
+                "ranks share out the experts. Use a divisor"
+            )
+        schedule = SCHEDULES.get(self.schedule)
+        own = 1 if schedule is None else schedule.stages_per_rank
+        asked = self.virtual_stages
+        loops = self.schedule in ("interleaved", "loopedbfs", "zb")
+        if asked is not None and asked != own and (not loops or asked < own):
+            raise ValueError(
+                f"virtual_stages is {asked}, but {self.schedule} has {own} on each rank. Use "
+                f"{own}, or interleaved, loopedbfs or zb, which take 2 or more"
+            )
+
+    @property
+    def untrained(self) -> str | None:
+        """Why outpace plans with it, but does not train it; None where it does."""
+        if self.ep > 1:
+            return f"ep {self.ep}: outpace does not share out experts"
+        if self.strategy == "3d" and self.dp_shard > 1 and self.zero != 3:
+            return f"zero {self.zero} beside other axes: outpace shards parameters too there"
+        schedule = SCHEDULES.get(self.schedule)
+        if schedule is None:
+            return None
+        if self.stages_per_rank != schedule.stages_per_rank:
+            return f"{self.stages_per_rank} virtual stages: outpace has {schedule.stages_per_rank}"
+        if self.strategy == "3d" and schedule.splits_backward:
+            return f"schedule {self.pp_schedule} beside other axes"
+        return None
 
     def _check_offload(self) -> None:
         if self.offload_parameters == "cpu" and self.strategy not in GATHERS:
@@ -346,10 +394,17 @@ class Plan(Record):
         return self.micro_batch * self.pp_microbatches
 
     @property
+    def stages_per_rank(self) -> int:
+        """Of a pipeline; 1 where there is none."""
+        schedule = SCHEDULES.get(self.schedule)
+        if schedule is None:
+            return 1
+        return self.virtual_stages or schedule.stages_per_rank
+
+    @property
     def stages(self) -> int:
         """The parts that a pipeline cuts the model into."""
-        schedule = SCHEDULES.get(self.schedule)
-        return 1 if schedule is None else self.pp * schedule.stages_per_rank
+        return self.pp * self.stages_per_rank
 
     @property
     def readers(self) -> int:

@@ -1,0 +1,151 @@
+"""The outline of a model that outpace builds, and what an outline's layers are made of."""
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from outpace.planner.shapes import parameter_shapes
+from outpace.records.model import ModelSpec
+from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+
+# How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
+Cut = Literal["outputs", "inputs", "none"]
+
+
+class Weight(NamedTuple):
+    """A weight matrix of a layer. `experts` of them, each for its share of the tokens."""
+
+    name: str
+    inputs: int
+    outputs: int
+    cut: Cut
+    bias: bool = False
+    experts: int = 0
+    active: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of all experts, with biases."""
+        each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
+        return each * max(1, self.experts)
+
+
+def outline(spec: ModelSpec, name: str) -> Outline:
+    """Of a model that outpace builds."""
+    attention = Attention(
+        heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, value_dim=spec.head_dim,
+        causal=spec.causal, qkv_bias=spec.qkv_bias, out_bias=spec.out_bias, qk_norm=spec.qk_norm,
+    )  # fmt: skip
+    windowed = sum(spec.layer_window(layer) is not None for layer in range(spec.layers))
+    stacks = [
+        Stack(
+            name="layers" if window is None else "layers with a window",
+            layers=count,
+            attention=attention.model_copy(update={"window": window}),
+            mlp=Mlp(width=spec.ffn, gated=spec.gated, bias=spec.mlp_bias),
+            norm_bias=spec.norm == "layernorm",
+            dropout=spec.dropout > 0,
+        )
+        for count, window in ((spec.layers - windowed, None), (windowed, spec.sliding_window))
+        if count
+    ]
+    shapes = parameter_shapes(spec)
+    apart = ("blocks.", "embed.tokens", "embed.positions", "head.weight")
+    transform = (
+        ()
+        if spec.norm_first
+        else (Product(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
+    )
+    transformed = sum(product.inputs * product.outputs for product in transform)
+    outside = sum(_size(shape) for key, shape in shapes.items() if not key.startswith(apart))
+    return Outline(
+        name=name,
+        hidden=spec.hidden,
+        stacks=tuple(stacks),
+        vocab=spec.vocab,
+        outputs=spec.vocab,
+        tied=spec.tied,
+        learned_positions=spec.max_positions if spec.positions == "learned" else 0,
+        outside_parameters=outside - transformed,
+        head_products=transform,
+        max_positions=spec.max_positions,
+        source="the model's spec",
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
+    """The weight matrices of one layer."""
+    if stack.attention is not None:
+        yield from _attention(stack.attention, hidden, "")
+    if stack.cross_attention is not None:
+        yield from _attention(stack.cross_attention, hidden, "cross ")
+    if stack.mlp is not None:
+        yield from _mlp(stack.mlp, hidden)
+    for product in stack.other:
+        for _ in range(product.count):
+            yield Weight(product.name, product.inputs, product.outputs, "none")
+
+
+def _attention(attention: Attention, hidden: int, which: str) -> Iterator[Weight]:
+    queries = attention.heads * attention.head_dim
+    if attention.kv_rank is None:
+        widths = queries + attention.kv_heads * (attention.head_dim + attention.value_dim)
+        yield Weight(f"{which}qkv", hidden, widths, "outputs", attention.qkv_bias)
+    else:
+        if attention.query_rank is None:
+            yield Weight("q", hidden, queries, "outputs")
+        else:
+            yield Weight("q down", hidden, attention.query_rank, "none")
+            yield Weight("q up", attention.query_rank, queries, "outputs")
+        yield Weight("kv down", hidden, attention.kv_rank + attention.rope_dim, "none")
+        keys = attention.head_dim - attention.rope_dim
+        up = attention.heads * (keys + attention.value_dim)
+        yield Weight("kv up", attention.kv_rank, up, "outputs")
+    mixed = attention.heads * attention.value_dim
+    yield Weight(f"{which}out", mixed, hidden, "inputs", attention.out_bias)
+
+
+def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
+    times = 2 if mlp.gated else 1
+    if not mlp.experts:
+        yield Weight("up", hidden, times * mlp.width, "outputs", mlp.bias)
+        yield Weight("down", mlp.width, hidden, "inputs", mlp.bias)
+        return
+    yield Weight("router", hidden, mlp.experts, "none")
+    many = (mlp.experts, mlp.active)
+    yield Weight("experts up", hidden, times * mlp.width, "outputs", mlp.bias, *many)
+    yield Weight("experts down", mlp.width, hidden, "inputs", mlp.bias, *many)
+    if mlp.shared:
+        yield Weight("shared up", hidden, times * mlp.shared, "outputs", mlp.bias)
+        yield Weight("shared down", mlp.shared, hidden, "inputs", mlp.bias)
+
+
+def layer_parameters(stack: Stack, hidden: int) -> int:
+    """Of one layer: matrices, biases, norms and what else was traced."""
+    norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
+    for attention in (stack.attention, stack.cross_attention):
+        if attention is None:
+            continue
+        norms += 2 * attention.head_dim if attention.qk_norm else 0
+        norms += (attention.query_rank or 0) + (attention.kv_rank or 0)  # latents are normalised
+    return sum(w.elements for w in weights(stack, hidden)) + norms + stack.other_parameters
+
+
+def outside_elements(outline: Outline) -> int:
+    """Parameters that no layer has: embeddings, positions, head and the rest; a tied head none."""
+    head = 0 if outline.tied else outline.outputs * outline.hidden
+    products = sum(p.inputs * p.outputs * p.count for p in outline.head_products)
+    embedded = (outline.vocab + outline.learned_positions) * outline.hidden
+    return embedded + head + products + outline.outside_parameters
+
+
+def parameters(outline: Outline) -> int:
+    """All of the model's."""
+    layers = sum(s.layers * layer_parameters(s, outline.hidden) for s in outline.stacks)
+    return layers + outside_elements(outline)

@@ -1,0 +1,129 @@
+"""Outline: a model as the planner reckons with it, whether or not outpace can build it.
+
+A ModelSpec is built and trained; an outline has only what decides time and memory. Every spec has
+one, so has every transformer that a Hugging Face config describes, and any module that was traced.
+"""
+
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from outpace.records.base import Record
+
+
+class Attention(Record):
+    """Attention of a layer. With `kv_rank` it is multi-head latent attention.
+
+    Latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1): queries through `query_rank` (None:
+    directly), keys and values through `kv_rank`; `rope_dim` of a key's `head_dim` is shared by all
+    heads and made beside the latent.
+    """
+
+    heads: PositiveInt
+    kv_heads: PositiveInt
+    head_dim: PositiveInt = Field(description="of queries and keys")
+    value_dim: PositiveInt = Field(description="of values (default: head_dim)")
+    causal: bool = True
+    window: PositiveInt | None = Field(default=None, description="keys that a query sees at most")
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    query_rank: PositiveInt | None = None
+    kv_rank: PositiveInt | None = None
+    rope_dim: NonNegativeInt = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, values: object) -> object:
+        if isinstance(values, dict) and values.get("value_dim") is None:
+            return {**values, "value_dim": values.get("head_dim")}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        return self
+
+
+class Mlp(Record):
+    """The MLP of a layer, or experts of which each token goes through `active`.
+
+    `width` is of one expert; `shared` is the width of what every token goes through beside them.
+    """
+
+    width: PositiveInt
+    gated: bool = False
+    bias: bool = False
+    experts: NonNegativeInt = Field(default=0, description="0: one MLP for all tokens")
+    active: PositiveInt = Field(default=1, description="experts that a token goes through")
+    shared: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.experts and self.active > self.experts:
+            raise ValueError(f"active {self.active} of {self.experts} experts")
+        return self
+
+
+class Product(Record):
+    """A matrix product by a weight, of a module that was traced: `count` of them in a layer."""
+
+    name: str
+    inputs: PositiveInt
+    outputs: PositiveInt
+    count: PositiveInt = 1
+
+
+class Stack(Record):
+    """Equal layers one after the other. `seq_len` None: the sequence that is trained on.
+
+    `other` holds products and parameters that attention and MLP do not (traced modules).
+    """
+
+    name: str = "layers"
+    layers: PositiveInt
+    attention: Attention | None = None
+    cross_attention: Attention | None = None
+    mlp: Mlp | None = None
+    other: tuple[Product, ...] = ()
+    other_parameters: NonNegativeInt = 0
+    norms: NonNegativeInt = Field(default=2, description="of a layer, over the hidden width")
+    norm_bias: bool = False
+    seq_len: PositiveInt | None = None
+    dropout: bool = False
+    parallel: bool = Field(default=False, description="MLP beside attention (GPT-NeoX, Phi)")
+
+
+class Outline(Record):
+    """A model's layers and what lies outside of them.
+
+    `untrained` says why outpace does not train it; None: it does. `outputs` are the columns of the
+    head's product (0: none), over `predicted` positions of a sequence (None: all).
+    """
+
+    name: str
+    hidden: PositiveInt
+    stacks: tuple[Stack, ...] = Field(min_length=1)
+    vocab: NonNegativeInt = Field(description="rows of the embedding")
+    outputs: NonNegativeInt = 0
+    tied: bool = False
+    learned_positions: NonNegativeInt = 0
+    outside_parameters: NonNegativeInt = Field(
+        default=0, description="beside embeddings, positions and head: norms, transforms, patches"
+    )
+    head_products: tuple[Product, ...] = Field(default=(), description="before the head's own")
+    predicted: PositiveInt | None = None
+    max_positions: PositiveInt
+    source: str = ""
+    untrained: str | None = None
+
+    @property
+    def layers(self) -> int:
+        """Of all stacks."""
+        return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def experts(self) -> int:
+        """The most experts of a layer; 0: none."""
+        return max((s.mlp.experts for s in self.stacks if s.mlp is not None), default=0)
