@@ -48,6 +48,7 @@ class Columns:
     ep: Ints
     schedule: Ints
     stages_per_rank: Ints
+    even_stages: Bools
     sequence_parallel: Bools
     micro_batch: Ints
     microbatches: Ints
@@ -124,6 +125,7 @@ def _row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:
                 "sequence_parallel", "micro_batch", "compile", "servers",
             )
         },
+        "even_stages": plan.stage_split == "even",
         "zero": zero if plan.dp_shard > 1 else 0,
         "schedule": SCHEDULE_NAMES.index(named),
         "microbatches": plan.pp_microbatches,

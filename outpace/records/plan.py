@@ -95,7 +95,8 @@ class Plan(Record):
     `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
     axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
     stand behind each worker. `virtual_stages` are a pipeline's stages on each rank (None: as many
-    as its schedule has by itself). Under 3d, `ep` ranks of dp_shard × cp share out a layer's
+    as its schedule has by itself), cut so that the slowest is fast or in equal numbers of blocks
+    (`stage_split`). Under 3d, `ep` ranks of dp_shard × cp share out a layer's
     experts, and `zero` says what dp_shard shards: optimizer state, gradients too, parameters too.
     With a `lora_rank` the weights are frozen, in the form that `base`
     says, and only the adapters of the `lora_targets` are trained.
@@ -121,6 +122,7 @@ class Plan(Record):
     pp_microbatches: PositiveInt = 1
     pp_schedule: ProductSchedule = "1f1b"
     virtual_stages: PositiveInt | None = None
+    stage_split: Literal["cost", "even"] = "cost"
     ep: PositiveInt = 1
     zero: Literal[1, 2, 3] = 3
     precision: Precision = "fp32"
@@ -220,6 +222,8 @@ class Plan(Record):
         schedule = SCHEDULES.get(self.schedule)
         if schedule is None:
             return None
+        if self.stage_split != "cost":
+            return "stages of equal numbers of blocks: outpace cuts where the slowest is fast"
         if self.stages_per_rank != schedule.stages_per_rank:
             return f"{self.stages_per_rank} virtual stages: outpace has {schedule.stages_per_rank}"
         if self.strategy == "3d" and schedule.splits_backward:

@@ -1,0 +1,457 @@
+"""How long a step of many plans takes, and where the time goes: closed forms, all plans at once.
+
+A step is the pipeline's passes (compute and what it waits for, the bubble), the exchange of
+gradients as far as no backward hides it, and the optimizer. docs/planner.md derives each term.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats, Ints
+from outpace.planner.device import Device, dtype_of, items
+from outpace.planner.fabric import Fabric
+from outpace.planner.layers import Cells, Kernel, Work, embedding, head, layer
+from outpace.planner.outlines import layer_parameters, outside_elements, weights
+from outpace.planner.stages import balance
+from outpace.records.outline import Outline
+
+_FP32 = 4.0
+# Of a block that is computed again: states of random numbers are kept, set, and set back, on the
+# host and the device (torch.utils.checkpoint).
+_CHECKPOINT_OPERATORS = 6
+# What an optimizer that works on lists of tensors launches.
+_OPTIMIZER_OPERATORS = 100
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model on a machine, and the attention kernel there."""
+
+    outline: Outline
+    seq_len: int
+    device: Device
+    fabric: Fabric
+    kernel: Kernel = "fused"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a step by what they go to, one entry a plan; they add up to the step.
+
+    `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
+    `data_s` is exposed of gradients' and parameters' exchanges, `tensor_s`, `context_s`,
+    `pipeline_s` and `expert_s` of those axes'.
+    """
+
+    products_s: Floats
+    attention_s: Floats
+    memory_s: Floats
+    host_s: Floats
+    bubble_s: Floats
+    tensor_s: Floats
+    context_s: Floats
+    pipeline_s: Floats
+    expert_s: Floats
+    data_s: Floats
+    optimizer_s: Floats
+    offload_s: Floats
+
+    @property
+    def step_s(self) -> Floats:
+        """All of it."""
+        total: Floats = np.sum([getattr(self, f.name) for f in fields(self)], axis=0)
+        return total
+
+
+def estimate(question: Question, columns: Columns) -> Times:
+    """Of each plan."""
+    return _Step(question, columns).times()
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Of one micro-batch: seconds on the device, on the host, and waiting for other ranks' parts.
+
+    The host runs ahead of the device, so that a pass takes what the slower of them takes.
+    """
+
+    device_s: Floats
+    host_s: Floats
+    tensor_s: Floats
+    products_s: Floats
+    attention_s: Floats
+
+    @property
+    def seconds(self) -> Floats:
+        return np.maximum(self.device_s + self.tensor_s, self.host_s)
+
+
+def _total(passes: Sequence[_Pass], shares: Floats, name: str) -> Floats:
+    """Of all stacks, each by its share of the layers."""
+    found: Floats = np.sum(
+        [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together."""
+
+    pace_s: Floats
+    way_s: Floats
+    slowest_s: Floats
+
+
+class _Step:
+    def __init__(self, question: Question, columns: Columns) -> None:
+        self.q, self.c = question, columns
+        self.outline, self.device, self.fabric = question.outline, question.device, question.fabric
+        self._sizes()
+        self._cells()
+        self.micro = columns.microbatches * columns.passes
+
+    def _sizes(self) -> None:
+        """Bytes of numbers, and parameters of a rank before data parallelism shards them."""
+        c = self.c
+        self.item = items(c.precision)
+        shards_cast = c.of("zero2", "zero3", "hsdp", "3d")
+        self.autocast = c.precise("bf16", "fp16", "fp8") & ~shards_cast
+        self.wide = np.where(self.autocast, _FP32, self.item)
+        self.kept = np.where(c.precise("fp16-master", "bf16-pure", "fp16-pure"), 2.0, _FP32)
+        layers = np.zeros(len(c))
+        for stack in self.outline.stacks:
+            experts = sum(w.elements for w in weights(stack, self.outline.hidden) if w.experts)
+            rest = layer_parameters(stack, self.outline.hidden) - experts
+            layers = layers + stack.layers * (rest / c.tp + experts / c.ep)
+        ends = outside_elements(self.outline) / c.tp
+        # A pipeline's ends have the embedding and the head; the fuller one decides.
+        self.parameters = layers / c.pp + np.where(c.pp > 1, ends / (1 if self._tied else 2), ends)
+
+    @property
+    def _tied(self) -> bool:
+        return self.outline.tied
+
+    def _cells(self) -> None:
+        c = self.c
+        rates = np.array([self.device.rate(dtype_of(name)) for name in PRECISIONS])
+        split = np.where(c.sequence_parallel, c.tp, 1)
+        keys = np.stack(
+            [rates[c.precision], self.item, self.wide, c.micro_batch, c.tp, c.cp, c.ep, split,
+             c.compile], axis=1,
+        ).astype(float)  # fmt: skip
+        unique, self.of = np.unique(keys, axis=0, return_inverse=True)
+        self.cells = Cells(*unique.T)
+        self.tokens = c.micro_batch * self.q.seq_len / c.cp
+
+    def _spread(self, values: Floats) -> Floats:
+        """Of each plan, what is of each cell."""
+        return np.broadcast_to(values, self.cells.rate.shape)[self.of]
+
+    def times(self) -> Times:
+        """Put together."""
+        c = self.c
+        counts = np.array([stack.layers for stack in self.outline.stacks], float)
+        shares = counts / counts.sum()
+        forwards, backwards = self._layers()
+        ahead_s, back_s = (_total(p, shares, "seconds") for p in (forwards, backwards))
+        ends = self._ends()
+        pipeline = self._pipeline(ahead_s + back_s, ends)
+        busy = self.micro * pipeline.pace_s
+        own = self.outline.layers / c.pp
+
+        def of(name: str) -> Floats:
+            """A rank's seconds in the mean."""
+            layers = _total(forwards, shares, name) + _total(backwards, shares, name)
+            outside: Floats = np.sum([getattr(end, name) for end in ends], axis=0)
+            return self.micro * (own * layers + outside / c.pp)
+
+        products, attention, tensor = of("products_s"), of("attention_s"), of("tensor_s")
+        moved = np.maximum(of("device_s") - products - attention, 0.0)
+        moved = moved + self.micro * self._weight_traffic()
+        known = products + attention + tensor + moved
+        fit = np.minimum(1.0, busy / np.maximum(known, 1e-30))
+        ahead_share = ahead_s / np.maximum(ahead_s + back_s, 1e-30)
+        return Times(
+            products_s=products * fit,
+            attention_s=attention * fit,
+            memory_s=moved * fit,
+            host_s=np.maximum(busy - known, 0.0),
+            bubble_s=c.passes * self._bubble(pipeline, ahead_share),
+            tensor_s=tensor * fit,
+            context_s=self._ring(attention),
+            pipeline_s=self._sends(),
+            expert_s=self._experts(),
+            data_s=self._data(ahead_s * own, back_s * own),
+            optimizer_s=self._optimizer(),
+            offload_s=self._offload(busy),
+        )
+
+    # Passes.
+
+    def _layers(self) -> tuple[list[_Pass], list[_Pass]]:
+        """Of each stack's layer: a forward, and a backward with what it computes again."""
+        forwards, backwards = [], []
+        for stack in self.outline.stacks:
+            work = layer(self.device, self.outline, stack, self.cells, self.q.seq_len,
+                         self.q.kernel)  # fmt: skip
+            w = Work(**{f.name: self._spread(getattr(work, f.name)) for f in fields(work)})
+            sums = float(stack.attention is not None) + float(stack.mlp is not None)
+            forwards.append(self._forward(w, sums))
+            backwards.append(self._backward(w, sums))
+        return forwards, backwards
+
+    def _forward(self, w: Work, sums: float) -> _Pass:
+        tensor_s, calls = self._tensor(sums)
+        host_s = (w.forward_operators + calls) * self.device.operator_s
+        return _Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s)
+
+    def _backward(self, w: Work, sums: float) -> _Pass:
+        """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
+
+        What "selective" computes again has no products; it moves memory, as norms and activations.
+        """
+        modes = {name: self.c.modes[:, place] for place, name in enumerate(MODES)}
+        full, dense = modes["full"], modes["attention"]
+        most = full + dense
+        light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
+        again_s = most * w.forward_s - dense * w.inner_s + modes["selective"] * light_s
+        again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
+        tensor_s, calls = self._tensor(sums)
+        launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
+        return _Pass(
+            w.backward_s + again_s,
+            launched * self.device.operator_s,
+            tensor_s * (1 + most),
+            (2 + most) * w.products_s,
+            w.attention_back_s + full * w.attention_s,
+        )
+
+    def _tensor(self, sums: float) -> tuple[Floats, Floats]:
+        """Exchanges of tensor parallelism in a layer's forward, and how many; as many backwards.
+
+        A sum after attention and one after the MLP; with sequence parallelism each is a gather and
+        a scattering sum, of the same bytes together (Korthikanti et al., arXiv 2205.05198, §4.2).
+        """
+        c = self.c
+        nbytes = self.tokens * self.outline.hidden * self.item
+        near = np.ones_like(c.tp)
+        whole = self.fabric.collective_s(nbytes, c.tp, near, 2)
+        halves = 2 * self.fabric.collective_s(nbytes, c.tp, near, 1)
+        calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
+        return sums * np.where(c.sequence_parallel, halves, whole), sums * calls
+
+    def _ends(self) -> tuple[_Pass, _Pass, _Pass, _Pass]:
+        """Embedding and head, forward and backward."""
+        zero = np.zeros(len(self.c))
+        found = []
+        for part in (embedding, head):
+            ahead, back, operators = part(self.device, self.outline, self.cells, self.q.seq_len)
+            for seconds, share in ((ahead, 1.0), (back, efficiency.BACKWARD_SHARE)):
+                device_s = self._spread(seconds)
+                host_s = self._spread(operators) * self.device.operator_s * share
+                products = device_s if part is head else zero
+                found.append(_Pass(device_s, host_s, zero, products, zero))
+        return found[0], found[1], found[2], found[3]
+
+    # The pipeline.
+
+    def _pipeline(self, layer_s: Floats, ends: tuple[_Pass, _Pass, _Pass, _Pass]) -> _Pipeline:
+        c, layers = self.c, float(self.outline.layers)
+        first_s = ends[0].seconds + ends[1].seconds
+        last_s = ends[2].seconds + ends[3].seconds
+        stages = c.pp * c.stages_per_rank
+        first, middle, last = self._cut(stages, last_s / np.maximum(layer_s, 1e-30))
+        way = layers * layer_s + first_s + last_s
+        slowest = np.maximum(np.maximum(first * layer_s + first_s, middle * layer_s),
+                             last * layer_s + last_s)  # fmt: skip
+        slowest = np.where(stages == 1, way, slowest)
+        # A rank has one slowest stage, and others of the mean beside it.
+        pace = slowest + (c.stages_per_rank - 1) * np.minimum(slowest, way / stages)
+        return _Pipeline(pace + self._weight_traffic(), way, slowest)
+
+    def _cut(self, stages: Ints, head: Floats) -> tuple[Floats, Floats, Floats]:
+        """Blocks of the first stage, the fullest of those between, and the last."""
+        layers = self.outline.layers
+        even = np.where(self.c.even_stages | (stages == 1), layers / stages, 0.0)
+        first, middle, last = even.copy(), even.copy(), even.copy()
+        balanced = np.nonzero(~self.c.even_stages & (stages > 1) & (stages <= layers))[0]
+        keys = np.stack([stages[balanced], np.round(head[balanced] * 4)], axis=1)
+        unique, places = np.unique(keys, axis=0, return_inverse=True)
+        cuts = np.array(
+            [[*_ends_of(balance(layers, int(count), quarter / 4))] for count, quarter in unique]
+        ).reshape(-1, 3)
+        first[balanced], middle[balanced], last[balanced] = cuts[places].T
+        return first, middle, last
+
+    def _bubble(self, pipeline: _Pipeline, ahead: Floats) -> Floats:
+        """Seconds that a pass's ranks wait for each other while the pipeline fills and drains.
+
+        gpipe and 1f1b: a micro-batch's way through all stages but the slowest. With v stages a
+        rank, of these 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left
+        of 1f1b's (p−1)(F+I+W) is (p−1)(F+I−W)/v for zb, and (p−1)(F+I−2W), which is 0 where all
+        are equal, for zbv (Qi et al., arXiv 2401.10241, table 1); dualpipev has as much. `ahead`
+        is F's share of a pass.
+        """
+        c = self.c
+        weights_share = (1 - ahead) / 2
+        left = np.where(c.scheduled("zb"), 1 - 2 * weights_share, 1.0)
+        none_left = np.maximum(1 - 3 * weights_share, 0.0)
+        left = np.where(c.scheduled("zbv", "dualpipev"), none_left, left)
+        waits = (pipeline.way_s - pipeline.slowest_s) / c.stages_per_rank * left
+        alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
+        return np.where(c.pp > 1, np.where(c.scheduled("mp"), np.maximum(alone, 0.0), waits), 0.0)
+
+    # Exchanges.
+
+    def _sends(self) -> Floats:
+        """Activations and their gradients between stages.
+
+        While the pipeline fills and drains each hop is waited for; beside that 1f1b, which has no
+        micro-batch to spare, waits for one each way a micro-batch.
+        """
+        c = self.c
+        nbytes = self.tokens * self.outline.hidden * self.item
+        nbytes = nbytes / np.where(c.sequence_parallel, c.tp, 1)
+        one = self.fabric.send_s(nbytes, c.tp * c.cp * c.data_parallel)
+        fill = 2.0 * (c.pp * c.stages_per_rank - 1)
+        waits = np.where(c.scheduled("1f1b"), 2.0 * c.microbatches, 0.0)
+        hops = np.where(c.scheduled("mp"), fill * c.microbatches, fill + waits)
+        return np.where(c.pp > 1, c.passes * hops * one, 0.0)
+
+    def _ring(self, attention: Floats) -> Floats:
+        """Keys and values go round while attention is computed; what is left is waited for.
+
+        Forwards once round, backwards with gradients twice as much.
+        """
+        c = self.c
+        total = np.zeros(len(c))
+        for stack in self.outline.stacks:
+            a = stack.attention
+            if a is None:
+                continue
+            widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
+            each = self.fabric.send_s(self.tokens * widths * self.item, c.tp)
+            total = total + stack.layers / c.pp * 3 * (c.cp - 1) * each
+        beside = attention * (c.cp - 1) / c.cp
+        return np.where(c.cp > 1, np.maximum(self.micro * total - beside, 0.0), 0.0)
+
+    def _experts(self) -> Floats:
+        """Tokens to their experts and back, all to all: twice forwards, twice backwards."""
+        c = self.c
+        total = np.zeros(len(c))
+        for stack in self.outline.stacks:
+            if stack.mlp is not None and stack.mlp.experts:
+                nbytes = self.tokens * stack.mlp.active * self.outline.hidden * self.item
+                one = self.fabric.collective_s(nbytes * c.ep, c.ep, c.tp, 1)
+                total = total + stack.layers / c.pp * 4 * one
+        return np.where(c.ep > 1, self.micro * total, 0.0)
+
+    def _data(self, ahead: Floats, back: Floats) -> Floats:
+        """What is exposed of gradients' sums, and of gathering parameters that are sharded.
+
+        `ahead` and `back` are a rank's passes of one micro-batch through its layers.
+        """
+        c = self.c
+        together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
+        grads = self.parameters * self.kept
+        low = self.parameters * np.where(self.item < _FP32, 2.0, _FP32)
+        shard_sum = self.fabric.collective_s(grads, together, c.tp, 1)
+        gather = self.fabric.collective_s(low, together, c.tp, 1)
+        far = c.tp * c.cp * c.dp_shard
+        replicas = self.fabric.collective_s(
+            grads / np.where(c.zero > 0, c.dp_shard, 1), c.dp_replicate, far, 2
+        )
+        replicas = replicas + np.where(
+            c.zero == 0, self.fabric.collective_s(grads, c.cp, c.tp, 2), 0.0
+        )
+        buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
+        units = np.maximum(self.outline.layers / c.pp, 1.0)
+        # Megatron's gathers go on beside the next forward, ZeroRedundancyOptimizer's do not.
+        own_gather = np.where(c.of("3d"), _beside(gather, ahead, units), gather)
+        zero1 = _beside(shard_sum, back, buckets) + _beside(replicas, back, buckets) + own_gather
+        # Layer by layer: a gather before each forward and backward, a sum after; a pipeline's
+        # micro-batches share them.
+        shared = np.where(c.pp > 1, c.microbatches, 1)
+        rounds = np.where(c.pp > 1, c.passes, self.micro)
+        into = _beside(gather + shard_sum + replicas, shared * back, units + 1)
+        zero3 = rounds * (_beside(gather, shared * ahead, units + 1) + into)
+        zero2 = _beside(gather, ahead, units + 1) + rounds * _beside(
+            shard_sum + replicas, shared * back, units + 1
+        )
+        exposed = np.select(
+            [c.zero == 1, c.zero == 2, c.zero == 3], [zero1, zero2, zero3],
+            _beside(replicas, back, buckets),
+        )  # fmt: skip
+        exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
+        return np.where(c.of("dp", "ps"), self._one_to_all(grads), exposed)
+
+    def _one_to_all(self, grads: Floats) -> Floats:
+        """dp: parameters to every replica before a forward, gradients back, over one device's link.
+
+        ps: as much over the servers' links, each worker's in turn, both ways at the same time.
+        """
+        c = self.c
+        others = np.maximum(c.data_parallel - 1, 0)
+        link = np.where(
+            c.data_parallel <= self.fabric.per_node,
+            self.fabric.pair_bytes_per_s,
+            self.fabric.across_bytes_per_s,
+        )
+        dp = 2 * others * grads / link
+        ps = c.data_parallel * grads / np.maximum(c.servers, 1) / link
+        return np.where(c.of("ps"), ps, self.micro * dp)
+
+    # Parameters.
+
+    def _weight_traffic(self) -> Floats:
+        """Of a micro-batch: weights cast for products, gradients cast back and added up."""
+        cast = np.where(self.autocast, 12.0, 0.0)
+        add = np.where(self.micro > 1, 3 * self.kept, 0.0)
+        seconds: Floats = self.parameters * (cast + add) / self.device.memory_bytes_per_s
+        return seconds
+
+    def _optimizer(self) -> Floats:
+        """AdamW reads and writes weight and moments and reads gradients; clipping reads and scales.
+
+        With masters it also reads gradients and writes weights in 16 bits, unscaled before.
+        """
+        c = self.c
+        shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
+        masters = np.where(c.precise("fp16-master"), 12.0, 0.0)
+        moved = self.parameters / shards * (7 * _FP32 + 3 * _FP32 + masters)
+        launched = _OPTIMIZER_OPERATORS * self.device.operator_s
+        return moved / self.device.memory_bytes_per_s + launched
+
+    def _offload(self, busy: Floats) -> Floats:
+        """What lies in host memory goes over the host's link: what passes do not hide."""
+        c = self.c
+        shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
+        own = self.parameters / shards
+        rate = self.device.host_bytes_per_s
+        host_steps = own * 7 * _FP32 / self.device.host_memory_bytes_per_s
+        state = np.where(c.offload_optimizer > 0, own * (self.kept + _FP32) / rate + host_steps, 0)
+        gathers = np.where(c.pp > 1, c.passes, self.micro)
+        lent = 2 * gathers * own * self.kept / rate
+        weights_s = np.where(c.offload_parameters > 0, np.maximum(lent - busy, 0.0) + host_steps, 0)
+        kept = 2 * self.tokens * self.outline.hidden * self.item * self.outline.layers / c.pp
+        kept = self.micro * 2 * kept / rate
+        acts = np.where(c.offload_activations > 0, np.maximum(kept - busy, 0.0), 0.0)
+        disk = np.maximum(c.offload_optimizer, c.offload_parameters) > 1
+        slow = np.where(disk, own * 2 * 3 * _FP32 / self.device.disk_bytes_per_s, 0.0)
+        total: Floats = state + weights_s + acts + slow
+        return total
+
+
+def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
+    """Blocks of the first stage, the fullest between, and the last."""
+    return counts[0], max(counts[1:-1], default=0), counts[-1]
+
+
+def _beside(exchange_s: Floats, compute_s: Floats, units: Floats) -> Floats:
+    """What is exposed of an exchange in equal parts, one fewer of which has company."""
+    exposed: Floats = np.maximum(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
+    return exposed

@@ -1,0 +1,264 @@
+"""Seconds of one layer, of the embedding and of the head, for one micro-batch on one rank.
+
+Products by their shapes on the rank; attention by its kernel; what only moves memory by its bytes;
+and the host, which launches every operator: where the device is done sooner, it waits for the host.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.planner.columns import Floats
+from outpace.planner.device import Device, product_s
+from outpace.planner.outlines import Weight, weights
+from outpace.records.outline import Attention, Mlp, Outline, Stack
+
+# FlashAttention-2 and what came after it; the Triton kernels of before; scores that are written.
+Kernel = Literal["fused", "triton", "unfused"]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Distinct cases of what a layer's time depends on, one entry each.
+
+    `rate` is FLOP/s of its products, `item` bytes of their numbers, `wide` those of the residual
+    stream. `samples` of a micro-batch; `fused`: attention is; `norm_split` is by how many ranks
+    norms and residual are cut (sequence parallelism).
+    """
+
+    rate: Floats
+    item: Floats
+    wide: Floats
+    samples: Floats
+    tp: Floats
+    cp: Floats
+    ep: Floats
+    norm_split: Floats
+    compiled: Floats
+
+
+@dataclass(frozen=True)
+class Work:
+    """Device seconds by kind, and operators that the host launches; forwards and backwards.
+
+    `inner` is the attention within a forward, which some recomputation leaves out or does alone;
+    `products` are a forward's seconds of matrix products by weights.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weights_s: Floats
+    forward_operators: Floats
+    backward_operators: Floats
+    products_s: Floats
+    attention_s: Floats
+    attention_back_s: Floats
+    inner_s: Floats
+    inner_operators: Floats
+
+
+# How much longer a norm's bytes take than a triad's, on the H200 where both were measured.
+_NORM_AHEAD = 4.15 / 4.8 / efficiency.NORM_FORWARD
+_NORM_BACK = 4.15 / 4.8 / efficiency.NORM_BACKWARD
+# Of fp32 logits. Softmax over many columns reads them for the largest, the sum and the result, and
+# writes; its backward reads result and gradient twice, and writes. The loss's gradient is one
+# column of a tensor of zeros. (aten/src/ATen/native/cuda/SoftMax.cu, Loss.cu.)
+_LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
+_CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the other way round
+
+
+def layer(
+    device: Device, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
+) -> Work:
+    """One layer of `stack`, all phases."""
+    length = stack.seq_len or seq_len
+    tokens = cells.samples * length / cells.cp
+    forward = backward = into = np.zeros_like(tokens)
+    for weight in weights(stack, outline.hidden):
+        one, inputs, grads = _weight(device, cells, weight, tokens)
+        forward, backward, into = forward + one, backward + inputs + grads, into + grads
+    products = forward
+    mixes = [a for a in (stack.attention, stack.cross_attention) if a is not None]
+    inner = inner_back = np.zeros_like(tokens)
+    for attention in mixes:
+        ahead, back = _attention(device, cells, attention, length, kernel)
+        inner, inner_back = inner + ahead, inner_back + back
+    fused = kernel != "unfused"
+    moved, moved_back = _moved(outline, stack, cells, fused)
+    rate = device.memory_bytes_per_s
+    forward = forward + inner + tokens * moved / rate
+    backward = backward + inner_back + tokens * moved_back / rate
+    operators, inner_operators = _operators(outline, stack, fused)
+    more = _backward_operators(outline, stack)
+    shrink = np.where(cells.compiled > 0, 0.4, 1.0)
+    return Work(
+        forward_s=forward,
+        backward_s=backward,
+        weights_s=into,
+        forward_operators=operators * shrink,
+        backward_operators=(operators + more) * shrink,
+        products_s=products,
+        attention_s=inner,
+        attention_back_s=inner_back,
+        inner_s=inner,
+        inner_operators=inner_operators * shrink,
+    )
+
+
+def _weight(
+    device: Device, cells: Cells, weight: Weight, tokens: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """A forward, and a backward's gradients of inputs and of the weight."""
+    n = weight.outputs / np.where(weight.cut == "outputs", cells.tp, 1.0)
+    k = weight.inputs / np.where(weight.cut == "inputs", cells.tp, 1.0)
+    batch: Floats | float = 1.0
+    if weight.experts:
+        batch = np.maximum(weight.experts / cells.ep, 1.0)
+        tokens = tokens * weight.active * cells.ep / weight.experts
+    one = product_s(device, cells.rate, tokens, n, k, cells.item, batch)
+    inputs = product_s(device, cells.rate, tokens, k, n, cells.item, batch)
+    grads = product_s(device, cells.rate, k, n, tokens, cells.item, batch)
+    if weight.bias:
+        grads = grads + batch * tokens * n * cells.item / device.memory_bytes_per_s
+    return one, inputs, grads
+
+
+def _attention(
+    device: Device, cells: Cells, attention: Attention, length: int, kernel: Kernel
+) -> tuple[Floats, Floats]:
+    """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
+    heads = np.maximum(attention.heads / cells.tp, 1.0)
+    own = length / cells.cp  # queries; keys are all, in turns
+    widths = attention.head_dim + attention.value_dim
+    seen = length
+    if kernel != "unfused":
+        if attention.window is not None:
+            seen = min(length, attention.window)
+        half = 0.5 if attention.causal and seen == length else 1.0
+        flops = 2.0 * cells.samples * heads * own * seen * widths * half
+        narrow = device.attention_narrow if attention.head_dim <= 64 else 1.0
+        speed = (
+            device.rate("bf16") * narrow / (efficiency.TRITON_SLOWER if kernel == "triton" else 1.0)
+        )
+        ahead = flops / (speed * device.attention_forward)
+        back = 2.5 * flops / (speed * device.attention_backward)
+        return ahead + device.fixed_s, back + 2 * device.fixed_s
+    batch = cells.samples * heads
+    s = np.full_like(own, float(length))
+    scores = product_s(device, cells.rate, own, s, np.full_like(own, attention.head_dim),
+                       cells.item, batch)  # fmt: skip
+    mix = product_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
+                    cells.item, batch)  # fmt: skip
+    entries = batch * own * length
+    # Softmax reads and writes scores; dropout reads, writes and keeps a byte each.
+    ahead_bytes = entries * (4 * cells.item + 1)
+    # Dropout once more; softmax reads its outputs and their gradients, and writes.
+    back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
+    rate = device.memory_bytes_per_s
+    return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
+
+
+def _moved(outline: Outline, stack: Stack, cells: Cells, fused: bool) -> tuple[Floats, Floats]:
+    """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
+    wide = outline.hidden * cells.wide / cells.norm_split
+    adds = 2 if stack.mlp is not None and stack.attention is not None else 1
+    adds += stack.cross_attention is not None
+    ahead = stack.norms * 2 * wide * _NORM_AHEAD + adds * 3 * wide
+    back = stack.norms * 3 * wide * _NORM_BACK + adds * 3 * wide
+    if stack.dropout:
+        mask = outline.hidden / cells.norm_split
+        ahead, back = ahead + adds * (2 * wide + mask), back + adds * (2 * wide + mask)
+    if stack.mlp is not None:
+        width = _width(stack.mlp) * cells.item / cells.tp
+        eager = 5.0 if stack.mlp.gated else 2.0
+        eager_back = 9.0 if stack.mlp.gated else 3.0
+        tight = 3.0 if stack.mlp.gated else 2.0
+        ahead = ahead + width * np.where(cells.compiled > 0, tight, eager)
+        back = back + width * np.where(cells.compiled > 0, tight + 2, eager_back)
+    if stack.attention is not None:
+        a = stack.attention
+        keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
+        values = a.kv_heads * a.value_dim * cells.item / cells.tp
+        if not outline.learned_positions:  # rotary: read, turned, written
+            ahead, back = ahead + 4 * keys, back + 4 * keys
+        if not fused:  # heads are laid out one after the other for batched products
+            ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
+    return ahead, back
+
+
+def _width(mlp: Mlp) -> int:
+    return mlp.width * (mlp.active if mlp.experts else 1) + mlp.shared
+
+
+def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
+    """Operators of a layer's forward that the host launches, views included; those of attention."""
+    count = float(stack.norms)
+    inner = 0.0
+    for attention in (stack.attention, stack.cross_attention):
+        if attention is None:
+            continue
+        # Product and view; a split of three; a transposition of each.
+        count += 8 + (4 if attention.kv_rank is not None else 0)
+        if not outline.learned_positions:
+            count += 12  # two tensors: halves, products, sums
+        # Scores, scaled and masked softmax, dropout, mix, with their views; or the one kernel.
+        inner += 2 if fused else 12
+        count += 3  # back, and the product
+    if stack.mlp is not None:
+        count += 3 + (2 if stack.mlp.gated else 0) + (20 if stack.mlp.experts else 0)
+    count += 2 * (2 if stack.dropout else 1)
+    return count + inner + sum(p.count for p in stack.other), inner
+
+
+def _backward_operators(outline: Outline, stack: Stack) -> float:
+    """Operators of a backward beyond those of the forward.
+
+    A product has two gradients and a bias a sum; every parameter's gradient is put or added where
+    gradients are kept.
+    """
+    products = biases = 0
+    for weight in weights(stack, outline.hidden):
+        products, biases = products + 1, biases + weight.bias
+    parameters = products + biases + stack.norms * (2 if stack.norm_bias else 1)
+    return float(products + biases + parameters)
+
+
+def head(
+    device: Device, outline: Outline, cells: Cells, seq_len: int
+) -> tuple[Floats, Floats, Floats]:
+    """The head and its loss: forward, backward, and the operators of either."""
+    if not outline.outputs:
+        zero = np.zeros_like(cells.samples)
+        return zero, zero, zero
+    tokens = cells.samples * min(seq_len, outline.predicted or seq_len) / cells.cp
+    weight = Weight("head", outline.hidden, outline.outputs, "outputs")
+    one, inputs, grads = _weight(device, cells, weight, tokens)
+    for product in outline.head_products:
+        more = Weight(product.name, product.inputs, product.outputs, "none")
+        ahead, back, own = _weight(device, cells, more, tokens)
+        one, inputs, grads = one + ahead, inputs + back, grads + own
+    columns = outline.outputs / cells.tp
+    low = cells.item < 4
+    cast = np.where(low, _CAST, 0.0)
+    ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
+    rate = device.memory_bytes_per_s
+    return (
+        one + tokens * ahead_bytes / rate,
+        inputs + grads + tokens * back_bytes / rate,
+        np.full_like(tokens, 8.0),
+    )
+
+
+def embedding(
+    device: Device, outline: Outline, cells: Cells, seq_len: int
+) -> tuple[Floats, Floats, Floats]:
+    """Looking up, and adding gradients up into a table of zeros; and the operators of either."""
+    tokens = cells.samples * seq_len / cells.cp
+    hidden = outline.hidden * cells.wide
+    rate = device.memory_bytes_per_s
+    ahead = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
+    table = outline.vocab / cells.tp * outline.hidden * cells.wide
+    back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
+    return ahead, back, np.full_like(tokens, 6.0)
