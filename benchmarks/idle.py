@@ -66,7 +66,8 @@ def microbatches(strategy: str, ranks: int) -> int:
 
 def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[str, Any]]:
     """Steps of a pipeline, each beside what it should have been; the first is a warm-up."""
-    from outpace.experiment.idle import judge, orders, watch
+    from outpace.experiment.idle import judge, watch
+    from outpace.planner.tables import orders
 
     ranks = groups.ranks.world_size
     todo = orders(strategy, ranks, microbatches(strategy, ranks))

@@ -30,10 +30,10 @@ def worker(out: Path) -> None:
     import torch
 
     from outpace.experiment.contender import everyone
-    from outpace.experiment.idle import orders
     from outpace.launch.environment import ranks_from
     from outpace.launch.group import process_groups
     from outpace.planner.play import most_in_flight
+    from outpace.planner.tables import orders
     from outpace.records.pipelines import SCHEDULES
 
     torch.set_num_threads(1)

@@ -9,74 +9,22 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from outpace.launch.group import Groups
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, Pass, Request, apply
-from outpace.parallel.pipeline import CLASSES
-from outpace.planner.play import (
-    Action,
-    StageTime,
-    Timeline,
-    gpipe_orders,
-    idle_share_formula,
-    one_f_one_b_orders,
-    play,
-)
+from outpace.planner.play import Action, StageTime, Timeline, idle_share_formula, play
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan, Strategy
 
 Batch = dict[str, Tensor]
-_KINDS = {
-    _ComputationType.FORWARD: "F",
-    _ComputationType.FULL_BACKWARD: "B",
-    _ComputationType.BACKWARD_INPUT: "I",
-    _ComputationType.BACKWARD_WEIGHT: "W",
-}
-
-
-def orders(strategy: Strategy, ranks: int, microbatches: int) -> list[list[Action]]:
-    """Each rank's actions, as torch's schedule has them."""
-    if strategy in ("mp", "gpipe"):
-        return gpipe_orders(ranks, microbatches)
-    if strategy == "1f1b":
-        return one_f_one_b_orders(ranks, microbatches)
-    laid_out = SCHEDULES[strategy]
-    count = ranks * laid_out.stages_per_rank
-    # A schedule is made for one rank, and knows the others' actions too.
-    held = [
-        SimpleNamespace(
-            stage_index=stage, num_stages=count, group_size=ranks, group_rank=0, submod=nn.Module(),
-            has_backward=True, is_first=stage == 0, is_last=stage == count - 1,
-        )
-        for stage in range(count)
-        if laid_out.rank_of(stage, ranks) == 0
-    ]  # fmt: skip
-    schedule = CLASSES[strategy](held, microbatches, loss_fn=lambda *_: None)
-    return [
-        [action for one in schedule.pipeline_order[rank] if one for action in _actions(one)]
-        for rank in range(ranks)
-    ]
-
-
-def _actions(given: _Action) -> list[Action]:
-    """One, or those that torch does one after the other where a GPU could overlap them."""
-    if given.sub_actions is not None:
-        return [action for part in given.sub_actions for action in _actions(part)]
-    if given.computation_type not in _KINDS or given.microbatch_index is None:
-        return []
-    kind: Any = _KINDS[given.computation_type]
-    return [Action(kind, given.stage_index, given.microbatch_index)]
 
 
 class _Pause(torch.autograd.Function):

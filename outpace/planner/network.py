@@ -10,9 +10,10 @@ from functools import cached_property
 
 from outpace.planner.optimizer_bytes import optimizer_bytes
 from outpace.planner.placing import Crossing, place
-from outpace.planner.play import StageTime, gpipe_orders, one_f_one_b_orders, play_stages
+from outpace.planner.play import StageTime
 from outpace.planner.roofline import Roof, Times, times
 from outpace.planner.shapes import parameter_shapes
+from outpace.planner.tables import wired
 from outpace.planner.traffic import Flow, Part, Where, flows
 from outpace.planner.wire import Work
 from outpace.records.model import ModelSpec
@@ -157,9 +158,10 @@ class Step:
         ranks, schedule, count = self.plan.pp, self.plan.schedule, self.plan.pp_microbatches
         if schedule not in ("gpipe", "1f1b"):
             return 2 * (self._laps * ranks - 1)
-        orders = (gpipe_orders if schedule == "gpipe" else one_f_one_b_orders)(ranks, count)
         stages = [StageTime(1.0, 1.0, 1.0)] * ranks
-        alone, sent = (play_stages(orders, stages, s).makespan_s for s in (0.0, _UNPLAYED))
+        alone, sent = (
+            wired(schedule, ranks, count).makespan_s(stages, s) for s in (0.0, _UNPLAYED)
+        )
         return (sent - alone) / _UNPLAYED
 
     @cached_property

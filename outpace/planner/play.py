@@ -6,8 +6,9 @@ forward. Where stages are equal this gives the closed forms of the papers, and w
 what the closed forms cannot.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from outpace.records.errors import BadInputError
@@ -26,15 +27,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of micro-batch {self.microbatch} on stage {self.stage}"
-
-    @property
-    def needs(self) -> tuple["Action", ...]:
-        """What another rank has to have done. Of the whole backward its inputs' part is enough."""
-        if self.kind == "F":
-            return (self._replace(stage=self.stage - 1),) if self.stage else ()
-        if self.kind == "W":
-            return (self._replace(kind="I"),)
-        return (self._replace(kind="I", stage=self.stage + 1), self._replace(kind="F"))
 
 
 Order = Sequence[Action]
@@ -78,8 +70,12 @@ class Timeline:
         return max((spans[-1].end_s for spans in self.ranks if spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Seconds in which a rank works."""
-        return sum(span.end_s - span.begin_s for span in self.ranks[rank])
+        """Seconds in which a rank works; those of what it does together count once."""
+        busy_s = free_s = 0.0
+        for span in self.ranks[rank]:
+            busy_s += span.end_s - max(span.begin_s, free_s)
+            free_s = span.end_s
+        return busy_s
 
     @property
     def idle_share(self) -> float:
@@ -88,87 +84,219 @@ class Timeline:
         return 1 - sum(map(self.busy_s, range(len(self.ranks)))) / whole if whole else 0.0
 
 
+@dataclass(frozen=True)
+class Wiring:
+    """All ranks' actions in a sequence in which none comes before one that it waits for.
+
+    Made once, it plays fast. Of each in the sequence: `taken_by`, its rank; `after`, the places of
+    other ranks' actions that it waits for. `beside`: what is done at one time with an action, and
+    has no place of its own.
+    """
+
+    ranks: int
+    actions: tuple[Action, ...]
+    taken_by: tuple[int, ...]
+    after: tuple[tuple[int, ...], ...]
+    beside: Mapping[Action, Action]
+
+    def run(
+        self,
+        seconds: Callable[[Action], float],
+        transfer_s: float,
+        together_s: Callable[[float, float], float] = max,
+    ) -> tuple[list[float], list[float]]:
+        """When each begins, and when it ends; arguments as of `play`."""
+        took = list(map(seconds, self.actions))
+        if self.beside:
+            for place, action in enumerate(self.actions):
+                if action in self.beside:
+                    took[place] = together_s(took[place], seconds(self.beside[action]))
+        free_s = [0.0] * self.ranks
+        begins: list[float] = []
+        ends: list[float] = []
+        for rank, after, took_s in zip(self.taken_by, self.after, took, strict=True):
+            begin_s = free_s[rank]
+            for other in after:
+                arrival_s = ends[other] + transfer_s
+                if arrival_s > begin_s:
+                    begin_s = arrival_s
+            begins.append(begin_s)
+            free_s[rank] = begin_s + took_s
+            ends.append(begin_s + took_s)
+        return begins, ends
+
+    def makespan_s(
+        self,
+        times: Sequence[StageTime],
+        transfer_s: float = 0.0,
+        together_s: Callable[[float, float], float] = max,
+    ) -> float:
+        """From the first action's beginning to the last one's end; as `play_stages` has it."""
+        kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+        cost = {kind: [time.of(kind) for time in times] for kind in kinds}
+        _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s, together_s)
+        return max(ends, default=0.0)
+
+
+def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
+    """Find a sequence in which all ranks' actions can be done, each rank's in its order.
+
+    `together`: actions that a rank does at one time with the next in its order. Raises
+    BadInputError for orders in which ranks wait for each other.
+    """
+    return _Wirer(orders, together).wiring()
+
+
+class _Wirer:
+    """Lets a rank go on until it has to wait, and again once what it waits for is done.
+
+    What there is to wait for has a number, so that large tables take no time: a stage's forward of
+    a micro-batch an even one, its gradients of inputs the odd one after it.
+    """
+
+    def __init__(self, orders: Sequence[Order], together: Collection[Action]) -> None:
+        self._beside = {
+            action: other
+            for order in (orders if together else ())
+            for action, other in pairwise(order)
+            if action in together
+        }
+        others = set(self._beside.values())
+        self._todo = [[action for action in order if action not in others] for order in orders]
+        self._last = max((a.stage for order in orders for a in order), default=0)
+        self._row = 2 * max((a.microbatch + 1 for order in orders for a in order), default=0)
+        self._places = [-1] * (self._row * (self._last + 1))  # of what is done, in the sequence
+        self._waiting: dict[int, list[int]] = {}  # ranks, by what they wait for
+        self._done = [0] * len(orders)
+        self._actions: list[Action] = []
+        self._taken_by: list[int] = []
+        self._after: list[tuple[int, ...]] = []
+
+    def wiring(self) -> Wiring:
+        """Everything in sequence. Raises BadInputError where nothing goes on."""
+        ready = list(range(len(self._todo)))
+        while ready:
+            rank = ready.pop()
+            todo = self._todo[rank]
+            while self._done[rank] < len(todo) and self._take(rank, todo[self._done[rank]], ready):
+                self._done[rank] += 1
+        if len(self._actions) < sum(map(len, self._todo)):
+            raise BadInputError(self._stuck())
+        return Wiring(
+            ranks=len(self._todo),
+            actions=tuple(self._actions),
+            taken_by=tuple(self._taken_by),
+            after=tuple(self._after),
+            beside=self._beside,
+        )
+
+    def _take(self, rank: int, action: Action, ready: list[int]) -> bool:
+        """Whether the rank can do this now. If so, those that waited for it become ready."""
+        needs, dones = self._needs(action), self._dones(action)
+        if action in self._beside:
+            other = self._beside[action]
+            needs, dones = needs + self._needs(other), dones + self._dones(other)
+        after: tuple[int, ...] = ()
+        for need in needs:
+            place = self._places[need]
+            if place < 0:
+                self._waiting.setdefault(need, []).append(rank)
+                return False
+            if self._taken_by[place] != rank:  # what the rank itself did is over
+                after += (place,)
+        for done in dones:
+            self._places[done] = len(self._actions)
+            if done in self._waiting:
+                ready += self._waiting.pop(done)
+        self._actions.append(action)
+        self._taken_by.append(rank)
+        self._after.append(after)
+        return True
+
+    def _needs(self, action: Action) -> tuple[int, ...]:
+        """What has to be done before. Of the whole backward its inputs' part is enough."""
+        kind, stage, microbatch = action
+        forward = stage * self._row + 2 * microbatch
+        if kind == "F":
+            return (forward - self._row,) if stage else ()
+        if kind == "W":
+            return (forward + 1,)
+        return (forward, forward + self._row + 1) if stage < self._last else (forward,)
+
+    def _dones(self, action: Action) -> tuple[int, ...]:
+        """What others may wait for, and is done with this."""
+        kind, stage, microbatch = action
+        return () if kind == "W" else (stage * self._row + 2 * microbatch + (kind != "F"),)
+
+    def _stuck(self) -> str:
+        stopped = [
+            f"rank {rank} at {todo[done]}"
+            for rank, (todo, done) in enumerate(zip(self._todo, self._done, strict=True))
+            if done < len(todo)
+        ]
+        return f"the ranks of this schedule wait for each other: {', '.join(stopped)}"
+
+
 def play(
-    orders: Sequence[Order], seconds: Callable[[Action], float], transfer_s: float = 0.0
+    orders: Sequence[Order],
+    seconds: Callable[[Action], float],
+    transfer_s: float = 0.0,
+    together: Collection[Action] = (),
+    together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
     """Let each rank take its actions in its order.
 
     `seconds` of each action; `transfer_s` is what it takes a tensor to get to another rank, in
-    which both may go on. Raises BadInputError for orders in which ranks wait for each other.
+    which both may go on. `together`: actions that are done at one time with the next in their
+    order, once there is what either needs; the two take `together_s` of what each takes alone, by
+    default as long as the longer. Raises BadInputError for orders in which ranks wait for each
+    other.
     """
-    placed = {action.stage: rank for rank, order in enumerate(orders) for action in order}
-    ended: dict[Action, tuple[float, int]] = {}
+    wiring = wire(orders, together)
+    begins, ends = wiring.run(seconds, transfer_s, together_s)
     spans: list[list[Span]] = [[] for _ in orders]
-    waiting = sum(map(len, orders))
-    last_stage = max(placed, default=0)
-    while waiting:
-        before = waiting
-        for rank, order in enumerate(orders):
-            while len(spans[rank]) < len(order):
-                action = order[len(spans[rank])]
-                needed = [need for need in action.needs if need.stage <= last_stage]
-                if any(need not in ended for need in needed):
-                    break
-                arrivals = (
-                    end_s + (transfer_s if other != rank else 0.0)
-                    for end_s, other in map(ended.__getitem__, needed)
-                )
-                free_s = spans[rank][-1].end_s if spans[rank] else 0.0
-                begin_s = max([free_s, *arrivals])
-                end_s = begin_s + seconds(action)
-                spans[rank].append(Span(action, begin_s, end_s))
-                ended[action] = (end_s, rank)
-                if action.kind == "B":  # the inputs' part is a part of it
-                    ended[action._replace(kind="I")] = (end_s, rank)
-                waiting -= 1
-        if waiting == before:
-            raise BadInputError(_stuck(orders, spans))
+    for rank, action, begin_s, end_s in zip(
+        wiring.taken_by, wiring.actions, begins, ends, strict=True
+    ):
+        spans[rank].append(Span(action, begin_s, end_s))
+        if action in wiring.beside:
+            spans[rank].append(Span(wiring.beside[action], begin_s, end_s))
     return Timeline(tuple(map(tuple, spans)))
 
 
-def _stuck(orders: Sequence[Order], spans: Sequence[Sequence[Span]]) -> str:
-    stopped = [
-        f"rank {rank} at {order[len(done)]}"
-        for rank, (order, done) in enumerate(zip(orders, spans, strict=True))
-        if len(done) < len(order)
-    ]
-    return f"the ranks of this schedule wait for each other: {', '.join(stopped)}"
-
-
 def play_stages(
-    orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
+    orders: Sequence[Order],
+    times: Sequence[StageTime],
+    transfer_s: float = 0.0,
+    together: Collection[Action] = (),
+    together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
     """As `play`, every micro-batch taking a stage's time."""
-    return play(orders, lambda action: times[action.stage].of(action.kind), transfer_s)
+    return play(
+        orders,
+        lambda action: times[action.stage].of(action.kind),
+        transfer_s,
+        together,
+        together_s,
+    )
 
 
-def gpipe_orders(ranks: int, microbatches: int) -> list[list[Action]]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965, §2.3)."""
-    return [
-        [Action(kind, stage, number) for kind in ("F", "B") for number in range(microbatches)]
-        for stage in range(ranks)
-    ]
+def makespan_s(
+    orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
+) -> float:
+    """As `play_stages`, the time of the whole alone, and sooner.
 
-
-def one_f_one_b_orders(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Forwards until the first backward is there, then one of each in turn.
-
-    Narayanan et al., PipeDream, SOSP 2019, §3.2; flushed as in arXiv 2104.04473, §2.2.1.
+    Who plays one schedule more than once keeps its `wire`d form, as `tables.wired` does.
     """
-    orders = []
-    for stage in range(ranks):
-        ahead = min(microbatches, ranks - stage)
-        order = [Action("F", stage, number) for number in range(ahead)]
-        for number in range(microbatches):
-            order.append(Action("B", stage, number))
-            if ahead + number < microbatches:
-                order.append(Action("F", stage, ahead + number))
-        orders.append(order)
-    return orders
+    return wire(orders).makespan_s(times, transfer_s)
 
 
 def most_in_flight(order: Order) -> int:
-    """The most micro-batches of whose forwards a rank keeps intermediate results at one time."""
+    """The most forwards of which a rank keeps intermediate results at one time.
+
+    Each is one micro-batch on one stage: of v stages on the rank, a micro-batch counts v times. It
+    is kept until the weights' part of its backward is done.
+    """
     kept = most = 0
     for action in order:
         kept += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
@@ -176,16 +304,21 @@ def most_in_flight(order: Order) -> int:
     return most
 
 
-def idle_share_formula(strategy: str, ranks: int, microbatches: int) -> float | None:
+def idle_share_formula(
+    strategy: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
+) -> float | None:
     """The idle share of equal stages by the papers' closed forms; None where there is none.
 
     mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and
     arXiv 2104.04473, §2.2.1. With v stages a rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and
-    Lamy-Poirier, arXiv 2211.05953, §3.
+    Lamy-Poirier, arXiv 2211.05953, §3; not for fewer micro-batches than ranks, which wait between
+    one stage and their next. `stages_per_rank`: None is the schedule's own v.
     """
     if strategy == "mp":
         return (ranks - 1) / ranks
     if strategy not in ("gpipe", "1f1b", "interleaved", "loopedbfs"):
         return None
-    passes = microbatches * SCHEDULES[strategy].stages_per_rank
-    return (ranks - 1) / (passes + ranks - 1)
+    each = stages_per_rank or SCHEDULES[strategy].stages_per_rank
+    if each > 1 and microbatches < ranks:
+        return None
+    return (ranks - 1) / (each * microbatches + ranks - 1)

@@ -9,10 +9,11 @@ from dataclasses import asdict
 
 import torch
 
-from outpace.experiment.idle import judge, orders, waiting_pipeline, watch
+from outpace.experiment.idle import judge, waiting_pipeline, watch
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
 from outpace.planner.play import StageTime
+from outpace.planner.tables import orders
 from outpace.records.pipelines import SCHEDULES
 
 

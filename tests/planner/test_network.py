@@ -13,8 +13,9 @@ from outpace.planner.flops import parameter_count, step_flops
 from outpace.planner.network import Question, Step, answer
 from outpace.planner.networks import ladder, read_network
 from outpace.planner.placing import place
-from outpace.planner.play import StageTime, one_f_one_b_orders, play_stages
+from outpace.planner.play import StageTime, play_stages
 from outpace.planner.roofline import Roof, times
+from outpace.planner.tables import orders
 from outpace.planner.traffic import Flow
 from outpace.planner.wire import Work
 from outpace.records.errors import BadInputError
@@ -120,7 +121,7 @@ def test_messages_that_1f1b_waits_for_are_those_of_its_schedule():
     stage = StageTime(taken.forward_s, taken.backward_s / 2, taken.backward_s / 2)
     sends = next(c for c in step.crossings if c.flow.part == "sends")
     message_s = sends.way_seconds(1, across) / step.micro_batches
-    played = play_stages(one_f_one_b_orders(ranks, count), [stage] * ranks, message_s).makespan_s
+    played = play_stages(orders("1f1b", ranks, count), [stage] * ranks, message_s).makespan_s
     expected = step.passes * played + taken.optimizer_s
     assert step.seconds(math.inf, across) == pytest.approx(expected, rel=1e-4)
 
