@@ -179,6 +179,15 @@ OPERATOR_SOURCE = (
     "EfficientNet-B5's forward on an A100, bound by dispatch: 17.8 ms for 583 operators "
     "(pytorch/pytorch issue 82793)"
 )
+# Guesses for a CPU that was not measured: its clock under wide vectors, what products reach of its
+# peak, and its memory. A plan that rests on them says so.
+CPU_CLOCK_HZ = 2.5e9
+CPU_SHARE = 0.5
+CPU_MEMORY_BYTES_PER_S = 15e9
+
+# On a CPU that computes itself, with autograd.
+CPU_OPERATOR_S = 7e-6
+CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
 # Of it in a backward, which autograd runs without Python.
 BACKWARD_SHARE = 0.5
 BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch issue 41383)"

@@ -22,6 +22,8 @@ from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, OutpaceError
 
 # command -> one line of help; its module has the command's name.
 COMMANDS = {
+    "plan": "the fastest ways to train a model on given machines, and why",
+    "estimate": "one plan in detail: time, memory, and whether it fits",
     "train": "train a transformer, or go on with a run",
     "generate": "continue a text with a trained model",
     "eval": "loss and perplexity of a trained model on held-out text",

@@ -1,8 +1,10 @@
 """`outpace train`."""
 
 import argparse
+import atexit
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -30,10 +32,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return 0
     command = ["outpace", "train", *argv]
     ranks = ranks_from(environ)
+    handed = argv
+    if settings.plan is not None:
+        settings, origins = _planned(settings, origins, ranks)
+        handed = _hand_over(settings, origins, progress, trial)
     if ranks is None and (settings.nproc or 1) > 1:
         from outpace.launch import local
 
-        local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "train", *argv])
+        local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "train", *handed])
         return 0
     ranks = ranks or Ranks()
     _check_nproc(settings, origins, ranks)
@@ -47,6 +53,33 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
+
+
+def _planned(
+    settings: TrainSettings, origins: dict[str, str], ranks: Ranks | None
+) -> tuple[TrainSettings, dict[str, str]]:
+    """With the plan's settings; what is decided is said on standard error, by rank 0."""
+    from outpace.launch.auto import settle
+
+    def say(line: str) -> None:
+        if ranks is None or ranks.rank == 0:
+            print(f"outpace: {line}", file=sys.stderr, flush=True)
+
+    return settle(settings, origins, ranks, say)
+
+
+def _hand_over(
+    settings: TrainSettings, origins: dict[str, str], progress: bool, trial: bool
+) -> list[str]:
+    """Arguments by which other processes are given these settings: all follow one plan."""
+    handed = {"settings": settings.model_dump(mode="json"), "origins": origins,
+              "progress": progress, "trial": trial}  # fmt: skip
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="outpace-plan-", suffix=".json", delete=False, encoding="utf-8"
+    ) as file:
+        json.dump(handed, file)
+    atexit.register(Path(file.name).unlink, missing_ok=True)
+    return ["--handed-over", file.name]
 
 
 def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks) -> None:

@@ -72,11 +72,14 @@ def spec_from_hf(directory: Path) -> ModelSpec:
             f"{nearest(model_type, FAMILIES)} Supported: {', '.join(FAMILIES)}. "
             "Any other model can be trained through file.py:build."
         )
-    return spec_from_config(_load_config(directory, where), where)
+    return spec_from_config(load_config(directory, where), where)
 
 
-def _load_config(directory: Path, where: str) -> Any:
-    """The config as transformers understands it, every default filled in."""
+def load_config(directory: Path, where: str) -> Any:
+    """The config as transformers understands it, every default filled in.
+
+    `where` names it in the error. Raises BadInputError.
+    """
     from transformers import AutoConfig
 
     try:
@@ -84,7 +87,8 @@ def _load_config(directory: Path, where: str) -> Any:
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        raise BadInputError(f"{where} is not understood by transformers: {error}") from None
+        said = " ".join(str(error).split())
+        raise BadInputError(f"{where} is not understood by transformers: {said}") from None
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:

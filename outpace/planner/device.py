@@ -24,9 +24,10 @@ class Device:
     """One rank's device. Rates are reached ones, but for `peak_flops_per_s`.
 
     `multiprocessors` take a product's tiles, one each at a time. `operator_s` is what one operator
-    takes on the host at least, however little it computes; 0 where host and device are one and it
-    is in the other times. `attention` has the share of its 16-bit products' rate forwards and
-    backwards, `narrow` the share of that for heads of 64.
+    takes on the host at least, however little it computes. `curve` has points of a product's FLOPs
+    and what share of the best rate it reaches, where that was measured; else tiles and waves
+    decide. `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
+    `attention_narrow` the share of that for heads of 64.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Device:
     host_bytes_per_s: float
     host_memory_bytes_per_s: float
     disk_bytes_per_s: float
+    curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 
     def rate(self, dtype: str) -> float:
@@ -113,6 +115,9 @@ def product_s(
     tiles are split over k, whose parts are then summed. A batch is so many times the tiles.
     """  # fmt: skip
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
+    moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
+    if device.curve:
+        return device.fixed_s + np.maximum(_by_curve(device, rate, m, n, k, batch), moved)
     depth = np.ceil(k / _TILE_STEP) * _TILE_STEP
     best = np.full(np.broadcast(m, n, k, rate, batch).shape, np.inf)
     for height, width, share in device.tiles:
@@ -125,6 +130,16 @@ def product_s(
                 took = took + batch * m * n * _FP32 * parts / device.memory_bytes_per_s
                 took = took + 1e-6
             best = np.minimum(best, took)
-    moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
     seconds: Floats = device.fixed_s + np.maximum(best, moved)
+    return seconds
+
+
+def _by_curve(
+    device: Device, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
+) -> Floats:
+    """Each product of a batch by itself, at the share of the best rate that its size reaches."""
+    flops = 2.0 * m * n * k
+    sizes, shares = np.array(device.curve).T
+    share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)
+    seconds: Floats = batch * flops / (rate * share)
     return seconds

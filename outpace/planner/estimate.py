@@ -75,7 +75,8 @@ def estimate(question: Question, columns: Columns) -> Times:
 class _Pass:
     """Of one micro-batch: seconds on the device, on the host, and waiting for other ranks' parts.
 
-    The host runs ahead of the device, so that a pass takes what the slower of them takes.
+    A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
+    both are one (`alone`), it takes what both take.
     """
 
     device_s: Floats
@@ -83,9 +84,12 @@ class _Pass:
     tensor_s: Floats
     products_s: Floats
     attention_s: Floats
+    alone: bool
 
     @property
     def seconds(self) -> Floats:
+        if self.alone:
+            return self.device_s + self.tensor_s + self.host_s
         return np.maximum(self.device_s + self.tensor_s, self.host_s)
 
 
@@ -130,6 +134,10 @@ class _Step:
         ends = outside_elements(self.outline) / c.tp
         # A pipeline's ends have the embedding and the head; the fuller one decides.
         self.parameters = layers / c.pp + np.where(c.pp > 1, ends / (1 if self._tied else 2), ends)
+
+    @property
+    def _alone(self) -> bool:
+        return self.device.kind == "cpu"
 
     @property
     def _tied(self) -> bool:
@@ -207,7 +215,7 @@ class _Step:
     def _forward(self, w: Work, sums: float) -> _Pass:
         tensor_s, calls = self._tensor(sums)
         host_s = (w.forward_operators + calls) * self.device.operator_s
-        return _Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s)
+        return _Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, self._alone)
 
     def _backward(self, w: Work, sums: float) -> _Pass:
         """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
@@ -228,6 +236,7 @@ class _Step:
             tensor_s * (1 + most),
             (2 + most) * w.products_s,
             w.attention_back_s + full * w.attention_s,
+            self._alone,
         )
 
     def _tensor(self, sums: float) -> tuple[Floats, Floats]:
@@ -254,7 +263,7 @@ class _Step:
                 device_s = self._spread(seconds)
                 host_s = self._spread(operators) * self.device.operator_s * share
                 products = device_s if part is head else zero
-                found.append(_Pass(device_s, host_s, zero, products, zero))
+                found.append(_Pass(device_s, host_s, zero, products, zero, self._alone))
         return found[0], found[1], found[2], found[3]
 
     # The pipeline.
@@ -328,16 +337,23 @@ class _Step:
         Forwards once round, backwards with gradients twice as much.
         """
         c = self.c
-        total = np.zeros(len(c))
+        total, merged = np.zeros(len(c)), np.zeros(len(c))
         for stack in self.outline.stacks:
             a = stack.attention
             if a is None:
                 continue
+            # Each part's outputs are put together with those before: read, read, written, in fp32;
+            # gradients likewise.
+            outputs = self.tokens * a.heads / c.tp * a.value_dim * 3 * _FP32
+            merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
+                outputs / self.device.memory_bytes_per_s + 3 * self.device.fixed_s
+            )
             widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
             each = self.fabric.send_s(self.tokens * widths * self.item, c.tp)
             total = total + stack.layers / c.pp * 3 * (c.cp - 1) * each
         beside = attention * (c.cp - 1) / c.cp
-        return np.where(c.cp > 1, np.maximum(self.micro * total - beside, 0.0), 0.0)
+        exposed = np.maximum(self.micro * total - beside, 0.0)
+        return np.where(c.cp > 1, exposed + self.micro * merged, 0.0)
 
     def _experts(self) -> Floats:
         """Tokens to their experts and back, all to all: twice forwards, twice backwards."""

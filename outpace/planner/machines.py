@@ -1,17 +1,22 @@
 """Device and links of a machine: of the catalog, or as it was probed."""
 
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, replace
 
 from outpace.catalog import efficiency
-from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
+from outpace.catalog.processors import flops_per_cycle
 from outpace.planner.device import Device, of_accelerator
 from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.networks import of_node
 from outpace.records.errors import BadInputError
-from outpace.records.hardware import Bundle, Node
+from outpace.records.figure import Figure
+from outpace.records.hardware import Accelerator, Bundle, Node
+from outpace.records.machine import Machine
 from outpace.records.network import Network
+from outpace.records.probed import Probed
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,177 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
         pair_bytes_per_s=pair * share if per_node > 1 else math.inf,
         protocols=tuple(protocols),
         sources=(efficiency.LINK_SOURCE, efficiency.NCCL_SOURCE),
+    )
+
+
+def of_probe(machine: Machine, ranks: int) -> Cluster:
+    """A machine as `outpace probe` measured it, for `ranks` processes on each of its hosts.
+
+    Figures that were not stable enough count with the median of their samples, and are noted.
+    Raises BadInputError where what is needed was not probed.
+    """
+    probed = machine.probed
+    if probed is None:
+        raise BadInputError(
+            "this machine.json has no measurements. Make one with outpace probe --out machine.json."
+        )
+    known = _Known(probed)
+    chip = None
+    if machine.devices:
+        chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
+    device = _probed_device(machine, known, ranks, chip)
+    inside, across = probed.inside_bytes_per_s(), probed.node_network_bytes_per_s()
+    fit = probed.fit("all-reduce", "all") or probed.fit("all-reduce", "node")
+    latency = known.of(fit.latency) if fit is not None else None
+    carried = inside or (known.of(fit.bandwidth) if fit is not None else None)
+    rate = carried or device.memory_bytes_per_s / 4  # gloo copies in and out of its buffers
+    protocol = Protocol((latency or 200e-6) / 2, (latency or 200e-6) / 2, 1e-3, 1.0)
+    return Cluster(
+        name=machine.cpu if not machine.devices else machine.devices[0].name,
+        nodes=probed.hosts,
+        device=device,
+        fabric=Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",)),
+        probed=True,
+        notes=tuple(known.notes),
+    )
+
+
+def of_host(machine: Machine, ranks: int) -> Cluster:
+    """A host that nothing was measured on: its accelerators of the catalog, else a guess.
+
+    A CPU's rate is guessed by its vector width. Raises BadInputError for an accelerator that the
+    catalog has not.
+    """
+    if machine.devices:
+        first = machine.devices[0]
+        chip = find_accelerator(first.name, first.memory_bytes)
+        if chip is None:
+            raise BadInputError(
+                f"{first.name} is not in the catalog, so its rates are not known. Measure it: "
+                "outpace probe --out machine.json."
+            )
+        node = Node(name=chip.name, accelerator=chip.name, devices=ranks, host_link=chip.host_link,
+                    source="this host")  # fmt: skip
+        return of_catalog(node, 1)
+    each = machine.host_cores / ranks * efficiency.CPU_CLOCK_HZ * efficiency.CPU_SHARE
+    rates = {}
+    for dtype in ("fp32", "bf16"):
+        span = flops_per_cycle(machine.cpu_features, dtype)
+        if span is not None:
+            rates[dtype] = span.least * each
+    rate = efficiency.CPU_MEMORY_BYTES_PER_S / ranks
+    device = _cpu(machine, ranks, rates or {"fp32": 8 * each}, rate, ())
+    protocol = Protocol(150e-6, 150e-6, 1e-3, 1.0)
+    return Cluster(
+        name=machine.cpu,
+        nodes=1,
+        device=device,
+        fabric=Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ()),
+        probed=False,
+        notes=(
+            "this CPU's rates are guessed by its vector width. For a plan to rely on, measure "
+            "first: outpace probe --out machine.json.",
+        ),
+    )
+
+
+class _Known:
+    """Figures of a probe by what they are of."""
+
+    def __init__(self, probed: Probed) -> None:
+        self.probed = probed
+        self._unstable = 0
+
+    def of(self, figure: Figure | None) -> float | None:
+        """Its value; of an unstable one the median of what was measured."""
+        if figure is None:
+            return None
+        if figure.value is None and figure.samples:
+            self._unstable += 1
+            return statistics.median(figure.samples)
+        return figure.value
+
+    def products(self, dtype: str) -> dict[float, float]:
+        """FLOP/s of square-like products by their FLOPs, the best of each size."""
+        best: dict[float, float] = {}
+        for figure in self.probed.figures:
+            key = figure.key
+            if key.kind != "matmul" or key.what not in ("candidate", "curve", "best"):
+                continue
+            sizes = [key.of.get(name) for name in "mnk"]
+            rate = self.of(figure)
+            if key.has(dtype=dtype) and rate and all(isinstance(size, int) for size in sizes):
+                flops = 2.0 * math.prod(int(size) for size in sizes if size is not None)
+                best[flops] = max(best.get(flops, 0.0), rate)
+        return best
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of the figures."""
+        if not self._unstable:
+            return []
+        return [
+            f"{self._unstable} figures of the probe were not stable enough to conclude; the median "
+            "of their samples is taken. Probe again on a quiet machine for a better plan."
+        ]
+
+
+def _probed_device(machine: Machine, known: _Known, ranks: int, chip: Accelerator | None) -> Device:
+    """The catalog's device with measured rates in it; a CPU's cores are shared by the ranks."""
+    curves = {dtype: known.products(dtype) for dtype in ("fp32", "bf16", "fp16", "tf32", "fp8")}
+    best = {dtype: max(points.values()) for dtype, points in curves.items() if points}
+    if not best:
+        raise BadInputError(
+            "this machine.json has no matrix products. Probe them: outpace probe matmul --out "
+            "machine.json, or outpace probe all."
+        )
+    copies = [f for f in known.probed.figures if (f.key.kind, f.key.what) == ("memory", "copy")]
+    largest = max(copies, key=lambda f: int(f.key.of.get("bytes", 0)), default=None)
+    memory = known.of(largest)
+    if chip is not None:
+        base = of_accelerator(chip)
+        return replace(
+            base,
+            best_flops_per_s={**base.best_flops_per_s, **best},
+            memory_bytes_per_s=memory or base.memory_bytes_per_s,
+            sources=("outpace probe", *base.sources),
+        )
+    share = 1 / ranks
+    main = max(curves, key=lambda dtype: len(curves[dtype]))
+    curve = sorted((flops, rate / best[main]) for flops, rate in curves[main].items())
+    rates = {dtype: value * share for dtype, value in best.items()}
+    found = _cpu(machine, ranks, rates, (memory or 10e9) * share, tuple(curve))
+    disk = known.of(known.probed.find("storage", "sequential write"))
+    return found if disk is None else replace(found, disk_bytes_per_s=disk)
+
+
+def _cpu(
+    machine: Machine,
+    ranks: int,
+    rates: dict[str, float],
+    bytes_per_s: float,
+    curve: tuple[tuple[float, float], ...],
+) -> Device:
+    """One of `ranks` processes on a host's cores and memory."""
+    return Device(
+        name=machine.cpu,
+        kind="cpu",
+        memory_bytes=machine.host_memory_bytes // ranks,
+        peak_flops_per_s={},
+        best_flops_per_s=rates,
+        multiprocessors=1,
+        tiles=((64, 64, 1.0),),
+        fixed_s=0.0,
+        memory_bytes_per_s=bytes_per_s,
+        operator_s=efficiency.CPU_OPERATOR_S,
+        attention_forward=0.5,
+        attention_backward=0.5,
+        attention_narrow=1.0,
+        host_bytes_per_s=bytes_per_s,
+        host_memory_bytes_per_s=bytes_per_s,
+        disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
+        curve=curve,
+        sources=("outpace probe" if curve else "vector width", efficiency.CPU_OPERATOR_SOURCE),
     )
 
 

@@ -80,7 +80,11 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
-    """The weight matrices of one layer."""
+    """The weight matrices of one layer.
+
+    Those named "cross kv" are multiplied by what cross-attention sees, all others by the layer's
+    own tokens.
+    """
     if stack.attention is not None:
         yield from _attention(stack.attention, hidden, "")
     if stack.cross_attention is not None:
@@ -88,27 +92,38 @@ def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
     if stack.mlp is not None:
         yield from _mlp(stack.mlp, hidden)
     for product in stack.other:
-        for _ in range(product.count):
-            yield Weight(product.name, product.inputs, product.outputs, "none")
+        if product.weighted:
+            for _ in range(product.count):
+                yield Weight(product.name, product.inputs, product.outputs, "none")
 
 
 def _attention(attention: Attention, hidden: int, which: str) -> Iterator[Weight]:
+    if not attention.projected:
+        return
+    bias = attention.qkv_bias
     queries = attention.heads * attention.head_dim
-    if attention.kv_rank is None:
-        widths = queries + attention.kv_heads * (attention.head_dim + attention.value_dim)
-        yield Weight(f"{which}qkv", hidden, widths, "outputs", attention.qkv_bias)
+    keyed = attention.kv_heads * (attention.head_dim + attention.value_dim)
+    if attention.kv_rank is not None:
+        yield from _latent(attention, attention.kv_rank, hidden)
+    elif which:
+        yield Weight(f"{which}q", hidden, queries, "outputs", bias)
+        yield Weight(f"{which}kv", hidden, keyed, "outputs", bias)
     else:
-        if attention.query_rank is None:
-            yield Weight("q", hidden, queries, "outputs")
-        else:
-            yield Weight("q down", hidden, attention.query_rank, "none")
-            yield Weight("q up", attention.query_rank, queries, "outputs")
-        yield Weight("kv down", hidden, attention.kv_rank + attention.rope_dim, "none")
-        keys = attention.head_dim - attention.rope_dim
-        up = attention.heads * (keys + attention.value_dim)
-        yield Weight("kv up", attention.kv_rank, up, "outputs")
+        yield Weight("qkv", hidden, queries + keyed, "outputs", bias)
     mixed = attention.heads * attention.value_dim
     yield Weight(f"{which}out", mixed, hidden, "inputs", attention.out_bias)
+
+
+def _latent(attention: Attention, kv_rank: int, hidden: int) -> Iterator[Weight]:
+    queries = attention.heads * attention.head_dim
+    if attention.query_rank is None:
+        yield Weight("q", hidden, queries, "outputs")
+    else:
+        yield Weight("q down", hidden, attention.query_rank, "none", attention.qkv_bias)
+        yield Weight("q up", attention.query_rank, queries, "outputs")
+    yield Weight("kv down", hidden, kv_rank + attention.rope_dim, "none", attention.qkv_bias)
+    keys = attention.head_dim - attention.rope_dim
+    yield Weight("kv up", kv_rank, attention.heads * (keys + attention.value_dim), "outputs")
 
 
 def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
@@ -124,6 +139,8 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
     if mlp.shared:
         yield Weight("shared up", hidden, times * mlp.shared, "outputs", mlp.bias)
         yield Weight("shared down", mlp.shared, hidden, "inputs", mlp.bias)
+        if mlp.shared_gate:
+            yield Weight("shared gate", hidden, 1, "none")
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
@@ -139,10 +156,10 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 def outside_elements(outline: Outline) -> int:
     """Parameters that no layer has: embeddings, positions, head and the rest; a tied head none."""
-    head = 0 if outline.tied else outline.outputs * outline.hidden
-    products = sum(p.inputs * p.outputs * p.count for p in outline.head_products)
-    embedded = (outline.vocab + outline.learned_positions) * outline.hidden
-    return embedded + head + products + outline.outside_parameters
+    rows = outline.vocab + (0 if outline.tied else outline.outputs)
+    products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))
+    embedded = rows * outline.embedded + outline.learned_positions * outline.hidden
+    return embedded + products + outline.outside_parameters
 
 
 def parameters(outline: Outline) -> int:

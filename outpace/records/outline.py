@@ -31,6 +31,9 @@ class Attention(Record):
     query_rank: PositiveInt | None = None
     kv_rank: PositiveInt | None = None
     rope_dim: NonNegativeInt = 0
+    projected: bool = Field(
+        default=True, description="false: what makes queries, keys, values is in the stack's other"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -43,6 +46,8 @@ class Attention(Record):
     def _check(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.kv_rank is not None and self.rope_dim >= self.head_dim:
+            raise ValueError(f"rope_dim {self.rope_dim} leaves nothing of head_dim {self.head_dim}")
         return self
 
 
@@ -58,6 +63,7 @@ class Mlp(Record):
     experts: NonNegativeInt = Field(default=0, description="0: one MLP for all tokens")
     active: PositiveInt = Field(default=1, description="experts that a token goes through")
     shared: NonNegativeInt = 0
+    shared_gate: bool = Field(default=False, description="a gate of each token on `shared`")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,17 +73,30 @@ class Mlp(Record):
 
 
 class Product(Record):
-    """A matrix product by a weight, of a module that was traced: `count` of them in a layer."""
+    """A matrix product of `inputs` by `outputs`, `count` of them, each with a weight of its own."""
 
     name: str
     inputs: PositiveInt
     outputs: PositiveInt
     count: PositiveInt = 1
+    positions: PositiveInt | None = Field(
+        default=None, description="rows of a sample (None: the sequence's)"
+    )
+    uses: PositiveInt = Field(default=1, description="products by the same weight, in a forward")
+    weighted: bool = Field(
+        default=True, description="false: by no weight, or by one that is counted elsewhere"
+    )
+
+    @property
+    def elements(self) -> int:
+        """Of its weights."""
+        return self.inputs * self.outputs * self.count if self.weighted else 0
 
 
 class Stack(Record):
-    """Equal layers one after the other. `seq_len` None: the sequence that is trained on.
+    """Equal layers, not always neighbours. `seq_len` None: the sequence that is trained on.
 
+    Cross-attention's keys and values are of the last stack before that has none (T5's encoder).
     `other` holds products and parameters that attention and MLP do not (traced modules).
     """
 
@@ -99,24 +118,32 @@ class Outline(Record):
     """A model's layers and what lies outside of them.
 
     `untrained` says why outpace does not train it; None: it does. `outputs` are the columns of the
-    head's product (0: none), over `predicted` positions of a sequence (None: all).
+    head's product (0: none), over `predicted` positions of a sequence (None: all). Embedding and
+    head are `embedding_width` wide where products lie between them and the layers (OPT-350m).
     """
 
     name: str
     hidden: PositiveInt
     stacks: tuple[Stack, ...] = Field(min_length=1)
     vocab: NonNegativeInt = Field(description="rows of the embedding")
+    embedding_width: PositiveInt | None = Field(default=None, description="None: hidden")
     outputs: NonNegativeInt = 0
     tied: bool = False
     learned_positions: NonNegativeInt = 0
     outside_parameters: NonNegativeInt = Field(
         default=0, description="beside embeddings, positions and head: norms, transforms, patches"
     )
+    embed_products: tuple[Product, ...] = Field(default=(), description="before the layers")
     head_products: tuple[Product, ...] = Field(default=(), description="before the head's own")
     predicted: PositiveInt | None = None
     max_positions: PositiveInt
     source: str = ""
     untrained: str | None = None
+
+    @property
+    def embedded(self) -> int:
+        """Width of the embedding and of the head."""
+        return self.embedding_width or self.hidden
 
     @property
     def layers(self) -> int:

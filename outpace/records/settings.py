@@ -263,6 +263,11 @@ class TrainSettings(Record):
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
     )
+    plan: str | None = _field(
+        "computation",
+        "auto: the fastest plan that fits this machine (with machine.json here, as measured); or "
+        "a plan.json",
+    )
     strategy: Strategy | None = _field(
         "computation", "parallel strategy (default: single, or ddp on several processes)"
     )

@@ -1,0 +1,211 @@
+"""`outpace plan`."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+from outpace.cli.parser import Parser, number_type
+from outpace.records.errors import BadInputError
+from outpace.records.optimizers import Precision
+
+_ABOUT = "The fastest ways to train a model on given machines: which fit, why, and how sure."
+_EPILOG = (
+    "Every layout is considered: data, sharded, tensor, context, expert and pipeline parallel, "
+    "micro-batches, recomputation, offloading. --machine is a name of the catalog, one accelerator "
+    "or machine.json of outpace probe. Derivations: docs/planner.md; how far off: docs/accuracy.md."
+)
+_MOST_NODES = 100_000
+_MOST_PLANS = 50
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Plan and print the answer; returns 0. Raises OutpaceError."""
+    arguments = _parser().read(argv)
+    from outpace.launch.planning import job
+    from outpace.planner.plans import plans
+
+    asked = _asked(arguments)
+    if arguments.compare_nodes:
+        return _compare(arguments, asked)
+    answer = plans(job(asked))
+    if arguments.what_if is not None:
+        return _what_if(arguments, asked)
+    number = arguments.explain or 1
+    if number > len(answer.plans):
+        raise BadInputError(f"--explain {number}: there are {len(answer.plans)} plans.")
+    if arguments.out is not None:
+        answer.plans[number - 1].plan.save(arguments.out)
+    if arguments.emit is not None:
+        return _emit(arguments, asked, number)
+    if arguments.json:
+        print(answer.model_dump_json(indent=2), flush=True)
+        return 0
+    from rich.console import Console
+
+    from outpace.report.plan import explained, plans_text
+
+    text = plans_text(answer) if arguments.explain is None else explained(answer, number)
+    Console().print(text)
+    return 0
+
+
+def _asked(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from outpace.launch.planning import Asked
+
+    return Asked(
+        model=arguments.model,
+        machine=arguments.machine,
+        nodes=arguments.nodes,
+        devices_per_node=arguments.devices_per_node,
+        network=arguments.network,
+        seq_len=arguments.seq_len,
+        global_batch=arguments.global_batch,
+        precision=arguments.precision,
+        keep=arguments.keep,
+        most_tp=arguments.max_tp,
+        tokens=arguments.tokens,
+        price=arguments.price,
+        count=arguments.count,
+        trained=arguments.trained,
+    )
+
+
+def _compare(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-untyped-def]
+    """The best plan on each number of nodes, the global batch the same."""
+    from outpace.launch.planning import job
+    from outpace.planner.plans import throughput
+
+    question = job(asked)
+    rows = []
+    for nodes in arguments.compare_nodes:
+        found = throughput(question, nodes)
+        rows.append((nodes, nodes * question.cluster.fabric.per_node, found and found[1]))
+    if arguments.json:
+        document = [
+            {"nodes": nodes, "devices": devices,
+             "best": None if best is None else best.model_dump(mode="json")}
+            for nodes, devices, best in rows
+        ]  # fmt: skip
+        print(json.dumps({"scaling": document}, indent=2), flush=True)
+        return 0
+    from rich.console import Console
+
+    from outpace.report.plan import scaling
+
+    Console().print(scaling(rows))
+    return 0
+
+
+def _what_if(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-untyped-def]
+    from outpace.launch.planning import changed, job, what_if
+    from outpace.planner.plans import plans
+
+    other, numbers = what_if(asked, arguments.what_if)
+    before, after = plans(job(asked)), plans(changed(job(other), numbers))
+    if arguments.json:
+        document = {"now": before.model_dump(mode="json"), "then": after.model_dump(mode="json")}
+        print(json.dumps(document, indent=2), flush=True)
+        return 0
+    from rich.console import Console
+
+    from outpace.report.plan import compared
+
+    Console().print(compared(before.plans[0], after.plans[0], arguments.what_if))
+    return 0
+
+
+def _emit(arguments: argparse.Namespace, asked, number: int) -> int:  # type: ignore[no-untyped-def]
+    from outpace.interop.emit import emit
+    from outpace.launch.outlines import find_outline
+    from outpace.launch.planning import job
+    from outpace.planner.plans import plans
+
+    question = job(asked)
+    planned = plans(question).plans[number - 1]
+    _, _, spec = find_outline(asked.model)
+    if spec is None:
+        raise BadInputError(
+            f"--emit {arguments.emit}: the dimensions of {asked.model} are known to plan with, but "
+            "not all that a configuration has to say. Name a model that outpace builds."
+        )
+    wanted = question.wanted
+    written = emit(arguments.emit, planned.plan, spec, global_batch=wanted.global_batch,
+                   seq_len=wanted.seq_len)  # fmt: skip
+    if arguments.json:
+        document = {"file_name": written.file_name, "text": written.text,
+                    "command": written.command, "unsaid": list(written.unsaid)}  # fmt: skip
+        print(json.dumps(document, indent=2), flush=True)
+        return 0
+    import sys
+
+    print(written.text.rstrip())
+    sys.stdout.flush()
+    notes = [f"# {written.file_name}; {written.command}", *(f"# {one}" for one in written.unsaid)]
+    print("\n".join(notes), file=sys.stderr)
+    return 0
+
+
+def _nodes_list(text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1 or max(found) > _MOST_NODES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write numbers of nodes from 1 to {_MOST_NODES:,}, as in 1,2,4,8"
+        )
+    return found
+
+
+def add_question(parser: Parser) -> None:
+    """What `outpace plan` and `outpace estimate` both ask for."""
+    add = parser.arguments.add_argument
+    whole = number_type(int, 1)
+    add("--model", required=True, metavar="MODEL",
+        help="preset, Hugging Face directory, spec file or file.py:build")  # fmt: skip
+    add("--machine", required=True, metavar="NAME",
+        help="of the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe")  # fmt: skip
+    add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
+        help="how many machines (default: 1)")  # fmt: skip
+    add("--devices-per-node", type=whole, default=None, metavar="N",
+        help="ranks on each (default: the machine's)")  # fmt: skip
+    add("--network", default=None, metavar="WORDS",
+        help="of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
+    add("--seq-len", type=whole, default=None, metavar="N",
+        help="tokens of a sample (default: the model's, at most 2048)")  # fmt: skip
+    add("--global-batch", type=whole, default=None, metavar="N",
+        help="samples in a step (default: 4 for each device)")  # fmt: skip
+    add("--precision", choices=get_args(Precision), default=None, metavar="NAME",
+        help="bf16, fp16, fp32, fp8, … (default: bf16 where the device has it)")  # fmt: skip
+
+
+def _parser() -> Parser:
+    from outpace.cli.emitted import FORMATS
+
+    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL --machine NAME [options]")
+    parser.add_json()
+    add_question(parser)
+    add = parser.arguments.add_argument
+    whole = number_type(int, 1)
+    add("--keep", default=None, metavar="A=B,C=D",
+        help="settings to insist on (precision=bf16,…), and what each costs")  # fmt: skip
+    add("--max-tp", type=whole, default=None, metavar="N", help="tensor parallel at most so wide")
+    add("--trained", action="store_true", default=False, help="only what outpace trains itself")
+    add("--tokens", type=number_type(int, 1), default=None, metavar="N",
+        help="to train on: 1T, 300B; adds the time")  # fmt: skip
+    add("--price", type=number_type(float, 0.0), default=None, metavar="X",
+        help="of a device and hour; with --tokens adds the cost")  # fmt: skip
+    add("--count", type=number_type(int, 1, _MOST_PLANS), default=5, metavar="N",
+        help="plans to show (default: 5)")  # fmt: skip
+    add("--explain", type=whole, default=None, metavar="K", help="walk through the K-th plan")
+    add("--compare-nodes", type=_nodes_list, default=None, metavar="1,2,4",
+        help="throughput and efficiency by number of nodes")  # fmt: skip
+    add("--what-if", default=None, metavar="link=400Gbps",
+        help="with link=, inside=, memory= or nodes= changed")  # fmt: skip
+    add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
+        help=f"the best (or --explain's) plan for {', '.join(FORMATS)}")  # fmt: skip
+    add("--out", type=Path, default=None, metavar="plan.json",
+        help="write the best (or --explain's) plan")  # fmt: skip
+    return parser

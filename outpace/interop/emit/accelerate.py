@@ -1,0 +1,260 @@
+"""Hugging Face Accelerate: the YAML of `accelerate launch --config_file`."""
+
+from typing import Any, Literal
+
+from outpace.interop.emit import deepspeed, levers
+from outpace.interop.emit.request import Emitted, Request, ep, hosts, stages_per_rank
+from outpace.interop.emit.texts import HEAD, as_yaml, heading
+from outpace.records.plan import Plan
+
+_TOOL = "Accelerate"
+_FILE = "accelerate.yaml"
+Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
+
+
+def write(request: Request) -> Emitted:
+    """The YAML: FSDP2, DeepSpeed where only that offloads or has ZeRO-1, Megatron-LM for pp."""
+    plan = request.plan
+    unsaid = levers.replicas(request, _TOOL)
+    kind = _kind(request)
+    nodes, _ = hosts(request.workers)
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        "num_machines": nodes,
+        "num_processes": request.workers,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": _precision(plan, kind, unsaid),
+        "use_cpu": False,
+    }
+    if plan.precision == "fp8":
+        values["fp8_config"] = {"backend": "AO"}
+    if kind == "FSDP":
+        values["fsdp_config"] = _fsdp(request, unsaid)
+    elif kind == "DEEPSPEED":
+        values["deepspeed_config"] = _deepspeed(request, unsaid)
+    elif kind == "MEGATRON_LM":
+        values["megatron_lm_config"] = _megatron(request, unsaid)
+    if kind in ("FSDP", "MULTI_GPU"):
+        values |= _parallelism(request, kind, unsaid)
+    if plan.compile:
+        values["dynamo_config"] = {
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_use_regional_compilation": True,
+        }
+    unsaid += _in_the_script(request, kind)
+    unsaid += levers.rest(plan, _TOOL, _said(plan, kind))
+    unsaid += levers.experts(request)
+    unsaid += levers.not_in_a_plan(request, "train.py is a script of yours.")
+    return Emitted(
+        text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
+        file_name=_FILE,
+        command=_command(request, kind),
+        unsaid=tuple(unsaid),
+    )
+
+
+def _kind(request: Request) -> Kind:
+    plan = request.plan
+    if plan.pp > 1:
+        return "MEGATRON_LM"
+    alone = plan.tp == plan.cp == 1
+    offloads = plan.offload_optimizer != "none" or plan.offload_parameters != "none"
+    only_there = (
+        request.stage == 1
+        or plan.offload_parameters == "disk"
+        or (plan.offload_optimizer != "none" and plan.offload_parameters != "cpu")
+        or (offloads and request.stage == 0)
+        or plan.precision == "fp16-master"
+    )
+    if alone and only_there:
+        return "DEEPSPEED"
+    if request.stage or plan.cp > 1 or (plan.tp > 1 and plan.dp_replicate > 1):
+        return "FSDP"
+    return "MULTI_GPU" if request.workers > 1 else "NO"
+
+
+def _command(request: Request, kind: Kind) -> str:
+    """`accelerate launch`, with the accumulation where only the environment can say it."""
+    words = ["accelerate", "launch", "--config_file", _FILE]
+    if hosts(request.workers)[0] > 1:
+        words += ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", f'"{HEAD}"']
+        words += ["--main_process_port", "29500"]
+    steps = ""
+    if kind in ("FSDP", "MULTI_GPU", "NO"):
+        steps = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={request.passes} "
+    return steps + " ".join([*words, "train.py"])
+
+
+def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
+    name = plan.precision
+    if name == "fp64":
+        unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+    if name in ("fp32", "fp64"):
+        return "no"
+    if name in ("bf16-pure", "fp16-pure"):
+        unsaid.append(
+            f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
+            "to nearest."
+        )
+        return "no"
+    if name == "fp16-master" and kind != "DEEPSPEED":
+        unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast"))
+    if kind in ("DEEPSPEED", "MEGATRON_LM") and name in ("bf16", "fp16"):
+        unsaid.append(
+            f"precision {name}: weights are in {name} there, with fp32 copies in the optimizer, "
+            "where outpace's are in fp32."
+        )
+    return name[:4] if name.startswith("fp16") else name
+
+
+def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan, done = request.plan, request.recomputed
+    again = request.stage == 3 or (request.stage == 0 and plan.cp == 1)
+    if request.stage == 1:
+        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)"))
+    if plan.strategy == "cp":
+        unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
+    offloads = plan.offload_activations == "cpu"
+    if offloads and done.mode == "none":
+        unsaid.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
+    if done.count and (done.mode != "full" or not done.alike or done.count < request.spec.layers):
+        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full"))
+    if plan.offload_parameters == "disk":
+        unsaid.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
+    if plan.offload_optimizer != "none" and plan.offload_parameters != "cpu":
+        unsaid.append("offload_optimizer: FSDP offloads state together with parameters only.")
+    return {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": again,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_offload_params": plan.offload_parameters == "cpu",
+        "fsdp_activation_checkpointing": done.count > 0,
+        "fsdp_activation_checkpointing_offload": offloads and done.count > 0,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def axes(request: Request, tool: str, unsaid: list[str]) -> dict[str, int]:
+    """The sizes of ParallelismConfig; replicas beside tp or cp are shards there."""
+    plan = request.plan
+    replicate, shard = plan.dp_replicate, plan.dp_shard
+    if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:
+        unsaid.append(
+            f"dp_replicate {replicate} beside tp or cp: {tool} has whole replicas only alone. "
+            "Written are shards over these ranks, the nearest."
+        )
+        replicate, shard = 1, replicate
+    unsaid += levers.no_sequence_parallel(plan, tool)
+    return {
+        "dp_replicate_size": replicate,
+        "dp_shard_size": shard,
+        "tp_size": plan.tp,
+        "cp_size": plan.cp,
+    }
+
+
+def _parallelism(request: Request, kind: Kind, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    if kind == "MULTI_GPU" and plan.tp == 1:
+        return {}
+    sizes = axes(request, _TOOL, unsaid)
+    values: dict[str, Any] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+    if plan.cp > 1:
+        values["parallelism_config_cp_comm_strategy"] = "alltoall"
+    return {"parallelism_config": values}
+
+
+def _deepspeed(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    zero = deepspeed.zero_optimization(request, unsaid)
+    values: dict[str, Any] = {
+        "gradient_accumulation_steps": request.passes,
+        "gradient_clipping": levers.clip(plan),
+        "zero_stage": zero["stage"],
+        "zero3_init_flag": zero["stage"] == 3,
+        "zero3_save_16bit_model": False,
+    }
+    for name in ("offload_optimizer", "offload_param"):
+        place = zero.get(name, {"device": "none"})
+        values[f"{name}_device"] = place["device"]
+        if "nvme_path" in place:
+            values[f"{name}_nvme_path"] = place["nvme_path"]
+    if request.recomputed.count:
+        unsaid.append(levers.checkpointing(request, f"{_TOOL} with DeepSpeed", "nothing"))
+    return values
+
+
+def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan, done = request.plan, request.recomputed
+    tool = f"{_TOOL} with Megatron-LM"
+    if request.stage > 1:
+        unsaid.append(levers.sharding(request, tool, "the distributed optimizer (ZeRO-1)"))
+    if request.stage and plan.dp_replicate > 1:
+        unsaid.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
+    if plan.schedule != "1f1b" or stages_per_rank(plan) > 1:
+        unsaid.append(levers.schedule(request, tool, "1F1B with one stage a rank"))
+    # Megatron wants the other stages alike.
+    each = -(-request.spec.layers // plan.pp)
+    last = request.spec.layers - each * (plan.pp - 1)
+    values: dict[str, Any] = {
+        "megatron_lm_tp_degree": plan.tp,
+        "megatron_lm_pp_degree": plan.pp,
+        "megatron_lm_context_parallel_size": plan.cp,
+        "megatron_lm_expert_model_parallel_size": ep(plan),
+        "megatron_lm_num_micro_batches": request.passes,
+        "megatron_lm_sequence_parallelism": plan.sequence_parallel and plan.tp > 1,
+        "megatron_lm_use_distributed_optimizer": request.stage > 0,
+        "megatron_lm_gradient_clipping": levers.clip(plan),
+        "megatron_lm_recompute_activations": done.mode == "selective",
+    }
+    if 0 < last < each:
+        values["megatron_lm_decoder_last_pipeline_num_layers"] = last
+    if done.mode in ("full", "attention"):
+        values |= {
+            "megatron_lm_recompute_granularity": "full",
+            "megatron_lm_recompute_method": "uniform",
+            "megatron_lm_recompute_num_layers": 1,
+        }
+    if done.count and (done.mode != "full" or not done.alike or done.count < request.spec.layers):
+        written = "its selective one" if done.mode == "selective" else "all blocks in full"
+        unsaid.append(levers.checkpointing(request, tool, written))
+    if plan.offload_optimizer != "none" or plan.offload_parameters != "none":
+        values["megatron_lm_optimizer_cpu_offload"] = True
+        values["megatron_lm_use_precision_aware_optimizer"] = True
+        unsaid.append("offloading: with Megatron-LM optimizer state goes to host memory, no more.")
+    unsaid += levers.all_under_way(request, tool)
+    return values
+
+
+def _in_the_script(request: Request, kind: Kind) -> list[str]:
+    """What Accelerate leaves to the script that it starts."""
+    plan = request.plan
+    samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
+    batch = f"The script's data loader gives {samples} at once"
+    sentences = [f"{batch}; it makes AdamW and clips gradients at {levers.clip(plan):g}."]
+    if plan.optimizer != "adamw-fused":
+        sentences[0] = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
+    if kind in ("NO", "MULTI_GPU") and request.recomputed.count:
+        sentences.append(
+            levers.checkpointing(request, _TOOL, "nothing: gradient_checkpointing_enable() does it")
+        )
+    if plan.compress_gradients != "none" and kind == "MULTI_GPU":
+        sentences.append(
+            "compress_gradients: DistributedDataParallelKwargs(comm_hook=…) in the script does it."
+        )
+    return sentences
+
+
+def _said(plan: Plan, kind: Kind) -> list[str]:
+    said = ["compile"]
+    if kind == "MEGATRON_LM":
+        said += ["sequence_parallel", "offload_optimizer", "offload_parameters"]
+    if kind in ("DEEPSPEED", "FSDP"):
+        said += ["offload_optimizer", "offload_parameters"]
+    if kind == "FSDP" and plan.offload_activations == "cpu":
+        said.append("offload_activations")
+    if kind in ("FSDP", "MULTI_GPU") and not plan.sequence_parallel:
+        said.append("sequence_parallel")
+    return said

@@ -1,0 +1,222 @@
+"""DeepSpeed: its JSON configuration, and the command of its launcher."""
+
+from typing import Any
+
+from outpace.interop.emit import levers
+from outpace.interop.emit.request import Emitted, Request, ep, hosts, stages_per_rank
+from outpace.interop.emit.texts import as_json
+from outpace.records.optimizers import OptimizerName
+from outpace.records.plan import Plan
+
+_TOOL = "DeepSpeed"
+_FILE = "ds_config.json"
+NVME = "/local_nvme"
+_OPTIMIZERS: dict[OptimizerName, str] = {
+    "sgd": "SGD",
+    "adafactor": "Adafactor",
+    "muon": "Muon",
+}
+
+
+def write(request: Request) -> Emitted:
+    """The JSON; pipelines are a matter of the script there, and a sentence."""
+    plan = request.plan
+    unsaid = levers.replicas(request, _TOOL)
+    config: dict[str, Any] = {
+        "train_batch_size": request.global_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": request.passes,
+        "gradient_clipping": levers.clip(plan),
+        "zero_optimization": zero_optimization(request, unsaid),
+        **_precision(plan, unsaid),
+        "optimizer": _optimizer(plan, unsaid),
+        **_activations(request, unsaid),
+        **_axes(request, unsaid),
+    }
+    if config["optimizer"]["type"] not in ("AdamW", "Muon"):
+        config["zero_allow_untested_optimizer"] = True
+    if plan.compress_gradients == "bf16":
+        config["communication_data_type"] = "bf16"
+    unsaid += _pipeline(request)
+    unsaid += levers.no_sequence_parallel(plan, _TOOL)
+    if plan.compile:
+        unsaid.append("compile: call engine.compile() in the script; the JSON has nothing for it.")
+    unsaid += levers.rest(plan, _TOOL, _said(plan))
+    unsaid += levers.experts(request)
+    unsaid += levers.not_in_a_plan(
+        request, "The optimizer's numbers are outpace's defaults; train.py is a script of yours."
+    )
+    return Emitted(
+        text=as_json(config),
+        file_name=_FILE,
+        command=_launch(request.workers),
+        unsaid=tuple(unsaid),
+    )
+
+
+def _launch(ranks: int) -> str:
+    nodes, each = hosts(ranks)
+    where = f"--num_gpus {each}"
+    if nodes > 1:
+        where = f"--hostfile hostfile --num_nodes {nodes} --num_gpus {each}"
+    return f"deepspeed {where} train.py --deepspeed --deepspeed_config {_FILE}"
+
+
+def _said(plan: Plan) -> list[str]:
+    said = ["compile", "offload_optimizer", "offload_parameters"]
+    if plan.offload_activations == "cpu":
+        said.append("offload_activations")
+    if plan.compress_gradients == "bf16":
+        said.append("compress_gradients")
+    if plan.strategy == "zero1":
+        said.append("bucket_mib")
+    return [*said, *(["sequence_parallel"] if not plan.sequence_parallel else [])]
+
+
+def stage_for(request: Request, unsaid: list[str]) -> int:
+    """The ZeRO stage: the plan's, raised to what offloads, lowered to what pipelines take."""
+    plan = request.plan
+    stage: int = request.stage
+    least = 0
+    if plan.offload_optimizer != "none" or plan.precision in ("bf16-pure", "fp16-pure"):
+        least = 1
+    if plan.offload_parameters != "none" or plan.offload_optimizer == "disk":
+        least = 3
+    if plan.pp > 1 and max(stage, least) > 1:
+        unsaid.append(
+            f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. Written is stage 1."
+        )
+        return 1
+    if least > stage:
+        why = "offloading" if least == 3 or plan.offload_optimizer != "none" else plan.precision
+        unsaid.append(f"{why} belongs to ZeRO-{least} in DeepSpeed; the plan shards less.")
+    return max(stage, least)
+
+
+def zero_optimization(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    """ZeRO's stage, what is offloaded, and groups of shards that are replicated."""
+    plan = request.plan
+    stage = stage_for(request, unsaid)
+    values: dict[str, Any] = {"stage": stage}
+    if stage and plan.dp_replicate > 1 and plan.dp_shard > 1:
+        if stage == 3:
+            values["zero_hpz_partition_size"] = plan.dp_shard
+        instead = f"parameters are gathered within {plan.dp_shard} ranks (hpZ)"
+        unsaid.append(
+            f"dp_replicate {plan.dp_replicate}: DeepSpeed shards the rest of the state over all "
+            f"{plan.data_parallel} data-parallel ranks{'; ' + instead if stage == 3 else ''}."
+        )
+    if plan.strategy == "zero1":
+        values["reduce_bucket_size"] = plan.bucket_mib * 2**20 // 4
+    if stage == 0:
+        return values
+    state = plan.offload_optimizer if plan.offload_optimizer != "none" else plan.offload_parameters
+    if plan.pp > 1 and "disk" in (state, plan.offload_parameters):
+        unsaid.append("offloading to disk beside a pipeline: DeepSpeed refuses it.")
+    elif state != "none":
+        values["offload_optimizer"] = _device(state)
+    if plan.offload_parameters != "none":
+        if stage == 3:
+            values["offload_param"] = _device(plan.offload_parameters)
+        else:
+            unsaid.append("offload_parameters: DeepSpeed offloads those of ZeRO-3 only.")
+    if "disk" in (state, plan.offload_parameters):
+        unsaid.append(f"offloading to disk: put a directory of yours in the place of {NVME}.")
+    return values
+
+
+def _device(where: str) -> dict[str, Any]:
+    if where == "disk":
+        return {"device": "nvme", "nvme_path": NVME}
+    return {"device": "cpu", "pin_memory": True}
+
+
+def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
+    name = plan.precision
+    if name in ("fp32", "fp64"):
+        if name == "fp64":
+            unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+        return {}
+    if name in ("bf16", "fp16"):
+        unsaid.append(
+            f"precision {name}: DeepSpeed keeps weights in {name} and fp32 copies in the optimizer,"
+            ' where outpace\'s weights are in fp32 ("torch_autocast" does the same there).'
+        )
+    if name == "fp8":
+        unsaid.append(levers.precision(plan, _TOOL, "bf16"))
+    if name == "bf16-pure":
+        unsaid.append("precision bf16-pure: DeepSpeed rounds to nearest, outpace stochastically.")
+        pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        return {"bf16": {"enabled": True, **pure}}
+    if name == "fp16-pure":
+        unsaid.append("precision fp16-pure: DeepSpeed's has a loss scale and its own moments.")
+        return {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
+    if name.startswith("fp16"):
+        return {"fp16": {"enabled": True, "loss_scale": 0}}
+    return {"bf16": {"enabled": True}}
+
+
+def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
+    params: dict[str, Any] = {"lr": levers.LR, "weight_decay": levers.WEIGHT_DECAY}
+    kind = _OPTIMIZERS.get(plan.optimizer, "AdamW")
+    if plan.optimizer == "sgd":
+        params["momentum"] = levers.BETA1
+    if kind == "AdamW":
+        params |= {"betas": [levers.BETA1, levers.BETA2], "eps": levers.EPS}
+        if plan.optimizer != "adamw-fused":
+            params["torch_adam"] = True
+        if plan.optimizer not in ("adamw-fused", "adamw-for-loop"):
+            unsaid.append(levers.optimizer(plan, _TOOL, "torch's AdamW"))
+    return {"type": kind, "params": params}
+
+
+def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    done, plan = request.recomputed, request.plan
+    if done.mode == "none" and plan.offload_activations != "cpu":
+        return {}
+    if done.mode == "none":
+        unsaid.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
+    elif done.mode != "full" or not done.alike or done.count < request.spec.layers:
+        unsaid.append(levers.checkpointing(request, _TOOL, "its checkpointing of whole blocks"))
+    unsaid.append(
+        "activation_checkpointing sets deepspeed.checkpointing up; which blocks go through it is "
+        "the model's choice (gradient_checkpointing_enable() in transformers)."
+    )
+    count = done.count or request.spec.layers
+    return {
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": plan.offload_activations == "cpu",
+            "number_checkpoints": count,
+        }
+    }
+
+
+def _axes(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    values: dict[str, Any] = {}
+    if plan.tp > 1:
+        values["tensor_parallel"] = {"autotp_size": plan.tp}
+    if plan.cp > 1:
+        values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
+        unsaid.append(
+            f"cp {plan.cp}: DeepSpeed exchanges heads for parts of the sequence (Ulysses), in the "
+            "place of a ring; the script has to split sequences."
+        )
+    if ep(plan) > 1:
+        values["expert_parallel"] = {"enabled": True, "autoep_size": ep(plan)}
+    return values
+
+
+def _pipeline(request: Request) -> list[str]:
+    """What the script has to do where the plan has a pipeline."""
+    plan = request.plan
+    if plan.pp == 1:
+        return []
+    sentences = [
+        f"pp {plan.pp}: the script has to cut the model, "
+        f"deepspeed.pipe.PipelineModule(layers, num_stages={plan.pp}); the JSON has nothing for it."
+    ]
+    if plan.schedule != "1f1b" or stages_per_rank(plan) > 1:
+        sentences.append(levers.schedule(request, _TOOL, "1F1B with one stage a rank"))
+    return sentences + levers.all_under_way(request, _TOOL)

@@ -1,0 +1,206 @@
+"""transformers' Trainer: TrainingArguments as JSON, with FSDP2 where the plan shards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.interop.emit import levers
+from outpace.interop.emit.accelerate import axes
+from outpace.interop.emit.request import Emitted, Request, ep, folded
+from outpace.interop.emit.texts import as_json, torchrun
+from outpace.records.model import Family
+from outpace.records.optimizers import OptimizerName
+from outpace.records.plan import Plan
+
+_TOOL = "TrainingArguments"
+_FILE = "training_arguments.json"
+_BLOCKS: dict[Family, str] = {
+    "gpt2": "GPT2Block",
+    "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer",
+    "qwen2": "Qwen2DecoderLayer",
+    "qwen3": "Qwen3DecoderLayer",
+    "bert": "BertLayer",
+}
+_OPTIMIZERS: dict[OptimizerName, str] = {
+    "adamw-fused": "adamw_torch_fused",
+    "adamw-foreach": "adamw_torch",
+    "adamw-for-loop": "adamw_torch",
+    "adamw-8bit": "adamw_torch_8bit",
+    "adamw-4bit": "adamw_torch_4bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is left of a plan without its pipeline: sizes of axes, and the batch on them."""
+
+    sizes: dict[str, int]
+    micro_batch: int
+    accumulation: int
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for size in self.sizes.values():
+            ranks *= size
+        return ranks
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP has something to do; whole replicas are the Trainer's own."""
+        return self.sizes["dp_shard_size"] * self.sizes["cp_size"] > 1
+
+
+def write(request: Request) -> Emitted:
+    """The JSON; what ParallelismConfig holds stands in the command's environment."""
+    plan, spec = request.plan, request.spec
+    unsaid = levers.replicas(request, _TOOL)
+    written = _unfold(request, unsaid)
+    values: dict[str, Any] = {
+        "output_dir": "trainer_output",
+        "per_device_train_batch_size": written.micro_batch,
+        "gradient_accumulation_steps": written.accumulation,
+        "max_steps": levers.STEPS,
+        "learning_rate": levers.LR,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": levers.STEPS // 20,
+        "weight_decay": levers.WEIGHT_DECAY,
+        "adam_beta1": levers.BETA1,
+        "adam_beta2": levers.BETA2,
+        "adam_epsilon": levers.EPS,
+        "max_grad_norm": levers.clip(plan),
+        "optim": _optimizer(plan, unsaid),
+        **_precision(plan, unsaid),
+        **_recompute(request, written, unsaid),
+    }
+    if plan.compile:
+        values["torch_compile"] = True
+    if plan.empty_cache:
+        values["torch_empty_cache_steps"] = 1
+    if written.shards or plan.offload_parameters == "cpu":
+        values["fsdp"] = True
+        values["fsdp_config"] = _fsdp(request, written, unsaid, _BLOCKS[spec.family])
+    elif written.ranks > 1:
+        values["ddp_bucket_cap_mb"] = plan.bucket_mib
+    if ep(plan) > 1:
+        unsaid.append(f"ep {ep(plan)}: the Trainer shards experts like other parameters.")
+    unsaid += levers.rest(plan, _TOOL, _said(request, written))
+    unsaid += levers.not_in_a_plan(
+        request,
+        "The optimizer's numbers are outpace's defaults; train.py is a script of yours that reads "
+        "this file (HfArgumentParser).",
+        written.ranks,
+    )
+    return Emitted(
+        text=as_json(values),
+        file_name=_FILE,
+        command=_environment(written, request.stage) + torchrun(written.ranks, "train.py", _FILE),
+        unsaid=tuple(unsaid),
+    )
+
+
+def _unfold(request: Request, unsaid: list[str]) -> _Written:
+    """The axes that there are, ranks of a pipeline as shards."""
+    plan = request.plan
+    sizes = axes(request, _TOOL, unsaid)
+    if plan.pp == 1:
+        return _Written(sizes, plan.micro_batch, request.accumulation)
+    ranks, micro, accumulation = folded(request, plan.pp)
+    sizes["dp_shard_size"] *= ranks
+    which = f"strategy {plan.strategy}" if plan.strategy != "3d" else f"pp {plan.pp}"
+    left = f"; {plan.pp - ranks} of each {plan.pp} ranks are left out" if ranks < plan.pp else ""
+    unsaid.append(
+        f"{which}: the Trainer has no pipeline. Written is FSDP over its ranks, the nearest, with "
+        f"micro-batch {micro} and accumulation {accumulation} for the same global batch{left}."
+    )
+    return _Written(sizes, micro, accumulation)
+
+
+def _environment(written: _Written, stage: int) -> str:
+    """What Accelerate reads in the Trainer's place: axes that FSDP alone does not have."""
+    sizes = written.sizes
+    groups = sizes["dp_replicate_size"] > 1 and written.shards
+    if sizes["tp_size"] * sizes["cp_size"] == 1 and not groups:
+        return ""
+    words = ["ACCELERATE_USE_PARALLELISM_CONFIG=true"]
+    words += [f"PARALLELISM_CONFIG_{name.upper()}={size}" for name, size in sizes.items()]
+    return " ".join(words) + " "
+
+
+def _optimizer(plan: Plan, unsaid: list[str]) -> str:
+    name = _OPTIMIZERS.get(plan.optimizer)
+    if plan.optimizer in ("adamw-foreach", "adamw-for-loop"):
+        unsaid.append(f"optimizer {plan.optimizer}: torch chooses the implementation there.")
+    if name is None:
+        unsaid.append(levers.optimizer(plan, _TOOL, "adamw_torch_fused"))
+    return name or "adamw_torch_fused"
+
+
+def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
+    name = plan.precision
+    if name == "fp64":
+        unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+    elif name in ("bf16-pure", "fp16-pure"):
+        unsaid.append(
+            f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
+            "to nearest."
+        )
+    elif name == "fp8":
+        unsaid.append(levers.precision(plan, _TOOL, "bf16"))
+    elif name == "fp16-master":
+        unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast"))
+    return {"bf16": name in ("bf16", "fp8"), "fp16": name in ("fp16", "fp16-master")}
+
+
+def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[str, Any]:
+    """Checkpointing that is the model's own: FSDP's knows all blocks or none."""
+    done = request.recomputed
+    if done.count == 0:
+        return {}
+    if done.mode != "full" or not done.alike or done.every is None:
+        unsaid.append(levers.checkpointing(request, _TOOL, "full recomputation"))
+    offloads = request.plan.offload_activations == "cpu"
+    every = done.every or max(1, round(request.spec.layers / done.count))
+    if written.shards and every == 1 and not offloads:
+        return {}  # fsdp_config says it
+    kwargs: dict[str, Any] = {"every_n_layers": every} if every > 1 else {}
+    if offloads:
+        kwargs["offload"] = True
+    return {
+        "activation_checkpointing": True,
+        **({"activation_checkpointing_kwargs": kwargs} if kwargs else {}),
+    }
+
+
+def _fsdp(request: Request, written: _Written, unsaid: list[str], block: str) -> dict[str, Any]:
+    plan, done = request.plan, request.recomputed
+    if request.stage == 1:
+        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)"))
+    if plan.strategy == "cp":
+        unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
+    keeps = request.stage in (1, 2) or plan.strategy == "cp"
+    every = done.every or (max(1, round(request.spec.layers / done.count)) if done.count else 1)
+    own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"
+    return {
+        "version": 2,
+        "reshard_after_forward": not keeps,
+        "cpu_offload": plan.offload_parameters == "cpu",
+        "activation_checkpointing": own,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": [block],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+def _said(request: Request, written: _Written) -> list[str]:
+    plan = request.plan
+    said = ["compile", "empty_cache"]
+    if plan.offload_parameters == "cpu":
+        said += ["offload_parameters", "offload_optimizer"]
+    if plan.offload_activations == "cpu" and request.recomputed.count:
+        said.append("offload_activations")
+    if not written.shards:
+        said.append("bucket_mib")
+    return [*said, *(["sequence_parallel"] if not plan.sequence_parallel else [])]

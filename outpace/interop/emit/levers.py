@@ -1,0 +1,231 @@
+"""What of a plan another trainer cannot be told, in sentences for a person.
+
+A format names the fields of the plan that it has written; each other field that is not left at
+its default becomes a sentence here, so that none is lost silently.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+
+from outpace.interop.emit.request import Request, ep, hosts, stages_per_rank
+from outpace.records.optimizers import OptimizerName
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan, Strategy
+from outpace.records.settings import TrainSettings
+
+_SETTINGS = TrainSettings.model_fields
+# Not of a plan, but configurations want them: outpace's defaults.
+LR = 1e-3
+STEPS = 70
+WEIGHT_DECAY: float = _SETTINGS["weight_decay"].default
+BETA1: float = _SETTINGS["beta1"].default
+BETA2: float = _SETTINGS["beta2"].default
+EPS = 1e-8
+_CLIP: float = _SETTINGS["clip"].default
+
+# Strategies that are outpace's own way to do what others do with an all-reduce.
+_AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
+    {
+        "dp": "one process that owns the parameters and exchanges them with workers",
+        "ps": "parameter servers",
+        "ring": "a ring all-reduce of its own",
+        "horovod": "Horovod's all-reduce",
+    }
+)
+
+
+def clip(plan: Plan) -> float:
+    """The largest gradient norm: outpace's default, none where steps are taken in backward."""
+    return 0.0 if plan.optimizer_in_backward else _CLIP
+
+
+def adamw(optimizer: OptimizerName) -> bool:
+    """Whether it is AdamW with moments in fp32."""
+    return optimizer.startswith("adamw-f")
+
+
+def replicas(request: Request, tool: str) -> list[str]:
+    """Of strategies that only outpace has: what is written in their place."""
+    plan = request.plan
+    what = _AS_REPLICAS.get(plan.strategy)
+    if what is None:
+        return []
+    written = f"replicas with an all-reduce on {request.workers} ranks, the nearest"
+    left = f"; the {plan.servers} ranks of servers are left out" if plan.servers else ""
+    left += ", which step the optimizer" if plan.server_updates else ""
+    behind = f", of {plan.worker_devices} devices each" if plan.worker_devices > 1 else ""
+    return [
+        f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. Written are "
+        f"{written}{left}."
+    ]
+
+
+def one_at_a_time(request: Request, tool: str, instead: str) -> list[str]:
+    """Of strategy mp, where a tool's pipelines have several micro-batches under way."""
+    if request.plan.strategy != "mp":
+        return []
+    return [
+        f"strategy mp: a model cut into stages that take turns cannot be expressed in {tool}. "
+        f"Written is {instead}, the nearest."
+    ]
+
+
+def all_under_way(request: Request, tool: str) -> list[str]:
+    """Of tools whose pipeline has a step's whole share under way."""
+    plan = request.plan
+    if plan.pp == 1 or request.accumulation == 1:
+        return []
+    return [
+        f"accumulation {request.accumulation}: {tool} passes all {request.passes} micro-batches of "
+        f"a step through one pipeline, the plan {plan.pp_microbatches} at once. Its bubble is "
+        "smaller there."
+    ]
+
+
+def schedule(request: Request, tool: str, written: str) -> str:
+    """That another schedule is written than the plan's."""
+    plan = request.plan
+    several = stages_per_rank(plan)
+    of = f" of {several} stages a rank" if several > 1 else ""
+    return _instead(f"schedule {plan.schedule}{of}", tool, written)
+
+
+def sharding(request: Request, tool: str, written: str) -> str:
+    """That something else is sharded than in the plan."""
+    plan = request.plan
+    what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
+    return (
+        f"strategy {plan.strategy} shards {what} over {plan.dp_shard * plan.cp} ranks: {tool} "
+        f"cannot do so with the rest of this plan. Written is {written}, the nearest."
+    )
+
+
+def checkpointing(request: Request, tool: str, written: str) -> str:
+    """That other blocks are recomputed, or in another way, than in the plan."""
+    done = request.recomputed
+    kind = "" if done.alike else " and others"
+    blocks = f"{done.count} of {request.spec.layers} blocks"
+    return _instead(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
+
+
+def precision(plan: Plan, tool: str, written: str) -> str:
+    """That another precision is written."""
+    return _instead(f"precision {plan.precision}", tool, written)
+
+
+def optimizer(plan: Plan, tool: str, written: str) -> str:
+    """That another optimizer is written."""
+    return _instead(f"optimizer {plan.optimizer}", tool, written)
+
+
+def _instead(what: str, tool: str, written: str) -> str:
+    return f"{what}: {tool} does not have it. Written is {written}, the nearest."
+
+
+def experts(request: Request) -> list[str]:
+    """That a number of experts belongs to expert parallelism."""
+    if ep(request.plan) == 1:
+        return []
+    return [
+        f"ep {ep(request.plan)} shares out experts: their number, width and routing belong to the "
+        "model, of which only the dense dimensions are known here."
+    ]
+
+
+def not_in_a_plan(request: Request, written: str, ranks: int | None = None) -> list[str]:
+    """What no plan says, and what stands in its place."""
+    nodes, each = hosts(request.workers if ranks is None else ranks)
+    sentences = [
+        f"Data, tokenizer, learning rate and length of the run are no part of a plan. {written}"
+    ]
+    if nodes > 1:
+        sentences.append(
+            f"A plan has ranks and no hosts: the command is for {nodes} hosts of {each} devices."
+        )
+    return sentences
+
+
+def _compress(plan: Plan) -> str | None:
+    if plan.compress_gradients == "none":
+        return None
+    of = ""
+    if plan.compress_gradients == "powersgd":
+        start = "" if plan.powersgd_start is None else f", from step {plan.powersgd_start}"
+        of = f" of rank {plan.powersgd_rank}{start}"
+    return f"compress_gradients {plan.compress_gradients}{of}: gradients are exchanged as they are"
+
+
+def _lora(plan: Plan) -> str | None:
+    if plan.lora_rank is None:
+        return None
+    targets = "+".join(plan.lora_targets)
+    base = ", on a base in nf4 (bitsandbytes)" if plan.base == "nf4" else ""
+    return (
+        f"lora_rank {plan.lora_rank} (alpha {plan.lora_alpha or plan.lora_rank:g}, targets "
+        f"{targets}, dropout {plan.lora_dropout:g}{base}): adapters are the script's to add"
+    )
+
+
+def _bucket(plan: Plan) -> str | None:
+    buckets = plan.strategy in ("ddp", "zero1", "ring")
+    if not buckets or plan.bucket_mib == Plan.model_fields["bucket_mib"].default:
+        return None
+    return f"bucket_mib {plan.bucket_mib}: the size of buckets is the tool's own"
+
+
+def _flag(name: str, meaning: str) -> Callable[[Plan], str | None]:
+    return lambda plan: f"{name}: {meaning}" if getattr(plan, name) else None
+
+
+def _place(name: str, meaning: str) -> Callable[[Plan], str | None]:
+    def sentence(plan: Plan) -> str | None:
+        where = getattr(plan, name)
+        return None if where == "none" else f"{name} {where}: {meaning}"
+
+    return sentence
+
+
+_SENTENCES: Mapping[str, Callable[[Plan], str | None]] = MappingProxyType(
+    {
+        "sequence_parallel": lambda plan: (
+            "sequence_parallel off: tp splits sequences between its layers as well"
+            if plan.tp > 1 and not plan.sequence_parallel
+            else None
+        ),
+        "offload_activations": _place("offload_activations", "activations stay on the device"),
+        "offload_parameters": _place("offload_parameters", "parameters stay on the device"),
+        "offload_optimizer": _place("offload_optimizer", "optimizer state stays on the device"),
+        "empty_cache": _flag("empty_cache", "cached memory is kept between a step's phases"),
+        "compile": _flag("compile", "blocks are not compiled"),
+        "optimizer_in_backward": _flag(
+            "optimizer_in_backward", "the step comes after the backward, and gradients are kept"
+        ),
+        "loss": lambda plan: (
+            "loss chunked: logits of the whole vocabulary are in memory at once"
+            if plan.loss == "chunked"
+            else None
+        ),
+        "compress_gradients": _compress,
+        "bucket_mib": _bucket,
+        "lora_rank": _lora,
+    }
+)
+
+
+def rest(plan: Plan, tool: str, said: Collection[str]) -> list[str]:
+    """A sentence for each lever that is not at its default and that the format has not `said`."""
+    found = [say(plan) for name, say in _SENTENCES.items() if name not in said]
+    return [f"{sentence}. {tool} has nothing for it." for sentence in found if sentence]
+
+
+def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
+    """Of tools whose tensor parallelism leaves sequences whole."""
+    if plan.tp == 1 or not plan.sequence_parallel:
+        return []
+    return [f"sequence_parallel: in {tool} tp leaves sequences whole between its matrices."]
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the pipeline's schedule computes gradients of weights later."""
+    found = SCHEDULES.get(plan.schedule)
+    return found is not None and found.splits_backward

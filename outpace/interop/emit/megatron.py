@@ -1,0 +1,367 @@
+"""Megatron-LM: the arguments of pretrain_gpt.py, as a script for a shell."""
+
+import shlex
+from collections.abc import Sequence
+from itertools import groupby
+
+from outpace.interop.emit import levers
+from outpace.interop.emit.request import Emitted, Request, ep, stages_per_rank
+from outpace.interop.emit.texts import heading, torchrun
+from outpace.planner.stages import layers_per_stage
+from outpace.records.model import ModelSpec, RopeScaling
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan
+
+_TOOL = "Megatron-LM"
+_FILE = "megatron.sh"
+_STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
+# What --use-rope-scaling means there: Llama 3.1's, of which only the factor can be given.
+_LLAMA_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_positions": 8192,
+}
+# An argument and its values: a line of the script.
+Argument = tuple[str, ...]
+
+
+def write(request: Request) -> Emitted:
+    """The script: every axis of a plan, 1F1B plain or interleaved, ZeRO-1 to 3."""
+    plan, spec = request.plan, request.spec
+    unsaid = levers.replicas(request, _TOOL)
+    unsaid += levers.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
+    arguments = [
+        *_axes(request, unsaid),
+        *_sharding(request, unsaid),
+        *_batch(request),
+        *_precision(plan, unsaid),
+        *_recompute(request, unsaid),
+        *_offload(request, unsaid),
+        *_model(request, unsaid),
+        *_optimizer(request, unsaid),
+        ("--tokenizer-type", "NullTokenizer"),
+        ("--vocab-size", str(spec.vocab - 1)),
+        ("--make-vocab-size-divisible-by", "1"),
+        ("--mock-data",),
+        ("--distributed-backend", "nccl"),
+    ]
+    unsaid += levers.all_under_way(request, _TOOL)
+    unsaid += levers.rest(plan, _TOOL, _said(request))
+    unsaid += levers.experts(request)
+    unsaid += levers.not_in_a_plan(
+        request,
+        "--mock-data makes data up; NullTokenizer's vocabulary is --vocab-size and one for the "
+        "end of a document. The others are outpace's defaults.",
+    )
+    return Emitted(
+        text="#!/bin/sh\n" + heading(_TOOL, request.title, unsaid) + _script(request, arguments),
+        file_name=_FILE,
+        command=f"sh {_FILE}",
+        unsaid=tuple(unsaid),
+    )
+
+
+def _script(request: Request, arguments: Sequence[Argument]) -> str:
+    lines = ["    " + shlex.join(argument) for argument in arguments]
+    start = torchrun(request.workers, "pretrain_gpt.py")
+    return _connections(request) + " \\\n".join([start, *lines]) + "\n"
+
+
+def _connections(request: Request) -> str:
+    """The queue between host and device, which it wants as it says."""
+    if _fsdp(request):
+        return "unset CUDA_DEVICE_MAX_CONNECTIONS  # Megatron FSDP refuses 1\n"
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+
+
+def _fsdp(request: Request) -> bool:
+    """Whether gradients or parameters are sharded: not described beside pipelines there."""
+    return request.stage > 1 and request.plan.pp == 1
+
+
+def _virtual(request: Request, unsaid: list[str]) -> int:
+    """Stages that a rank of the pipeline gets."""
+    plan = request.plan
+    several = stages_per_rank(plan)
+    if plan.pp == 1:
+        return 1
+    known = plan.schedule in ("1f1b", "interleaved", "mp")
+    if several > 1 and request.passes % plan.pp > 0:
+        unsaid.append(
+            f"schedule {plan.schedule}: interleaving takes a multiple of {plan.pp} micro-batches "
+            f"there, and there are {request.passes}. Written is 1F1B."
+        )
+        return 1
+    if not known:
+        of = f"interleaved 1F1B with {several} stages a rank" if several > 1 else "1F1B"
+        unsaid.append(levers.schedule(request, _TOOL, of))
+    elif SCHEDULES[plan.schedule].splits_backward:
+        unsaid.append(levers.schedule(request, _TOOL, "interleaved 1F1B"))
+    return several
+
+
+def _axes(request: Request, unsaid: list[str]) -> list[Argument]:
+    plan = request.plan
+    found: list[Argument] = [
+        ("--tensor-model-parallel-size", str(plan.tp)),
+        ("--pipeline-model-parallel-size", str(plan.pp)),
+        *_stages(request, unsaid),
+        ("--context-parallel-size", str(plan.cp)),
+        ("--expert-model-parallel-size", str(ep(plan))),
+    ]
+    if plan.tp > 1 and plan.sequence_parallel:
+        found.append(("--sequence-parallel",))
+    if plan.cp > 1:
+        found.append(("--cp-comm-type", "p2p"))
+        if request.seq_len % (2 * plan.cp):
+            unsaid.append(
+                f"cp {plan.cp}: {_TOOL} wants a multiple of {2 * plan.cp} for --seq-length, not "
+                f"{request.seq_len}."
+            )
+    return found
+
+
+def _stages(request: Request, unsaid: list[str]) -> list[Argument]:
+    """How layers lie on ranks: evenly by a number, else as outpace cuts them."""
+    plan, spec = request.plan, request.spec
+    if plan.pp == 1:
+        return []
+    virtual = _virtual(request, unsaid)
+    stages = plan.pp * virtual
+    counts = layers_per_stage(spec, stages)
+    layout = ("--pipeline-model-parallel-layout", _layout(counts))
+    if spec.layers % stages:
+        return [layout]
+    if len(set(counts)) > 1:
+        unsaid.append(
+            f"Stages of equal depth are written; outpace's cut, which gives the last fewer layers "
+            f"beside its head, would be {shlex.join(layout)}."
+        )
+    each = str(spec.layers // stages)
+    return [] if virtual == 1 else [("--num-layers-per-virtual-pipeline-stage", each)]
+
+
+def _layout(counts: Sequence[int]) -> str:
+    """Layers of each stage as Megatron writes them: "Et*3|(t*4|)*2,t*3,L"."""
+    first, *middle, last = counts
+    parts = [f"Et*{first}|"]
+    for count, alike in groupby(middle):
+        number = len(list(alike))
+        parts.append(f"(t*{count}|)*{number}," if number > 1 else f"t*{count}|")
+    return "".join([*parts, f"t*{last},L"])
+
+
+def _sharding(request: Request, unsaid: list[str]) -> list[Argument]:
+    plan = request.plan
+    found: list[Argument] = []
+    over = plan.data_parallel * plan.cp
+    if over > 1:
+        found.append(("--overlap-grad-reduce",))
+    if request.stage == 0:
+        if plan.bucket_mib and over > 1:
+            found.append(("--ddp-bucket-size", str(plan.bucket_mib * 2**20 // 4)))
+        return found
+    found.append(("--use-distributed-optimizer",))
+    if plan.dp_replicate > 1:
+        found.append(("--num-distributed-optimizer-instances", str(plan.dp_replicate)))
+    if not _fsdp(request):
+        if request.stage > 1:
+            unsaid.append(levers.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)"))
+        return found
+    return [
+        *found,
+        ("--overlap-param-gather",),
+        ("--use-megatron-fsdp",),
+        ("--data-parallel-sharding-strategy", _STRATEGIES[request.stage]),
+        ("--no-gradient-accumulation-fusion",),
+        ("--ckpt-format", "fsdp_dtensor"),
+    ]
+
+
+def _batch(request: Request) -> list[Argument]:
+    return [
+        ("--micro-batch-size", str(request.plan.micro_batch)),
+        ("--global-batch-size", str(request.global_batch)),
+        ("--seq-length", str(request.seq_len)),
+        ("--train-iters", str(levers.STEPS)),
+    ]
+
+
+def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
+    name = plan.precision
+    if name in ("fp32", "fp64"):
+        if name == "fp64":
+            unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+        return []
+    if name in ("bf16", "fp16"):
+        unsaid.append(
+            f"precision {name}: Megatron-LM keeps weights in {name} and fp32 copies in the "
+            "optimizer, where outpace's weights are in fp32."
+        )
+    elif name in ("bf16-pure", "fp16-pure"):
+        unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights"))
+    found: list[Argument] = [("--fp16",) if name.startswith("fp16") else ("--bf16",)]
+    if name == "fp8":
+        found += [("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise")]
+    if plan.compress_gradients == "bf16" and name in ("bf16", "fp8"):
+        found.append(("--grad-reduce-in-bf16",))
+    return found
+
+
+def _recompute(request: Request, unsaid: list[str]) -> list[Argument]:
+    done, layers = request.recomputed, request.spec.layers
+    if done.mode == "none":
+        return []
+    if done.mode == "full":
+        full: Argument = ("--recompute-granularity", "full")
+        if done.count == layers and done.alike:
+            return [full, ("--recompute-method", "uniform"), ("--recompute-num-layers", "1")]
+        stages = request.plan.pp * stages_per_rank(request.plan)
+        each = max(1, round(done.count / stages))
+        unsaid.append(
+            levers.checkpointing(request, _TOOL, f"the first {each} blocks of each stage, full")
+        )
+        return [full, ("--recompute-method", "block"), ("--recompute-num-layers", str(each))]
+    modules = ("layernorm",) if done.mode == "selective" else ("layernorm", "mlp")
+    unsaid.append(
+        levers.checkpointing(request, _TOOL, f"recompute of {' and '.join(modules)} in all blocks")
+    )
+    return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]
+
+
+def _offload(request: Request, unsaid: list[str]) -> list[Argument]:
+    plan = request.plan
+    found: list[Argument] = []
+    if _offloads_state(request):
+        found += [("--optimizer-cpu-offload",), ("--use-precision-aware-optimizer",)]
+        if plan.offload_optimizer == "disk":
+            unsaid.append("offload_optimizer disk: Megatron-LM offloads to host memory only.")
+        if request.stage == 0:
+            found.append(("--use-distributed-optimizer",))
+    if _offloads_activations(request):
+        # One layer has to stay: its activations are needed at once.
+        found.append(("--cpu-offloading-num-layers", str(request.spec.layers - 1)))
+    if plan.empty_cache:
+        found.append(("--empty-unused-memory-level", "1"))
+    return found
+
+
+def _offloads_state(request: Request) -> bool:
+    plan = request.plan
+    return plan.offload_optimizer != "none" or plan.offload_parameters == "cpu"
+
+
+def _offloads_activations(request: Request) -> bool:
+    plan = request.plan
+    alone = plan.pp == 1 and request.recomputed.mode == "none" and request.spec.layers > 1
+    return plan.offload_activations == "cpu" and alone
+
+
+def _said(request: Request) -> list[str]:
+    plan = request.plan
+    said = ["sequence_parallel", "empty_cache"]
+    if _offloads_state(request):
+        said.append("offload_optimizer")
+    if _offloads_activations(request):
+        said.append("offload_activations")
+    if plan.compress_gradients == "bf16" and plan.precision in ("bf16", "fp8"):
+        said.append("compress_gradients")
+    if request.stage == 0 and plan.data_parallel > 1:
+        said.append("bucket_mib")
+    return said
+
+
+def _model(request: Request, unsaid: list[str]) -> list[Argument]:
+    spec = request.spec
+    found: list[Argument] = [
+        ("--num-layers", str(spec.layers)),
+        ("--hidden-size", str(spec.hidden)),
+        ("--ffn-hidden-size", str(spec.ffn)),
+        ("--num-attention-heads", str(spec.heads)),
+        ("--kv-channels", str(spec.head_dim)),
+        ("--max-position-embeddings", str(max(spec.max_positions, request.seq_len))),
+        ("--normalization", "RMSNorm" if spec.norm == "rmsnorm" else "LayerNorm"),
+        ("--norm-epsilon", f"{spec.norm_eps:g}"),
+        ("--attention-dropout", f"{spec.dropout:g}"),
+        ("--hidden-dropout", f"{spec.dropout:g}"),
+        *_positions(spec, unsaid),
+    ]
+    if spec.kv_heads < spec.heads:
+        found += [("--group-query-attention",), ("--num-query-groups", str(spec.kv_heads))]
+    if spec.gated and spec.activation == "silu":
+        found.append(("--swiglu",))
+    elif spec.activation == "gelu":
+        found.append(("--no-bias-gelu-fusion",))  # the fused one has tanh
+    if not spec.tied:
+        found.append(("--untie-embeddings-and-output-weights",))
+    if not (spec.out_bias or spec.mlp_bias):
+        found.append(("--disable-bias-linear",))
+        if spec.qkv_bias:
+            found.append(("--add-qkv-bias",))
+    if spec.qk_norm:
+        found.append(("--qk-layernorm",))
+    if spec.sliding_window is not None:
+        found.append(("--window-size", f"{spec.sliding_window - 1},0"))
+    unsaid += _other_parts(spec)
+    return found
+
+
+def _positions(spec: ModelSpec, unsaid: list[str]) -> list[Argument]:
+    if spec.positions == "learned":
+        return [("--position-embedding-type", "learned_absolute")]
+    found: list[Argument] = [
+        ("--position-embedding-type", "rope"),
+        ("--rotary-base", str(round(spec.rope_theta))),
+    ]
+    if spec.rope_scaling is not None:
+        factor = spec.rope_scaling.factor
+        found += [("--use-rope-scaling",), ("--rope-scaling-factor", f"{factor:g}")]
+        if spec.rope_scaling != RopeScaling.model_validate({**_LLAMA_SCALING, "factor": factor}):
+            unsaid.append(
+                "rope_scaling: of it Megatron-LM takes the factor only; the others are Llama 3.1's."
+            )
+    return found
+
+
+def _other_parts(spec: ModelSpec) -> list[str]:
+    """Of a model: what pretrain_gpt.py has no argument for."""
+    biases = {spec.out_bias, spec.mlp_bias}
+    found = {
+        "attention in both directions (pretrain_bert.py has it)": not spec.causal,
+        "norms after the sub-layers": not spec.norm_first,
+        "token types": spec.segments > 0,
+        f"a gated MLP with {spec.activation}": spec.gated and spec.activation != "silu",
+        f"activation {spec.activation} without a gate": not spec.gated
+        and spec.activation == "silu",
+        "biases in some of the linear layers only": len(biases) > 1
+        or (any(biases) and not spec.qkv_bias),
+        "window_layers": spec.window_layers is not None,
+    }
+    return [f"{name}: pretrain_gpt.py has none." for name, there in found.items() if there]
+
+
+def _optimizer(request: Request, unsaid: list[str]) -> list[Argument]:
+    plan = request.plan
+    name = "adam"
+    if plan.optimizer == "sgd":
+        name = "sgd"
+    elif plan.optimizer == "muon" and request.stage == 0 and not _offloads_state(request):
+        name = "muon"
+    elif plan.optimizer != "adamw-fused":
+        unsaid.append(levers.optimizer(plan, _TOOL, "its fused AdamW"))
+    found: list[Argument] = [
+        ("--optimizer", name),
+        ("--lr", f"{levers.LR:g}"),
+        ("--min-lr", f"{levers.LR / 10:g}"),
+        ("--lr-decay-style", "cosine"),
+        ("--lr-warmup-iters", str(levers.STEPS // 20)),
+        ("--weight-decay", f"{levers.WEIGHT_DECAY:g}"),
+        ("--adam-beta1", f"{levers.BETA1:g}"),
+        ("--adam-beta2", f"{levers.BETA2:g}"),
+        ("--clip-grad", f"{levers.clip(plan):g}"),
+    ]
+    if name == "sgd":
+        found.append(("--sgd-momentum", f"{levers.BETA1:g}"))
+    if name == "muon":
+        found.append(("--ckpt-format", "torch"))
+    return found

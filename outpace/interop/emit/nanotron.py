@@ -1,0 +1,234 @@
+"""nanotron: the YAML of its run_train.py."""
+
+from typing import Any
+
+from outpace.interop.emit import levers
+from outpace.interop.emit.request import Emitted, Request, ep, stages_per_rank
+from outpace.interop.emit.texts import as_yaml, heading, torchrun
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+_TOOL = "nanotron"
+_FILE = "nanotron.yaml"
+_SEED = 42
+_INIT = 0.02
+
+
+def write(request: Request) -> Emitted:
+    """The YAML: data, tensor, pipeline, context and expert parallelism, and ZeRO-1."""
+    plan = request.plan
+    unsaid = levers.replicas(request, _TOOL)
+    unsaid += levers.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
+    values = {
+        "general": {"project": "outpace", "run": f"{request.spec.family}_%date", "seed": _SEED},
+        "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": levers.STEPS},
+        "parallelism": _parallelism(request, unsaid),
+        "tokens": {
+            "sequence_length": request.seq_len,
+            "train_steps": levers.STEPS,
+            "micro_batch_size": plan.micro_batch,
+            "batch_accumulation_per_replica": request.passes,
+        },
+        "model": _model(request, unsaid),
+        "optimizer": _optimizer(request, unsaid),
+        "data_stages": [
+            {
+                "name": "training",
+                "start_training_step": 1,
+                "data": {"dataset": None, "num_loading_workers": 1, "seed": _SEED},
+            }
+        ],
+    }
+    unsaid += levers.all_under_way(request, _TOOL)
+    unsaid += levers.rest(plan, _TOOL, _said(plan))
+    unsaid += levers.experts(request)
+    unsaid += levers.not_in_a_plan(
+        request,
+        "dataset null is nanotron's made-up data, and there is no tokenizer; the others are "
+        "outpace's defaults.",
+    )
+    return Emitted(
+        text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
+        file_name=_FILE,
+        command="CUDA_DEVICE_MAX_CONNECTIONS=1 "
+        + torchrun(request.workers, "run_train.py", "--config-file", _FILE),
+        unsaid=tuple(unsaid),
+    )
+
+
+def _said(plan: Plan) -> tuple[str, ...]:
+    return ("sequence_parallel", *(["bucket_mib"] if plan.strategy == "ddp" else []))
+
+
+def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    split = plan.sequence_parallel and plan.tp > 1
+    return {
+        "dp": plan.data_parallel,
+        "pp": plan.pp,
+        "tp": plan.tp,
+        "pp_engine": _engine(request, unsaid),
+        "tp_mode": "REDUCE_SCATTER" if split else "ALL_REDUCE",
+        "tp_linear_async_communication": split,
+        "recompute_layer": _recompute(request, unsaid),
+        "context_parallel_size": plan.cp,
+        "expert_parallel_size": ep(plan),
+    }
+
+
+def _engine(request: Request, unsaid: list[str]) -> str:
+    plan = request.plan
+    all_forward = plan.schedule in ("mp", "gpipe", "loopedbfs")
+    engine = "afab" if all_forward else "1f1b"
+    if plan.pp > 1 and (stages_per_rank(plan) > 1 or levers.splits_backward(plan)):
+        unsaid.append(levers.schedule(request, _TOOL, f"{engine} with one stage a rank"))
+    return engine
+
+
+def _recompute(request: Request, unsaid: list[str]) -> bool:
+    done = request.recomputed
+    some = done.count < request.spec.layers
+    if done.count and (done.mode != "full" or not done.alike or some):
+        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full"))
+    return done.count > 0
+
+
+def _optimizer(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    stage = min(request.stage, 1)
+    if request.stage > 1:
+        unsaid.append(levers.sharding(request, _TOOL, "zero_stage 1"))
+    elif stage and plan.dp_replicate > 1:
+        unsaid.append(
+            f"dp_shard {plan.dp_shard}: nanotron shards over all {plan.data_parallel} "
+            "data-parallel ranks."
+        )
+    factory: dict[str, Any] = {
+        "name": "adamW",
+        "adam_beta1": levers.BETA1,
+        "adam_beta2": levers.BETA2,
+        "adam_eps": levers.EPS,
+        "torch_adam_is_fused": plan.optimizer == "adamw-fused",
+    }
+    if plan.optimizer == "sgd":
+        factory = {"name": "sgd"}
+        unsaid.append("optimizer sgd: nanotron's has no momentum that could be given.")
+    elif plan.optimizer != "adamw-fused" and plan.optimizer != "adamw-for-loop":
+        unsaid.append(levers.optimizer(plan, _TOOL, "AdamW"))
+    return {
+        "zero_stage": stage,
+        "weight_decay": levers.WEIGHT_DECAY,
+        "clip_grad": levers.clip(plan) or None,
+        "accumulate_grad_in_fp32": plan.precision not in ("bf16-pure", "fp16-pure"),
+        "optimizer_factory": factory,
+        "learning_rate_scheduler": {
+            "learning_rate": levers.LR,
+            "lr_warmup_steps": levers.STEPS // 20,
+            "lr_warmup_style": "linear",
+            "lr_decay_style": "cosine",
+            "min_decay_lr": levers.LR / 10,
+        },
+    }
+
+
+def _model(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    return {
+        "ddp_bucket_cap_mb": request.plan.bucket_mib,
+        "dtype": _dtype(request.plan, unsaid),
+        "init_method": {"std": _INIT},
+        "make_vocab_size_divisible_by": 1,
+        "model_config": _config(request, unsaid),
+    }
+
+
+def _dtype(plan: Plan, unsaid: list[str]) -> str:
+    if plan.precision in ("fp32", "fp64"):
+        if plan.precision == "fp64":
+            unsaid.append(levers.precision(plan, _TOOL, "float32"))
+        return "float32"
+    if plan.precision == "bf16":
+        unsaid.append(
+            "precision bf16: nanotron keeps weights in bfloat16 and fp32 copies in the optimizer, "
+            "where outpace's weights are in fp32."
+        )
+    elif plan.precision == "bf16-pure":
+        unsaid.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
+    else:
+        unsaid.append(levers.precision(plan, _TOOL, "bfloat16"))
+    return "bfloat16"
+
+
+def _config(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    spec = request.spec
+    rotary = spec.positions == "rotary" and spec.norm == "rmsnorm" and spec.gated
+    if not rotary:
+        return _starcoder(spec, unsaid)
+    # Its Llama has neither biases nor windows, and its own attention leaves sequences whole.
+    qwen = spec.qkv_bias or spec.sliding_window is not None or request.plan.cp > 1
+    if spec.kv_heads < request.plan.tp:
+        unsaid.append(
+            f"tp {request.plan.tp}: nanotron wants as many key and value heads, and there are "
+            f"{spec.kv_heads}."
+        )
+    values: dict[str, Any] = {
+        "is_qwen2_config" if qwen else "is_llama_config": True,
+        "hidden_act": spec.activation,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "max_position_embeddings": max(spec.max_positions, request.seq_len),
+        "num_attention_heads": spec.heads,
+        "num_hidden_layers": spec.layers,
+        "num_key_value_heads": spec.kv_heads,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "rope_interleaved": False,
+        "tie_word_embeddings": spec.tied,
+        "vocab_size": spec.vocab,
+        "attention_bias": spec.qkv_bias,
+    }
+    if request.plan.cp > 1:
+        values |= {
+            "_attn_implementation": "llama3_ring_attention",
+            "ring_attn_heads_k_stride": 1,
+        }
+    if spec.sliding_window is not None:
+        values["sliding_window_size"] = spec.sliding_window
+    unsaid += _other_parts(spec)
+    return values
+
+
+def _other_parts(spec: ModelSpec) -> list[str]:
+    """Of a model with rotary positions: what nanotron's configs have no key for."""
+    found = {
+        f"head_dim {spec.head_dim}": spec.head_dim * spec.heads != spec.hidden,
+        "qk_norm": spec.qk_norm,
+        "rope_scaling": spec.rope_scaling is not None,
+        "window_layers": spec.window_layers is not None,
+        "biases of the output projection or the MLP": spec.out_bias or spec.mlp_bias,
+        f"dropout {spec.dropout:g}": spec.dropout > 0,
+    }
+    return [f"{name}: nanotron's model has none." for name, there in found.items() if there]
+
+
+def _starcoder(spec: ModelSpec, unsaid: list[str]) -> dict[str, Any]:
+    unsaid.append(
+        f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
+        "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
+    )
+    return {
+        "is_starcoder2_config": True,
+        "activation_function": "gelu_pytorch_tanh",
+        "attn_pdrop": spec.dropout,
+        "embd_pdrop": spec.dropout,
+        "resid_pdrop": spec.dropout,
+        "grouped_query": True,
+        "multi_query": False,
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "layer_norm_epsilon": spec.norm_eps,
+        "max_position_embeddings": spec.max_positions,
+        "num_attention_heads": spec.heads,
+        "num_hidden_layers": spec.layers,
+        "num_kv_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+    }

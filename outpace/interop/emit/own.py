@@ -1,0 +1,90 @@
+"""outpace: the plan itself, which Plan.load reads, and the command that trains with it."""
+
+from typing import Any
+
+from outpace.catalog.models import PRESETS
+from outpace.interop.emit.request import HOST, Emitted, Request, untrained
+from outpace.interop.emit.texts import quote, torchrun
+from outpace.records.model import ModelSpec
+from outpace.records.plan import AXES, SPLITS, Plan
+from outpace.records.settings import TrainSettings
+
+_FILE = "plan.json"
+_SPEC = "model.json"
+
+
+def write(request: Request) -> Emitted:
+    """The plan's JSON and its flags of `outpace train`."""
+    plan = request.plan
+    model = _name(request.spec)
+    unsaid = []
+    if model is None:
+        unsaid.append(f"The model is no preset: save its ModelSpec as {_SPEC}.")
+    why_not = untrained(plan)
+    if why_not is not None:
+        unsaid.append(f"{why_not}. The command leaves it out.")
+    if plan.precision == "fp64":
+        unsaid.append("precision fp64 is for proofs: `outpace verify` has it, train does not.")
+    unsaid.append(
+        "Data, learning rate and length of the run are no part of a plan: give --data, --lr and "
+        "--steps, or outpace's defaults hold."
+    )
+    return Emitted(
+        text=plan.model_dump_json(indent=2) + "\n",
+        file_name=_FILE,
+        command=_command(request, model or _SPEC),
+        unsaid=tuple(unsaid),
+    )
+
+
+def _name(spec: ModelSpec) -> str | None:
+    return next((name for name, preset in PRESETS.items() if preset.spec == spec), None)
+
+
+def _command(request: Request, model: str) -> str:
+    plan = request.plan
+    words = ["--model", model]
+    words += ["--seq-len", str(request.seq_len), "--global-batch", str(request.global_batch)]
+    words += _flags(plan)
+    ranks = plan.world_size
+    if ranks <= HOST:
+        many = ["--nproc", str(ranks)] if ranks > 1 else []
+        return " ".join(["outpace", "train", *map(quote, [*many, *words])])
+    return torchrun(ranks, "outpace", "train", *words, module=True)
+
+
+def _flags(plan: Plan) -> list[str]:
+    """Of every field that is a setting too: its flag, where its value is not the default."""
+    words = ["--strategy", plan.strategy, "--micro-batch", str(plan.micro_batch)]
+    words += ["--optimizer", plan.optimizer]
+    if plan.precision != "fp64":
+        words += ["--precision", plan.precision]
+    for axis in AXES:
+        if axis in SPLITS[plan.strategy]:
+            words += [f"--{_kebab(axis)}", str(getattr(plan, axis))]
+    if plan.pp > 1 or plan.pp_microbatches > 1:
+        words += ["--pp-microbatches", str(plan.pp_microbatches)]
+    if plan.strategy == "3d" and plan.pp > 1:
+        words += ["--pp-schedule", plan.pp_schedule]
+    written = {"strategy", "micro_batch", "optimizer", "precision", "pp_microbatches"}
+    written |= {"pp_schedule", *AXES}
+    for name, field in Plan.model_fields.items():
+        value = getattr(plan, name)
+        if name in written or name not in TrainSettings.model_fields or value == field.default:
+            continue
+        words += _flag(name, value)
+    if plan.optimizer_in_backward:
+        words += ["--clip", "0"]
+    return words
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{_kebab(name)}" if value else f"--no-{_kebab(name)}"]
+    if isinstance(value, tuple):
+        return [f"--{_kebab(name)}", ",".join(map(str, value))]
+    return [f"--{_kebab(name)}", f"{value:g}" if isinstance(value, float) else str(value)]
+
+
+def _kebab(name: str) -> str:
+    return name.replace("_", "-")

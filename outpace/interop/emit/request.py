@@ -1,0 +1,144 @@
+"""What a format is asked to write, with the numbers that all of them need, and what it gives back.
+
+What another trainer calls ranks, shards and micro-batches is derived here, once.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from outpace.records.model import ModelSpec
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Checkpointing, Plan
+
+Stage = Literal[0, 1, 2, 3]
+# Strategies that are one axis of shards: what of the training state they split.
+_SHARDS: dict[str, Stage] = {"zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
+# Devices of a host, where a command has to name both: a plan knows ranks only.
+HOST = 8
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A plan in another trainer's words.
+
+    `text` belongs into a file called `file_name`, with which `command` starts the training.
+    `unsaid` are sentences on what could not be said there; formats with comments have them in
+    `text` too.
+    """
+
+    text: str
+    file_name: str
+    command: str
+    unsaid: tuple[str, ...]
+
+
+def ep(plan: Plan) -> int:
+    """The ranks that share out a layer's experts."""
+    return getattr(plan, "ep", 1)
+
+
+def zero(plan: Plan) -> Stage:
+    """What dp_shard of a product of axes shards."""
+    return getattr(plan, "zero", 3)
+
+
+def stages_per_rank(plan: Plan) -> int:
+    """The parts of the model that a rank of the pipeline has; 1 where there is no pipeline."""
+    schedule = SCHEDULES.get(plan.schedule)
+    if schedule is None:
+        return 1
+    return getattr(plan, "virtual_stages", None) or schedule.stages_per_rank
+
+
+def untrained(plan: Plan) -> str | None:
+    """Why outpace itself only plans with it; None where it trains it."""
+    return getattr(plan, "untrained", None)
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Which blocks compute their activations again, as well as one mode can say it.
+
+    `mode` is what most of these blocks do, `count` the number of them, `every` K where these are
+    each K-th from the first, None where they lie otherwise.
+    """
+
+    mode: Checkpointing
+    count: int
+    every: int | None
+    alike: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """A plan for a model and a batch, to be written down for another trainer."""
+
+    plan: Plan
+    spec: ModelSpec
+    global_batch: int
+    seq_len: int
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of a data-parallel share in a step. Raises BadInputError."""
+        return self.plan.accumulation(self.global_batch)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of a data-parallel share in a step, of a pipeline or one by one."""
+        return self.plan.pp_microbatches * self.accumulation
+
+    @property
+    def workers(self) -> int:
+        """Ranks that compute: all but parameter servers."""
+        return self.plan.world_size - self.plan.servers
+
+    @property
+    def stage(self) -> Stage:
+        """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+        if self.plan.strategy != "3d":
+            return _SHARDS.get(self.plan.strategy, 0)
+        return zero(self.plan) if self.plan.dp_shard * self.plan.cp > 1 else 0
+
+    @property
+    def recomputed(self) -> Recomputed:
+        """The plan's checkpointing. Raises BadInputError where it is of another depth."""
+        modes = self.plan.modes(self.spec.layers)
+        at = [index for index, mode in enumerate(modes) if mode != "none"]
+        if not at:
+            return Recomputed("none", 0, 1, alike=True)
+        kinds = [modes[index] for index in at]
+        mode = max(dict.fromkeys(kinds), key=kinds.count)
+        every = at[1] - at[0] if len(at) > 1 else len(modes)
+        regular = at == list(range(0, len(modes), every))
+        return Recomputed(mode, len(at), every if regular else None, alike=len(set(kinds)) == 1)
+
+    @property
+    def title(self) -> str:
+        """The plan in one line: the model, the ranks and the batch."""
+        spec, plan = self.spec, self.plan
+        return (
+            f"{spec.family}, {spec.layers} layers × {spec.hidden}, sequences of {self.seq_len}: "
+            f"{plan.strategy}, {plan.mesh}; {plan.identity(self.global_batch)}"
+        )
+
+
+def hosts(ranks: int) -> tuple[int, int]:
+    """How many hosts, and ranks on each, where hosts have up to HOST devices."""
+    each = next(size for size in range(min(HOST, ranks), 0, -1) if ranks % size == 0)
+    return ranks // each, each
+
+
+def folded(request: Request, over: int) -> tuple[int, int, int]:
+    """Data parallelism in the place of a pipeline over `over` ranks, for the same global batch.
+
+    Returns the ranks (of these, as many as the batch can be divided over), the micro-batch and
+    the accumulation. Raises BadInputError.
+    """
+    plan = request.plan
+    share = plan.micro_batch * request.passes
+    ranks = math.gcd(over, share)
+    each = share // ranks
+    micro = next(size for size in range(min(plan.micro_batch, each), 0, -1) if each % size == 0)
+    return ranks, micro, each // micro

@@ -1,0 +1,278 @@
+"""torchtitan: the TOML that its releases to 0.2 read, and what 0.3 is told on its command line.
+
+Releases from 0.3 on read no file: a function of theirs, chosen by --module and --config, makes the
+configuration, and flags change it. Those flags stand at the file's end.
+"""
+
+from typing import Any
+
+from outpace.interop.emit import levers
+from outpace.interop.emit.request import Emitted, Request, ep, stages_per_rank
+from outpace.interop.emit.texts import as_toml, comments, heading, torchrun
+from outpace.planner.stages import layers_per_stage
+from outpace.records.model import ModelSpec
+from outpace.records.optimizers import OptimizerName
+from outpace.records.plan import Plan
+
+_TOOL = "torchtitan"
+_FILE = "torchtitan.toml"
+_SCHEDULES = {
+    "mp": "GPipe",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "loopedbfs": "LoopedBFS",
+    "zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+_IMPLEMENTATIONS: dict[OptimizerName, str] = {
+    "adamw-fused": "fused",
+    "adamw-foreach": "foreach",
+    "adamw-for-loop": "for-loop",
+}
+# (layers, hidden, heads, kv_heads, ffn, vocab) of the flavors that torchtitan 0.2.2 has.
+_LLAMA3 = {
+    (32, 4096, 32, 8, 14336, 128256): "8B",
+    (80, 8192, 64, 8, 28672, 128256): "70B",
+    (126, 16384, 128, 8, 53248, 128256): "405B",
+}
+_QWEN3 = {
+    (28, 1024, 16, 8, 3072, 151936): "0.6B",
+    (28, 2048, 16, 8, 6144, 151936): "1.7B",
+    (36, 2560, 32, 8, 9728, 151936): "4B",
+    (36, 4096, 32, 8, 12288, 151936): "8B",
+    (40, 5120, 40, 8, 17408, 151936): "14B",
+    (64, 5120, 64, 8, 25600, 151936): "32B",
+}
+# The functions of torchtitan 0.3 for the same models.
+_CONFIGS = {
+    ("llama3", "8B"): "llama3_8b",
+    ("llama3", "70B"): "llama3_70b",
+    ("llama3", "405B"): "llama3_405b",
+    ("qwen3", "0.6B"): "qwen3_0_6b",
+    ("qwen3", "1.7B"): "qwen3_1_7b",
+    ("qwen3", "14B"): "qwen3_14b",
+    ("qwen3", "32B"): "qwen3_32b",
+}
+_OWN_FLAVOR = "outpace"
+
+
+def write(request: Request) -> Emitted:
+    """The TOML; every axis and schedule of a plan can be said."""
+    plan = request.plan
+    unsaid = levers.replicas(request, _TOOL)
+    if plan.strategy == "mp":
+        unsaid += levers.one_at_a_time(request, _TOOL, "GPipe with one micro-batch")
+    model, missing = _model(request.spec)
+    said = ["compile", "optimizer_in_backward"]
+    if plan.offload_parameters == "cpu":
+        said += ["offload_parameters", "offload_optimizer"]
+    tables: dict[str, dict[str, Any]] = {
+        "model": model,
+        "training": _training(request, unsaid),
+        "parallelism": _parallelism(request, unsaid),
+        "activation_checkpoint": _recompute(request, unsaid),
+        "compile": {"enable": plan.compile, "components": ["model"]},
+        "optimizer": _optimizer(plan, unsaid),
+    }
+    if plan.precision == "fp8":
+        model["converters"] = ["float8"]
+        tables["quantize.linear.float8"] = {"recipe_name": "tensorwise"}
+    unsaid += missing
+    if plan.pp > 1 and model["name"] == "qwen3":
+        unsaid.append("pp: torchtitan 0.2 has no pipeline for its Qwen3; 0.3 has.")
+    unsaid += levers.rest(plan, _TOOL, said)
+    unsaid += levers.experts(request)
+    unsaid += levers.not_in_a_plan(
+        request, "The learning rate and decay are outpace's defaults; the rest is torchtitan's."
+    )
+    newer = comments(
+        ["torchtitan 0.3 and later read no TOML. There:", _flags(request, tables)], bullet="# "
+    )
+    return Emitted(
+        text=heading(f"{_TOOL} (0.2)", request.title, unsaid) + as_toml(tables) + "\n" + newer,
+        file_name=_FILE,
+        command=torchrun(
+            request.workers, "torchtitan.train", "--job.config_file", _FILE, module=True
+        ),
+        unsaid=tuple(unsaid),
+    )
+
+
+def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
+    """Its name and flavor there, and what is to be done where it has none."""
+    size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
+    name, flavors = ("qwen3", _QWEN3) if spec.family == "qwen3" else ("llama3", _LLAMA3)
+    flavor = flavors.get(size) if spec.family in ("llama", "qwen3") else None
+    if flavor is not None:
+        return {"name": name, "flavor": flavor}, []
+    arguments = {
+        "dim": spec.hidden,
+        "n_layers": spec.layers,
+        "n_heads": spec.heads,
+        "n_kv_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+        "norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_theta,
+        "max_seq_len": spec.max_positions,
+    }
+    words = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    kind = "Qwen3ModelArgs" if name == "qwen3" else "TransformerModelArgs"
+    sentences = [
+        f"torchtitan has no model of these dimensions. Add flavor {_OWN_FLAVOR} to "
+        f"{name}_args: {kind}({words}) with an MLP of width {spec.ffn}."
+    ]
+    if spec.family not in ("llama", "qwen3"):
+        sentences.append(
+            f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
+            "the nearest."
+        )
+    return {"name": name, "flavor": _OWN_FLAVOR}, sentences
+
+
+def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    values: dict[str, Any] = {
+        "local_batch_size": plan.samples_per_pass,
+        "global_batch_size": request.global_batch,
+        "seq_len": request.seq_len,
+        "max_norm": levers.clip(plan) or float("inf"),
+        "steps": levers.STEPS,
+        "enable_cpu_offload": False,
+        "dtype": "float32",
+        "mixed_precision_param": "bfloat16",
+        "mixed_precision_reduce": "float32",
+    }
+    if plan.precision in ("fp32", "fp64"):
+        values["mixed_precision_param"] = "float32"
+    if plan.precision in ("bf16-pure", "fp16-pure"):
+        values["dtype"] = "bfloat16"
+    if plan.precision == "bf16-pure":
+        unsaid.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
+    elif plan.precision == "fp64":
+        unsaid.append(levers.precision(plan, _TOOL, "float32"))
+    elif plan.precision.startswith("fp16"):
+        unsaid.append(levers.precision(plan, _TOOL, "bfloat16"))
+    if plan.offload_parameters == "cpu":
+        values["enable_cpu_offload"] = True
+        if request.stage == 0:
+            unsaid.append("offload_parameters cpu: torchtitan 0.2 offloads what it shards only.")
+    return values
+
+
+def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    plan = request.plan
+    replicate, shard = plan.dp_replicate, plan.dp_shard
+    if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
+        unsaid.append(
+            f"dp_replicate {replicate} beside tp or pp: torchtitan has whole replicas only alone. "
+            "Written are shards over these ranks, the nearest."
+        )
+        replicate, shard = 1, replicate
+    if plan.strategy == "cp":
+        unsaid.append("strategy cp keeps whole parameters: torchtitan shards them over cp's ranks.")
+    values: dict[str, Any] = {
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "fsdp_reshard_after_forward": _reshard(request, unsaid),
+        "tensor_parallel_degree": plan.tp,
+        "context_parallel_degree": plan.cp,
+        "pipeline_parallel_degree": plan.pp,
+        "expert_parallel_degree": ep(plan),
+    }
+    if plan.pp > 1:
+        values |= _pipeline(request)
+    return values
+
+
+def _reshard(request: Request, unsaid: list[str]) -> str:
+    plan = request.plan
+    if request.stage == 1:
+        unsaid.append(levers.sharding(request, _TOOL, "fsdp_reshard_after_forward never (ZeRO-2)"))
+    if request.stage in (1, 2) or plan.strategy == "cp":
+        return "never"
+    return "always" if request.stage == 3 else "default"
+
+
+def _pipeline(request: Request) -> dict[str, Any]:
+    """The schedule, and which layers each stage has, as outpace cuts them."""
+    plan, spec = request.plan, request.spec
+    values: dict[str, Any] = {
+        "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
+        "pipeline_parallel_microbatch_size": plan.micro_batch,
+    }
+    counts = layers_per_stage(spec, plan.pp * stages_per_rank(plan))
+    if len(set(counts)) == 1:
+        return values | {
+            "pipeline_parallel_layers_per_stage": counts[0],
+            "pipeline_parallel_first_stage_less_layers": 0,
+            "pipeline_parallel_last_stage_less_layers": 0,
+        }
+    parts, begin = [], 0
+    for count in counts:
+        parts.append([f"layers.{index}" for index in range(begin, begin + count)])
+        begin += count
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return values | {"module_fqns_per_model_part": parts}
+
+
+def _recompute(request: Request, unsaid: list[str]) -> dict[str, Any]:
+    done = request.recomputed
+    if done.mode == "none":
+        return {"mode": "none"}
+    if done.mode == "selective":
+        if done.count < request.spec.layers or not done.alike:
+            unsaid.append(levers.checkpointing(request, _TOOL, "selective in all blocks"))
+        return {"mode": "selective", "selective_ac_option": "op"}
+    full = done.mode == "full" and done.alike
+    if done.count == request.spec.layers:
+        if not full:
+            unsaid.append(levers.checkpointing(request, _TOOL, "full in all blocks"))
+        return {"mode": "full"}
+    every = done.every or max(2, round(request.spec.layers / done.count))
+    if not full or done.every is None:
+        unsaid.append(levers.checkpointing(request, _TOOL, f"full in every {every}th block"))
+    return {"mode": "selective", "selective_ac_option": str(every)}
+
+
+def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
+    if plan.optimizer not in _IMPLEMENTATIONS:
+        unsaid.append(levers.optimizer(plan, _TOOL, "AdamW"))
+    return {
+        "name": "AdamW",
+        "lr": levers.LR,
+        "beta1": levers.BETA1,
+        "beta2": levers.BETA2,
+        "eps": levers.EPS,
+        "weight_decay": levers.WEIGHT_DECAY,
+        "implementation": _IMPLEMENTATIONS.get(plan.optimizer, "fused"),
+        "early_step_in_backward": plan.optimizer_in_backward,
+    }
+
+
+def _flags(request: Request, tables: dict[str, dict[str, Any]]) -> str:
+    """The command of torchtitan 0.3, with the same numbers."""
+    name, flavor = tables["model"]["name"], tables["model"]["flavor"]
+    words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]
+    plain = {
+        table: {key: value for key, value in values.items() if isinstance(value, int | float | str)}
+        for table, values in tables.items()
+        if table in ("training", "parallelism")
+    }
+    for table, values in plain.items():
+        for key, value in values.items():
+            if isinstance(value, bool):
+                words += [f"--{table}.{key}"] if value else []
+            else:
+                words += [f"--{table}.{key}", str(value)]
+    if request.plan.pp > 1:
+        words.append("--training.disable_cuda_graphs")
+    if request.plan.tp > 1 and not request.plan.sequence_parallel:
+        words.append("--parallelism.no-enable_sequence_parallel")
+    if request.plan.compile:
+        words.append("--compile.enable")
+    done = tables["activation_checkpoint"]["mode"]
+    words.append(f"activation_checkpoint:{done}")
+    return torchrun(request.workers, "torchtitan.train", *words, module=True)

@@ -1,0 +1,570 @@
+"""config.json of a Hugging Face model, read into an Outline: what planning needs of it.
+
+One small reader for each architecture; the layers' dimensions are those of the model that
+transformers makes of the config.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from outpace.interop.config import (
+    CONFIG_FILE,
+    FAMILIES,
+    OWN_TYPE,
+    load_config,
+    read_config,
+    spec_from_config,
+    spec_from_hf,
+)
+from outpace.planner.outlines import outline
+from outpace.records.base import explain
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.model import ModelSpec
+from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+
+# What a transformer's config has to say at least, by the names that most have for it.
+_NEEDED = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+    "max_position_embeddings",
+)  # fmt: skip
+# How else they may be named.
+_OTHERS = (
+    "n_embd", "n_layer", "n_head", "n_heads", "n_layers", "d_model", "d_ff", "d_kv",
+    "num_layers", "num_heads", "num_key_value_heads",
+)  # fmt: skip
+_KINDS = ("full_attention", "sliding_attention")
+
+
+class _Values:
+    """A config's values, looked at as they are taken."""
+
+    def __init__(self, config: Any, where: str) -> None:
+        self.config = config
+        self.where = where
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = getattr(self.config, name, None)
+        return default if found is None else found
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number, at least 1."""
+        found = self.get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            self.refuse(name, found, "it has to be a whole number, at least 1")
+        return int(found)
+
+    def refuse(self, name: str, found: Any, allowed: str) -> None:
+        said = (
+            f"{self.where} has no {name}" if found is None else f"{self.where}: {name} = {found!r}"
+        )
+        raise BadInputError(f"{said}; {allowed}")
+
+    def head_dim(self, hidden: int, heads: int) -> int:
+        """As given, or what is left of the hidden width for a head."""
+        given = self.get("head_dim")
+        if given is not None:
+            return self.whole("head_dim")
+        if hidden % heads:
+            raise BadInputError(
+                f"{self.where}: the hidden width {hidden} is not a multiple of the {heads} heads; "
+                "change one of them or give head_dim"
+            )
+        return hidden // heads
+
+    def drops(self, *names: str) -> bool:
+        return any(self.get(name, 0) > 0 for name in names)
+
+
+Reader = Callable[[_Values], dict[str, Any]]
+
+
+def outline_from_hf(directory: Path) -> Outline:
+    """The outline of a Hugging Face model directory. Raises BadInputError."""
+    return described(directory)[0]
+
+
+def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
+    """The outline of a Hugging Face model directory, and the spec if outpace can build the model.
+
+    Raises BadInputError for an architecture that is not known and for dimensions that cannot be.
+    """
+    where = str(directory / CONFIG_FILE)
+    values = read_config(directory)
+    model_type = values.get("model_type")
+    if model_type == OWN_TYPE:
+        own = spec_from_hf(directory)
+        return outline(own, directory.name), own
+    if not isinstance(model_type, str):
+        raise BadInputError(
+            f"{where} has no model_type, so the architecture is unknown; add one of "
+            f"{', '.join(READERS)}"
+        )
+    if model_type not in READERS:
+        raise _unknown(model_type, values, where)
+    for name in (key for key, value in values.items() if _is_dimension(key) and value == 0):
+        raise BadInputError(f"{where}: {name} = 0; it has to be a whole number, at least 1")
+    found, spec = _outlined(load_config(directory, where), where)
+    return found.model_copy(update={"name": directory.name}), spec
+
+
+def outline_from_config(config: Any, where: str) -> Outline:
+    """The outline of a `transformers` config. Raises BadInputError."""
+    if config.model_type not in READERS:
+        raise _unknown(config.model_type, config.to_dict(), where)
+    return _outlined(config, where)[0]
+
+
+def _is_dimension(key: str) -> bool:
+    return key in _NEEDED or key in _OTHERS
+
+
+def _unknown(model_type: str, values: Mapping[str, Any], where: str) -> BadInputError:
+    there = [name for name in _NEEDED if values.get(name) is not None]
+    lacking = [name for name in _NEEDED if name not in there]
+    lacks = f", of which this one lacks {', '.join(lacking)}" if lacking else ", which this one has"
+    return BadInputError(
+        f"{where}: outpace does not know how the layers of the architecture {model_type!r} are "
+        f"made.{nearest(model_type, READERS)} Known: {', '.join(READERS)}. If its layers are those "
+        f"of one of these, write that one's model_type; llama's needs {', '.join(_NEEDED)}{lacks}. "
+        "Any other model can be traced: name file.py:build."
+    )
+
+
+def _outlined(config: Any, where: str) -> tuple[Outline, ModelSpec | None]:
+    family, why = config.model_type, None
+    if family in FAMILIES:
+        try:
+            spec = spec_from_config(config, where)
+            named = outline(spec, family).model_copy(update={"source": where})
+            return named, spec
+        except BadInputError as error:  # what the family cannot do here may still be planned for
+            why = str(error)
+    label, reader = READERS[family]
+    try:
+        values = reader(_Values(config, where))
+        found = Outline(
+            name=family, source=where, untrained=why or f"outpace has no {label}", **values
+        )
+    except ValidationError as error:
+        raise BadInputError(explain(error, where, Outline.model_fields)) from None
+    return found, None
+
+
+def _stacked(layers: Iterable[Stack]) -> tuple[Stack, ...]:
+    """Layers one by one, the equal ones counted; in the order in which kinds come first."""
+    counts: dict[Stack, int] = {}
+    for layer in layers:
+        counts[layer] = counts.get(layer, 0) + layer.layers
+    return tuple(layer.model_copy(update={"layers": n}) for layer, n in counts.items())
+
+
+def _windows(values: _Values, layers: int) -> list[int | None]:
+    """How far back each layer's attention reaches."""
+    window = values.get("sliding_window") or None
+    kinds: Sequence[str] | None = values.get("layer_types")
+    if kinds is None:
+        return [window] * layers
+    strange = sorted(set(kinds) - set(_KINDS))
+    if strange:
+        values.refuse("layer_types", strange[0], f"known are {' and '.join(_KINDS)}")
+    if len(kinds) != layers:
+        values.refuse("layer_types", f"{len(kinds)} kinds", f"there are {layers} layers")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _attention(values: _Values, hidden: int, **more: Any) -> Attention:
+    heads = values.whole("num_attention_heads")
+    dim = values.head_dim(hidden, heads)
+    return Attention(
+        heads=heads,
+        kv_heads=values.whole("num_key_value_heads", heads),
+        head_dim=dim,
+        value_dim=dim,
+        **more,
+    )
+
+
+def _rows(values: _Values, positions: int | None = None) -> dict[str, Any]:
+    """What lies outside of the layers: embedding, and a head over the vocabulary."""
+    vocab = values.whole("vocab_size")
+    return {
+        "vocab": vocab,
+        "outputs": vocab,
+        "tied": bool(values.get("tie_word_embeddings", False)),
+        "max_positions": positions or values.whole("max_position_embeddings"),
+    }
+
+
+def _llama_like(
+    values: _Values,
+    mlp: Callable[[int], Mlp] | None = None,
+    norms: int = 2,
+    windowed: bool = True,
+    **attention: Any,
+) -> dict[str, Any]:
+    """RMS norms, rotary positions, gated MLPs; `mlp` gives that of each layer."""
+    hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
+    bias = bool(values.get("attention_bias", False))
+    made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
+    dense = _dense(values)
+    windows = _windows(values, layers) if windowed else [None] * layers
+    stacks = (
+        Stack(
+            name=_kind(window, chosen),
+            layers=1,
+            attention=made.model_copy(update={"window": window}),
+            mlp=chosen,
+            norms=norms,
+            dropout=values.drops("attention_dropout", "resid_pdrop"),
+        )
+        for layer, window in enumerate(windows)
+        for chosen in (dense if mlp is None else mlp(layer),)
+    )
+    return {
+        "hidden": hidden,
+        "stacks": _stacked(stacks),
+        "outside_parameters": hidden,
+        **_rows(values),
+    }
+
+
+def _kind(window: int | None, mlp: Mlp) -> str:
+    name = "layers of experts" if mlp.experts else "layers"
+    return name if window is None else f"{name} with a window"
+
+
+def _dense(values: _Values) -> Mlp:
+    bias = bool(values.get("mlp_bias", False))
+    return Mlp(width=values.whole("intermediate_size"), gated=True, bias=bias)
+
+
+def _llama(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, windowed=False)
+
+
+def _qwen2(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, qkv_bias=True, out_bias=False)
+
+
+def _qwen3(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, qk_norm=True)
+
+
+def _mixtral(values: _Values) -> dict[str, Any]:
+    experts = _experts(values, "num_local_experts", "intermediate_size")
+    return _llama_like(values, lambda layer: experts, qkv_bias=False, out_bias=False)
+
+
+def _experts(values: _Values, number: str, width: str, **more: Any) -> Mlp:
+    return Mlp(
+        width=values.whole(width),
+        gated=True,
+        experts=values.whole(number),
+        active=values.whole("num_experts_per_tok"),
+        **more,
+    )
+
+
+def _sparse(values: _Values, experts: Mlp) -> Callable[[int], Mlp]:
+    """Which layers of a Qwen have experts."""
+    only, step = values.get("mlp_only_layers", []), values.whole("decoder_sparse_step", 1)
+    dense = _dense(values)
+    return lambda layer: dense if layer in only or (layer + 1) % step else experts
+
+
+def _qwen2_moe(values: _Values) -> dict[str, Any]:
+    shared = values.whole("shared_expert_intermediate_size")
+    experts = _experts(
+        values, "num_experts", "moe_intermediate_size", shared=shared, shared_gate=True
+    )
+    return _llama_like(
+        values, _sparse(values, experts), qkv_bias=values.get("qkv_bias", True), out_bias=False
+    )
+
+
+def _qwen3_moe(values: _Values) -> dict[str, Any]:
+    experts = _experts(values, "num_experts", "moe_intermediate_size")
+    return _llama_like(values, _sparse(values, experts), qk_norm=True)
+
+
+def _deepseek(values: _Values) -> dict[str, Any]:
+    """Of the model itself: the layers for predicting further tokens are not among them."""
+    hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
+    heads, bias = values.whole("num_attention_heads"), bool(values.get("attention_bias", False))
+    rope = values.whole("qk_rope_head_dim")
+    attention = Attention(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=values.whole("qk_nope_head_dim") + rope,
+        value_dim=values.whole("v_head_dim"),
+        qkv_bias=bias,
+        out_bias=bias,
+        query_rank=None if values.get("q_lora_rank") is None else values.whole("q_lora_rank"),
+        kv_rank=values.whole("kv_lora_rank"),
+        rope_dim=rope,
+    )
+    each = values.whole("moe_intermediate_size")
+    shared = each * values.whole("n_shared_experts")
+    dense = _dense(values)
+    # Of biases the experts have none, but what all tokens go through beside them has.
+    beside = 2 * shared + hidden if dense.bias else 0
+    experts = _experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
+    first = values.get("first_k_dense_replace", 0)
+    stacks = (
+        Stack(
+            name=_kind(None, mlp),
+            layers=1,
+            attention=attention,
+            mlp=mlp,
+            other_parameters=beside if mlp.experts else 0,
+            dropout=values.drops("attention_dropout"),
+        )
+        for layer in range(layers)
+        for mlp in (dense if layer < first else experts,)
+    )
+    return {
+        "hidden": hidden,
+        "stacks": _stacked(stacks),
+        "outside_parameters": hidden,
+        **_rows(values),
+    }
+
+
+def _gemma(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, windowed=False)
+
+
+def _gemma2(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, norms=4)
+
+
+def _gemma3(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, norms=4, qk_norm=True)
+
+
+def _gemma3_text(values: _Values) -> dict[str, Any]:
+    """The text part of a model that also sees: its tower of vision is left out."""
+    return _gemma3(_Values(values.config.text_config, f"{values.where}: text_config"))
+
+
+def _phi3(values: _Values) -> dict[str, Any]:
+    return _llama_like(values, qkv_bias=False, out_bias=False)
+
+
+def _gpt_like(
+    values: _Values,
+    width: int,
+    *,
+    bias: bool = True,
+    norm_bias: bool = True,
+    outside: int = 0,
+    positions: int | None = None,
+    dropouts: Sequence[str] = (),
+    stack: Mapping[str, Any] = MappingProxyType({}),
+    **attention: Any,
+) -> dict[str, Any]:
+    """Layer norms and an MLP of two products; `outside` comes beside the final norm."""
+    hidden = values.whole("hidden_size")
+    made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
+    layers = Stack(
+        layers=values.whole("num_hidden_layers"),
+        attention=made,
+        mlp=Mlp(width=width, bias=bias),
+        dropout=values.drops(*dropouts),
+        **{"norm_bias": norm_bias, **stack},
+    )
+    return {
+        "hidden": hidden,
+        "stacks": (layers,),
+        "outside_parameters": (2 if norm_bias else 1) * hidden + outside,
+        **_rows(values, positions),
+    }
+
+
+def _gpt2(values: _Values) -> dict[str, Any]:
+    if values.get("add_cross_attention", False):
+        values.refuse("add_cross_attention", True, "a decoder without an encoder has none")
+    width = values.whole("n_inner", 4 * values.whole("n_embd"))
+    positions = values.whole("n_positions")
+    read = _gpt_like(values, width, positions=positions, dropouts=("resid_pdrop", "attn_pdrop"))
+    return {**read, "learned_positions": positions}
+
+
+def _bert(values: _Values) -> dict[str, Any]:
+    for name in ("is_decoder", "add_cross_attention"):
+        if values.get(name, False):
+            values.refuse(name, True, "outpace knows BERT as an encoder")
+    hidden, vocab = values.whole("hidden_size"), values.whole("vocab_size")
+    positions = values.whole("max_position_embeddings")
+    outside = values.whole("type_vocab_size") * hidden + 2 * hidden + hidden + vocab
+    read = _gpt_like(
+        values, values.whole("intermediate_size"), outside=outside, causal=False,
+        dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    )  # fmt: skip
+    transform = Product(name="head transform", inputs=hidden, outputs=hidden)
+    return {**read, "learned_positions": positions, "head_products": (transform,)}
+
+
+def _gpt_neox(values: _Values) -> dict[str, Any]:
+    projected = bool(values.get("attention_bias", True))
+    parallel = bool(values.get("use_parallel_residual", True))
+    return _gpt_like(
+        values, values.whole("intermediate_size"), dropouts=("hidden_dropout", "attention_dropout"),
+        stack={"parallel": parallel}, qkv_bias=projected, out_bias=projected,
+    )  # fmt: skip
+
+
+def _phi(values: _Values) -> dict[str, Any]:
+    """One norm of a layer; the head has a bias."""
+    normed = bool(values.get("qk_layernorm", False))
+    hidden = values.whole("hidden_size")
+    dim = values.head_dim(hidden, values.whole("num_attention_heads"))
+    return _gpt_like(
+        values, values.whole("intermediate_size"), outside=values.whole("vocab_size"),
+        dropouts=("resid_pdrop", "attention_dropout"), qk_norm=normed,
+        stack={"parallel": True, "norms": 1, "other_parameters": 2 * dim if normed else 0},
+    )  # fmt: skip
+
+
+def _bloom(values: _Values) -> dict[str, Any]:
+    """A norm after the embedding; positions bias the scores and have no parameters."""
+    hidden = values.whole("hidden_size")
+    return _gpt_like(
+        values, 4 * hidden, outside=2 * hidden, positions=values.whole("seq_length", 2048),
+        dropouts=("hidden_dropout", "attention_dropout"),
+    )  # fmt: skip
+
+
+def _mpt(values: _Values) -> dict[str, Any]:
+    """No biases at all; positions bias the scores and have no parameters."""
+    width = values.whole("expansion_ratio", 4) * values.whole("hidden_size")
+    return _gpt_like(
+        values, width, bias=False, norm_bias=False, positions=values.whole("max_seq_len"),
+        dropouts=("resid_pdrop",),
+    )  # fmt: skip
+
+
+def _opt(values: _Values) -> dict[str, Any]:
+    """Two rows of the positions are never used; the smallest but one has a narrow embedding."""
+    hidden, narrow = values.whole("hidden_size"), values.whole("word_embed_proj_dim")
+    final = values.get("do_layer_norm_before", True)
+    final = final and not values.get("_remove_final_layer_norm", False)
+    affine = bool(values.get("layer_norm_elementwise_affine", True))
+    read = _gpt_like(
+        values, values.whole("ffn_dim"), bias=bool(values.get("enable_bias", True)),
+        norm_bias=affine, dropouts=("dropout", "attention_dropout"),
+        stack={"norms": 2 if affine else 0},
+    )  # fmt: skip
+    if not (final and affine):
+        read["outside_parameters"] = 0
+    read["learned_positions"] = values.whole("max_position_embeddings") + 2
+    if narrow != hidden:
+        read["embedding_width"] = narrow
+        read["embed_products"] = (Product(name="project in", inputs=narrow, outputs=hidden),)
+        read["head_products"] = (Product(name="project out", inputs=hidden, outputs=narrow),)
+    return read
+
+
+def _vit(values: _Values) -> dict[str, Any]:
+    """Patches and one token for the class, which alone is read by the classifier."""
+    hidden = values.whole("hidden_size")
+    image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
+    patches = (image[0] // patch[0]) * (image[1] // patch[1])
+    if patches < 1:
+        values.refuse("patch_size", patch, f"the image has {image}")
+    classes = len(values.get("id2label", {})) or values.whole("num_labels", 2)
+    bias = bool(values.get("qkv_bias", True))
+    stack = Stack(
+        layers=values.whole("num_hidden_layers"),
+        attention=_attention(values, hidden, causal=False, qkv_bias=bias, out_bias=True),
+        mlp=Mlp(width=values.whole("intermediate_size"), bias=True),
+        norm_bias=True,
+        seq_len=patches + 1,
+        dropout=values.drops("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    )
+    inputs = values.whole("num_channels", 3) * patch[0] * patch[1]
+    cut = Product(name="patches", inputs=inputs, outputs=hidden, positions=patches)
+    return {
+        "hidden": hidden,
+        "stacks": (stack,),
+        "vocab": 0,
+        "outputs": classes,
+        "learned_positions": patches + 1,
+        # The patches' bias, the class's token, the final norm, the classifier's bias.
+        "outside_parameters": 4 * hidden + classes,
+        "embed_products": (cut,),
+        "predicted": 1,
+        "max_positions": patches + 1,
+    }
+
+
+def _pair(values: _Values, name: str) -> tuple[int, int]:
+    found = values.get(name)
+    pair = tuple(found) if isinstance(found, list | tuple) else (found, found)
+    if len(pair) != 2 or not all(isinstance(one, int) and one > 0 for one in pair):
+        values.refuse(name, found, "it has to be a whole number or two of them, at least 1")
+    return pair
+
+
+def _t5(values: _Values) -> dict[str, Any]:
+    """An encoder, and a decoder that also sees what the encoder gave."""
+    hidden, heads = values.whole("d_model"), values.whole("num_heads")
+    dim = values.whole("d_kv")
+    attention = Attention(heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, causal=False)
+    common = {
+        "mlp": Mlp(width=values.whole("d_ff"), gated=bool(values.get("is_gated_act", False))),
+        "dropout": values.drops("dropout_rate"),
+    }
+    encoder = Stack(
+        name="encoder", layers=values.whole("num_layers"), attention=attention, **common
+    )
+    decoder = Stack(
+        name="decoder",
+        layers=values.whole("num_decoder_layers"),
+        attention=attention.model_copy(update={"causal": True}),
+        cross_attention=attention,
+        norms=3,
+        **common,
+    )
+    # Of each: a final norm, and the positions' bias of each head, which the first layer has.
+    biases = values.whole("relative_attention_num_buckets") * heads
+    return {
+        "hidden": hidden,
+        "stacks": (encoder, decoder),
+        "outside_parameters": 2 * (hidden + biases),
+        **_rows(values, values.whole("n_positions", 512)),
+    }
+
+
+# By model_type: what a person calls it, and what reads it.
+READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
+    {
+        "gpt2": ("GPT-2", _gpt2),
+        "llama": ("Llama", _llama),
+        "mistral": ("Mistral", _llama_like),
+        "qwen2": ("Qwen 2", _qwen2),
+        "qwen3": ("Qwen 3", _qwen3),
+        "bert": ("BERT", _bert),
+        "gpt_neox": ("GPT-NeoX", _gpt_neox),
+        "bloom": ("BLOOM", _bloom),
+        "mpt": ("MPT", _mpt),
+        "opt": ("OPT", _opt),
+        "mixtral": ("Mixtral", _mixtral),
+        "qwen2_moe": ("Qwen2-MoE", _qwen2_moe),
+        "qwen3_moe": ("Qwen3-MoE", _qwen3_moe),
+        "deepseek_v2": ("DeepSeek-V2", _deepseek),
+        "deepseek_v3": ("DeepSeek-V3", _deepseek),
+        "gemma": ("Gemma", _gemma),
+        "gemma2": ("Gemma 2", _gemma2),
+        "gemma3_text": ("Gemma 3", _gemma3),
+        "gemma3": ("Gemma 3, and its tower of vision is not reckoned with", _gemma3_text),
+        "phi": ("Phi", _phi),
+        "phi3": ("Phi-3", _phi3),
+        "vit": ("ViT", _vit),
+        "t5": ("T5", _t5),
+    }
+)

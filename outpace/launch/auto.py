@@ -1,0 +1,231 @@
+"""`outpace train --plan`: a plan file, or the planner's pick for the machine at hand, traced."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.launch.outlines import find_outline
+from outpace.launch.planning import KEPT
+from outpace.launch.resolve import resolve_seq_len
+from outpace.launch.traced import fullest
+from outpace.planner.machines import Cluster, of_host, of_probe
+from outpace.planner.plans import Job, plans
+from outpace.planner.space import Wanted
+from outpace.probe.machine import identify
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned, Plans
+from outpace.records.machine import Machine
+from outpace.records.optimizers import LEVELS, Precision
+from outpace.records.plan import AXES, Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.records.units import show_bytes, show_seconds
+
+PROBE_FILE = Path("machine.json")
+_DEFAULT = "default"
+_COUNT = 8  # plans that are tried, the fastest first
+_MOST_RANKS = 8  # that a CPU is shared by
+
+Settings = tuple[TrainSettings, dict[str, str]]
+
+
+def settle(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    ranks: Ranks | None,
+    say: Callable[[str], None],
+) -> Settings:
+    """The settings with those of the plan in place of --plan, and where each came from.
+
+    Raises BadInputError where there is none that fits, or what was asked contradicts the plan.
+    """
+    if settings.plan is None:
+        return settings, dict(origins)
+    if settings.plan == "auto":
+        chosen = _pick(settings, origins, ranks, say)
+    else:
+        chosen = Plan.load(Path(settings.plan).expanduser())
+        _check_file(chosen, settings, origins, ranks)
+    if chosen.untrained is not None:
+        raise BadInputError(
+            f"--plan {settings.plan}: outpace does not train it: {chosen.untrained}."
+        )
+    values = _values(chosen, settings)
+    where = f"plan {settings.plan}"
+    told = {name: where for name in values if origins.get(name) in (None, _DEFAULT)}
+    return (
+        settings.model_copy(update={**values, "plan": None}),
+        {**origins, **told, "plan": _DEFAULT},
+    )
+
+
+def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
+    """A plan as settings: what does not belong to its strategy is left open."""
+    both = set(Plan.model_fields) & set(TrainSettings.model_fields)
+    values = {name: getattr(plan, name) for name in both}
+    for axis in AXES:
+        values[axis] = getattr(plan, axis) if plan.world_size > 1 else None
+    if plan.pp == 1 or plan.strategy == "mp":
+        values["pp_microbatches"] = None
+    values["pp_schedule"] = plan.pp_schedule if plan.strategy == "3d" and plan.pp > 1 else None
+    values["servers"] = plan.servers or None
+    for name in ("offload_parameters", "offload_optimizer"):
+        values[name] = getattr(plan, name) if getattr(plan, name) != "none" else None
+    if settings.lora_rank is None:
+        for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
+            values.pop(name, None)
+    values["nproc"] = None if plan.world_size == 1 else plan.world_size
+    return values
+
+
+def _check_file(
+    plan: Plan, settings: TrainSettings, origins: Mapping[str, str], ranks: Ranks | None
+) -> None:
+    world = ranks.world_size if ranks is not None else settings.nproc or plan.world_size
+    if plan.world_size != world:
+        raise BadInputError(
+            f"--plan {settings.plan} is for {plan.world_size} processes, but there are {world}."
+        )
+    for name, value in _values(plan, settings).items():
+        asked = getattr(settings, name)
+        if origins.get(name) not in (None, _DEFAULT) and asked != value and name != "nproc":
+            raise BadInputError(
+                f"--{name.replace('_', '-')} {asked}, but --plan {settings.plan} has {value}. "
+                "Leave one of them out."
+            )
+
+
+def _pick(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    ranks: Ranks | None,
+    say: Callable[[str], None],
+) -> Plan:
+    """The fastest plan whose trace fits."""
+    if settings.lora_rank is not None or settings.task == "classify":
+        what = "adapters" if settings.lora_rank is not None else "classifiers"
+        raise BadInputError(
+            f"--plan auto does not reckon with {what} yet. Say how to train with --strategy, "
+            "--micro-batch and --checkpointing; outpace memory shows what fits."
+        )
+    machine = identify(find_accelerator)
+    answers = []
+    failed: BadInputError | None = None
+    for world in _worlds(settings, ranks, machine):
+        try:
+            job = _job(settings, origins, machine, world)
+            answers.append((plans(job), job))
+        except BadInputError as error:
+            failed = failed or error
+    if not answers:
+        assert failed is not None
+        raise failed
+    answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
+    for answer, job in answers:
+        for planned in answer.plans:
+            if _fits(planned, settings, job, say):
+                _tell(answer, planned, say)
+                return planned.plan
+    raise BadInputError(
+        "--plan auto: none of the planner's picks fits when it is traced. Use a shorter --seq-len, "
+        "a smaller --global-batch or --model."
+    )
+
+
+def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
+    """Numbers of processes to plan for: those there are, or those that this host can start."""
+    if ranks is not None:
+        return [ranks.world_size]
+    if settings.nproc is not None:
+        return [settings.nproc]
+    if machine.devices:
+        return [len(machine.devices)]
+    return [n for n in range(1, min(machine.host_cores, _MOST_RANKS) + 1)
+            if machine.host_cores % n == 0]  # fmt: skip
+
+
+def _job(settings: TrainSettings, origins: Mapping[str, str], machine: Machine, world: int) -> Job:
+    _, outline, _ = find_outline(settings.model)
+    cluster = _cluster(settings, machine, world)
+    keep: dict[str, Any] = {"compile": settings.compile}
+    for name in KEPT:
+        if name in TrainSettings.model_fields and origins.get(name, _DEFAULT) != _DEFAULT:
+            keep[name] = getattr(settings, name)
+    if keep.get("micro_batch") == "auto":
+        del keep["micro_batch"]
+    precision = _precision(settings, cluster)
+    keep["precision"] = precision
+    return Job(
+        outline=outline,
+        cluster=cluster,
+        wanted=Wanted(
+            outline=outline,
+            seq_len=resolve_seq_len(settings, outline.max_positions),
+            global_batch=settings.global_batch,
+            world=world,
+            per_node=cluster.fabric.per_node,
+            precision=precision,
+            optimizer=settings.optimizer,
+            keep={name: value for name, value in keep.items() if value is not None},
+            trained=True,
+            naive=False,
+            on_host=not machine.devices,
+        ),
+        count=_COUNT,
+    )
+
+
+def _precision(settings: TrainSettings, cluster: Cluster) -> Precision:
+    """As asked; else the fastest of fp32 and bf16 that the device has."""
+    asked = settings.precision
+    if asked is not None:
+        return LEVELS.get(asked) or asked  # type: ignore[return-value]
+    rates = cluster.device.best_flops_per_s
+    return "bf16" if rates.get("bf16", 0.0) > rates.get("fp32", 0.0) else "fp32"
+
+
+def _cluster(settings: TrainSettings, machine: Machine, world: int) -> Cluster:
+    """As probed, where machine.json is here and of a machine like this one."""
+    cluster = None
+    if PROBE_FILE.is_file():
+        found = Machine.load(PROBE_FILE)
+        same = (found.cpu, len(found.devices)) == (machine.cpu, len(machine.devices))
+        if same and found.probed is not None:
+            cluster = of_probe(found, world)
+    cluster = cluster or of_host(machine, world)
+    if settings.memory_limit is not None:
+        device = replace(cluster.device, memory_bytes=settings.memory_limit)
+        cluster = replace(cluster, device=device)
+    return cluster
+
+
+def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[str], None]) -> bool:
+    """Whether the trace agrees that it fits; where it cannot be traced, the formula decides."""
+    limit = job.cluster.device.memory_bytes
+    if planned.untrained is not None or limit is None:
+        return planned.untrained is None
+    try:
+        needed = fullest(planned.plan, settings.model, job).needed_bytes
+    except BadInputError as error:
+        say(f"not traced ({error}); its memory is the formula's: {planned.title}")
+        return True
+    if needed <= limit:
+        return True
+    say(
+        f"passed over: {planned.title} needs {show_bytes(needed)} of {show_bytes(limit)} when "
+        f"traced (the formula says {show_bytes(planned.estimate.peak_memory_bytes)})"
+    )
+    return False
+
+
+def _tell(answer: Plans, planned: Planned, say: Callable[[str], None]) -> None:
+    one = planned.estimate
+    say(
+        f"plan: {planned.title} (of {answer.considered:,} considered; a step in about "
+        f"{show_seconds(one.step_time_s)}, 90 % between {show_seconds(one.low_s)} and "
+        f"{show_seconds(one.high_s)}; {answer.source} rates)"
+    )
+    for note in answer.notes:
+        say(f"note: {note}")

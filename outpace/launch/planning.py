@@ -1,0 +1,195 @@
+"""A question for the planner from what a person says: model, machine, batch, what is kept."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import find_node
+from outpace.launch.outlines import find_outline
+from outpace.planner.machines import Cluster, of_catalog, of_probe
+from outpace.planner.networks import read_network
+from outpace.planner.plans import Job
+from outpace.planner.space import Wanted
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.machine import Machine
+from outpace.records.optimizers import Precision
+from outpace.records.plan import Plan
+from outpace.records.units import read_bytes
+
+_SEQ_LEN = 2048
+# What `--keep` may name: what the search decides, and what all of its plans have alike.
+KEPT = (
+    "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
+    "virtual_stages", "stage_split", "sequence_parallel", "micro_batch", "pp_microbatches",
+    "checkpointing", "checkpoint_every", "offload_activations", "offload_parameters",
+    "offload_optimizer", "precision", "optimizer", "optimizer_in_backward", "loss", "compile",
+    "bucket_mib",
+)  # fmt: skip
+_WHAT_IF = ("link", "inside", "memory", "nodes")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a person said. `machine` is a catalog's name or a file that outpace probe wrote."""
+
+    model: str
+    machine: str
+    nodes: int = 1
+    devices_per_node: int | None = None
+    network: str | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: Precision | None = None
+    keep: str | None = None
+    most_tp: int | None = None
+    tokens: int | None = None
+    price: float | None = None
+    count: int = 5
+    trained: bool = False
+
+
+def job(asked: Asked) -> Job:
+    """The planner's question. Raises BadInputError for what is unknown or cannot be."""
+    _, outline, _ = find_outline(asked.model)
+    cluster = _cluster(asked)
+    world = cluster.devices
+    seq_len = asked.seq_len or min(outline.max_positions, _SEQ_LEN)
+    if outline.learned_positions and seq_len > outline.max_positions:
+        raise BadInputError(
+            f"--seq-len {seq_len}: {outline.name} has {outline.max_positions} positions. Use at "
+            f"most {outline.max_positions}."
+        )
+    keep = read_keep(asked.keep)
+    precision = asked.precision or keep.get("precision") or _precision(cluster)
+    return Job(
+        outline=outline,
+        cluster=cluster,
+        wanted=Wanted(
+            outline=outline,
+            seq_len=seq_len,
+            global_batch=asked.global_batch or 4 * world,
+            world=world,
+            per_node=cluster.fabric.per_node,
+            precision=precision,
+            most_tp=asked.most_tp,
+            keep=keep,
+            trained=asked.trained,
+            on_host=cluster.device.kind == "cpu",
+        ),
+        tokens=asked.tokens,
+        price=asked.price,
+        count=asked.count,
+    )
+
+
+def _cluster(asked: Asked) -> Cluster:
+    path = Path(asked.machine).expanduser()
+    if path.suffix == ".json" or path.is_file():
+        machine = Machine.load(path)
+        if asked.network is not None:
+            raise BadInputError(
+                f"--network {asked.network}: {path} has measured its own links. Leave one out."
+            )
+        hosts = machine.probed.hosts if machine.probed is not None else 1
+        ranks = asked.devices_per_node or len(machine.devices)
+        if not ranks:
+            ranks = (machine.probed and machine.probed.ranks_per_host) or 1
+        cluster = of_probe(machine, ranks)
+        return replace(cluster, nodes=max(asked.nodes, hosts))
+    node = find_node(asked.machine, ACCELERATORS)
+    if asked.devices_per_node is not None and asked.devices_per_node > node.processes:
+        raise BadInputError(
+            f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}."
+        )
+    network = None if asked.network is None else read_network(asked.network)
+    cluster = of_catalog(node, asked.nodes, network)
+    if asked.devices_per_node is not None:
+        fabric = replace(cluster.fabric, per_node=asked.devices_per_node)
+        cluster = replace(cluster, fabric=fabric)
+    return cluster
+
+
+def _precision(cluster: Cluster) -> Precision:
+    """bf16 where the device has products in it; a CPU's only where that was measured faster."""
+    rates = cluster.device.best_flops_per_s
+    if cluster.device.kind == "cpu":
+        return "bf16" if rates.get("bf16", 0) > rates.get("fp32", 0) else "fp32"
+    return "bf16" if "bf16" in rates else "fp16" if "fp16" in rates else "fp32"
+
+
+def read_keep(text: str | None) -> dict[str, Any]:
+    """ "precision=bf16,micro_batch=1" as settings of a plan. Raises BadInputError."""
+    found: dict[str, Any] = {}
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        name, equals, value = (word.strip() for word in part.partition("="))
+        name = name.replace("-", "_")
+        if not equals or name not in KEPT:
+            raise BadInputError(
+                f"--keep {part.strip()}: write setting=value, as in precision=bf16."
+                f"{nearest(name, KEPT)} Settings: {', '.join(KEPT)}."
+            )
+        found[name] = _checked(name, value)
+    return found
+
+
+def _checked(name: str, value: str) -> Any:
+    """As a plan has it: its own record says what is allowed."""
+    field = Plan.model_fields[name]
+    adapter = _adapter(field.annotation)
+    try:
+        return adapter.validate_strings(value)
+    except ValueError as error:
+        problem = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        raise BadInputError(f"--keep {name}={value}: {problem}.") from None
+
+
+def _adapter(annotation: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(annotation)
+
+
+def what_if(asked: Asked, text: str) -> tuple[Asked, Mapping[str, float]]:
+    """The question with something of the machine changed: link, inside, memory or nodes.
+
+    The mapping has rates and sizes to put into the cluster. Raises BadInputError.
+    """
+    changed, numbers = asked, {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or name not in _WHAT_IF:
+            raise BadInputError(
+                f"--what-if {part.strip()}: write link=400Gbps (a node's network), "
+                "inside=300GB/s (a device's link in its node), memory=141GiB or nodes=8."
+                f"{nearest(name, _WHAT_IF)}"
+            )
+        if name == "nodes":
+            if not value.isdigit() or int(value) < 1:
+                raise BadInputError(f"--what-if nodes={value}: use a number from 1.")
+            changed = replace(changed, nodes=int(value))
+        elif name == "memory":
+            try:
+                numbers["memory"] = float(read_bytes(value))
+            except ValueError as error:
+                raise BadInputError(f"--what-if memory={value}: {error}.") from None
+        else:
+            numbers[name] = read_network(value).bytes_per_s
+    return changed, numbers
+
+
+def changed(question: Job, numbers: Mapping[str, float]) -> Job:
+    """With rates and sizes of its machine replaced."""
+    cluster = question.cluster
+    fabric, device = cluster.fabric, cluster.device
+    if "link" in numbers:
+        fabric = replace(fabric, across_bytes_per_s=numbers["link"])
+    if "inside" in numbers:
+        rate = numbers["inside"]
+        fabric = replace(fabric, inside_bytes_per_s=rate, pair_bytes_per_s=rate)
+    if "memory" in numbers:
+        device = replace(device, memory_bytes=int(numbers["memory"]))
+    return replace(question, cluster=replace(cluster, fabric=fabric, device=device))

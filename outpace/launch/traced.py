@@ -1,0 +1,53 @@
+"""An estimate with its memory traced: the real model under fake tensors, on its fullest rank."""
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.interop.models import open_model
+from outpace.launch.tracing import Ask, account_of
+from outpace.planner.plans import Job
+from outpace.planner.stages import representatives
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned
+from outpace.records.memory import MemoryAccount
+from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+
+def traced(planned: Planned, model: str, job: Job) -> Planned:
+    """With the memory of a trace in place of the formula's.
+
+    Raises BadInputError for plans and models that outpace does not train.
+    """
+    if planned.untrained is not None:
+        raise BadInputError(
+            f"--depth trace runs what outpace trains, but {planned.untrained}. Leave it out."
+        )
+    account = fullest(planned.plan, model, job)
+    estimate = planned.estimate.model_copy(
+        update={
+            "depth": "trace",
+            "peak_memory_bytes": account.needed_bytes,
+            "memory": {str(kind): size for kind, size in account.peak.by_kind.items()},
+        }
+    )
+    return planned.model_copy(update={"estimate": estimate})
+
+
+def fullest(plan: Plan, model: str, job: Job) -> MemoryAccount:
+    """The traced account of the rank with the most. Raises BadInputError where it cannot be."""
+    opened = open_model(model)
+    if opened.spec is None:
+        raise BadInputError(f"{opened.name} is a model of one's own, which is not traced.")
+    wanted = job.wanted
+    settings = TrainSettings.parse({"model": model, "precision": plan.precision}, "plan")
+    ask = Ask(
+        spec=opened.spec,
+        plan=plan,
+        seq_len=wanted.seq_len,
+        accumulation=plan.accumulation(wanted.global_batch),
+        rank=0,
+        settings=settings,
+        accelerator=ACCELERATORS.get(job.cluster.device.name),
+        ranks_per_host=min(plan.world_size, job.cluster.fabric.per_node),
+    )
+    accounts = [account_of(ask.model_copy(update={"rank": rank})) for rank in representatives(plan)]
+    return max(accounts, key=lambda account: account.needed_bytes)

@@ -1,0 +1,136 @@
+"""How many micro-batches a pipeline's ranks keep activations of, by its schedule's order.
+
+A rank keeps what a stage's forward of a micro-batch left until its backward is done. Before any
+gradients exist the most is kept at the end of the warm-up; later on, with all gradients there,
+as much or less. Both are given, since either can be the fuller.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from outpace.records.pipelines import SCHEDULES
+
+Operation = tuple[Literal["F", "B", "W"], int]  # what is done, and the local stage it is done for
+
+
+class Rank(NamedTuple):
+    """A rank of a pipeline. Numbers of chunks are of micro-batches times stages.
+
+    `chunks` are kept before there is any gradient, `later_chunks` when all are there; `losses` and
+    `later_losses` of them on the last stage, if it is here. `layers` are all that lie here,
+    `chunk_layers` the mean of a stage; `borders` are those with other ranks that something comes
+    over: hidden states from the stage before, gradients from the one after.
+    """
+
+    layers: int
+    chunk_layers: float
+    stages: int
+    first: bool
+    last: bool
+    chunks: int
+    later_chunks: int
+    losses: int
+    later_losses: int
+    borders: int
+
+
+@lru_cache(maxsize=4096)
+def ranks_of(name: str, pp: int, stages_per_rank: int, microbatches: int, layers: tuple[int, ...]
+             ) -> tuple[Rank, ...]:  # fmt: skip
+    """Those of which one is the fullest: the first ones, one of the middle, and the last ones."""
+    chosen = sorted({0, 1, pp // 2, pp - 2, pp - 1} & set(range(pp)))
+    return tuple(_rank(name, pp, rank, stages_per_rank, microbatches, layers) for rank in chosen)
+
+
+def _rank(
+    name: str, pp: int, rank: int, each: int, microbatches: int, layers: tuple[int, ...]
+) -> Rank:
+    schedule = SCHEDULES[name]
+    mine = [stage for stage in range(pp * each) if schedule.rank_of(stage, pp) == rank]
+    held = [layers[stage] for stage in mine]
+    last = mine.index(pp * each - 1) if pp * each - 1 in mine else -1
+    chunks, losses, later_chunks, later_losses = _most(
+        orders(name, pp, rank, each, microbatches), held, last, schedule.splits_backward
+    )
+    ranks = [schedule.rank_of(stage, pp) for stage in range(pp * each)]
+    borders = sum(
+        0 <= other < len(ranks) and ranks[other] != rank
+        for stage in mine
+        for other in (stage - 1, stage + 1)
+    )
+    return Rank(
+        sum(held), sum(held) / each, each, 0 in mine, last >= 0,
+        chunks, later_chunks, losses, later_losses, borders,
+    )  # fmt: skip
+
+
+def _most(
+    order: Iterator[Operation], layers: list[int], last: int, splits: bool
+) -> tuple[int, int, int, int]:
+    """The most chunks that are kept before the first backward is done, and after it."""
+    kept = [0] * len(layers)
+    begun: set[int] = set()
+    early, later = (0, 0, 0), (0, 0, 0)
+    for kind, stage in order:
+        if kind == "F":
+            kept[stage] += 1
+        found = (sum(k * n for k, n in zip(kept, layers, strict=True)), sum(kept),
+                 kept[last] if last >= 0 else 0)  # fmt: skip
+        if len(begun) == len(layers):
+            later = max(later, found)
+        else:
+            early = max(early, found)
+        if kind == ("W" if splits else "B"):
+            kept[stage] -= 1
+            begun.add(stage)
+    return early[1], early[2], later[1], later[2]
+
+
+def orders(name: str, pp: int, rank: int, each: int, microbatches: int) -> Iterator[Operation]:
+    """What a rank does, in order, without waiting."""
+    total = each * microbatches
+    if name in ("gpipe", "mp", "loopedbfs"):
+        yield from (("F", chunk // microbatches) for chunk in range(total))
+        yield from (("B", each - 1 - chunk // microbatches) for chunk in range(total))
+    elif name == "1f1b":
+        warm = min(microbatches, pp - rank)
+        yield from _alternating(warm - 1, total, lambda _: 0, lambda _: 0)
+    elif name in ("interleaved", "zb"):
+        rounds = max(1, microbatches // pp)
+        per_round = microbatches // rounds
+        factor = 1 if name == "zb" else 2
+        warm = min((each - 1) * per_round + factor * (pp - 1 - rank), total)
+        yield from _alternating(
+            warm, total, lambda n: n // per_round % each,
+            lambda n: each - 1 - n // per_round % each,
+            delay=rank if name == "zb" else None,
+        )  # fmt: skip
+    else:
+        # Qi et al., arXiv 2401.10241, §6: with a V of two stages a rank every rank keeps what p
+        # micro-batches leave on both; DualPipeV one chunk more (DeepSeek-AI, arXiv 2412.19437,
+        # table 2: p + 1 of p micro-batches on two halves).
+        warm = min(2 * pp - 1 + (name == "dualpipev"), total - 1)
+        yield from _alternating(warm, total, lambda n: n % 2, lambda n: 1 - n % 2, delay=0)
+
+
+def _alternating(  # type: ignore[no-untyped-def]
+    warm: int, total: int, forward, backward, delay: int | None = None
+) -> Iterator[Operation]:
+    """`warm` forwards, one forward and one backward in turn, the backwards that are left.
+
+    With a `delay` gradients of weights are made so many backwards later, all at last.
+    """
+    for number in range(min(warm, total)):
+        yield "F", forward(number)
+    waiting: list[int] = []
+    for number in range(total):
+        if warm + number < total:
+            yield "F", forward(warm + number)
+        yield "B", backward(number)
+        if delay is not None:
+            waiting.append(backward(number))
+            if len(waiting) > delay:
+                yield "W", waiting.pop(0)
+    for stage in waiting:
+        yield "W", stage

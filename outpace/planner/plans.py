@@ -1,0 +1,358 @@
+"""The planner's answer: plans that fit, fastest first, each with its reasons, and what was not."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from outpace.planner import memory
+from outpace.planner.columns import MODES, Columns, Floats, of_plans
+from outpace.planner.device import dtype_of
+from outpace.planner.estimate import Question, Times, estimate
+from outpace.planner.machines import Cluster
+from outpace.planner.outline_flops import forward_flops
+from outpace.planner.outlines import parameters
+from outpace.planner.search import FAMILIES, Found, Needs, family, search
+from outpace.planner.space import Wanted, to_plan
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Estimate, Insistence, Planned, Plans, Rejected
+from outpace.records.outline import Outline
+from outpace.records.plan import Plan
+from outpace.records.units import show_bytes, show_count, show_seconds
+
+LEVEL = 0.9
+# Words for where the time goes.
+PARTS: Mapping[str, str] = {
+    "products_s": "matrix products",
+    "attention_s": "attention",
+    "memory_s": "memory-bound operations",
+    "host_s": "waiting for the host and the slowest stage",
+    "bubble_s": "pipeline bubble",
+    "tensor_s": "tensor-parallel exchange",
+    "context_s": "context-parallel exchange",
+    "pipeline_s": "sends between stages",
+    "expert_s": "exchange of tokens among experts",
+    "data_s": "gradients and parameters",
+    "optimizer_s": "optimizer",
+    "offload_s": "offloading",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, a batch and a machine, and what is asked of the answer."""
+
+    outline: Outline
+    cluster: Cluster
+    wanted: Wanted
+    tokens: int | None = None
+    price: float | None = None  # of a device and hour
+    count: int = 5
+
+    @property
+    def question(self) -> Question:
+        """What times are reckoned from."""
+        return Question(self.outline, self.wanted.seq_len, self.cluster.device,
+                        self.cluster.fabric)  # fmt: skip
+
+    def needs(self, columns: Columns) -> Floats:
+        """Bytes of each plan's fullest rank."""
+        return memory.reserved_bytes(
+            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind
+        )
+
+
+def plans(job: Job) -> Plans:
+    """Every plan considered; raises BadInputError, naming what would do, if none fits."""
+    began = time.perf_counter()
+    limit = float(job.cluster.device.memory_bytes or math.inf)
+    found = search(job.question, job.wanted, job.needs, limit, job.count)
+    if not len(found.ranked):
+        raise BadInputError(_infeasible(job, found))
+    planned = [_planned(job, found, int(place), rank) for rank, place in enumerate(found.ranked)]
+    wanted = job.wanted
+    return Plans(
+        model=job.outline.name,
+        parameters=parameters(job.outline),
+        machine=job.cluster.name,
+        nodes=job.cluster.nodes,
+        devices_per_node=job.cluster.fabric.per_node,
+        seq_len=wanted.seq_len,
+        global_batch=wanted.global_batch,
+        plans=tuple(planned),
+        rejected=tuple(_rejected(job, found)),
+        insistences=tuple(_insistences(job, planned[0].estimate.step_time_s, limit)),
+        considered=found.considered,
+        fitting=found.fitting,
+        took_s=time.perf_counter() - began,
+        source="probed" if job.cluster.probed else "catalog",
+        notes=job.cluster.notes,
+    )
+
+
+def one(job: Job, plan: Plan) -> Planned:
+    """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
+    columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
+    times = estimate(job.question, columns)
+    return Planned(
+        title=title(plan),
+        plan=plan,
+        identity=plan.identity(job.wanted.global_batch),
+        estimate=_estimate(job, columns, times, job.needs(columns), 0),
+        why="as given",
+        untrained=job.outline.untrained or plan.untrained,
+    )
+
+
+def _planned(job: Job, found: Found, place: int, rank: int) -> Planned:
+    plan = to_plan(found.columns, place)
+    return Planned(
+        title=title(plan),
+        plan=plan,
+        identity=plan.identity(job.wanted.global_batch),
+        estimate=_estimate(job, found.columns, found.times, found.needs, place),
+        why=_why(found, place, rank),
+        untrained=job.outline.untrained or plan.untrained,
+    )
+
+
+def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: int) -> Estimate:
+    wanted, device = job.wanted, job.cluster.device
+    seconds = float(times.step_s[place])
+    samples = wanted.global_batch
+    tokens = samples * wanted.seq_len
+    row = columns.take([place])
+    ranks = int(row.ranks[0] + row.servers[0])
+    forward = forward_flops(job.outline, wanted.seq_len, samples)
+    full = row.modes[0, MODES.index("full")] + row.modes[0, MODES.index("attention")]
+    peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
+    mfu = None if peak is None else 3 * forward / seconds / peak / ranks
+    low, high = interval(job.cluster.probed)
+    by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind)
+    kinds: dict[str, int] = {
+        str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
+    }
+    inside = sum(size for name, size in kinds.items() if name != "offloaded")
+    kinds["allocator and libraries"] = max(0, round(float(needs[place])) - inside)
+    budget = None if job.tokens is None else job.tokens / tokens * seconds
+    return Estimate(
+        depth="estimate",
+        step_time_s=seconds,
+        low_s=seconds * low,
+        high_s=seconds * high,
+        level=LEVEL,
+        tokens_per_s=tokens / seconds,
+        mfu=mfu,
+        hfu=None if mfu is None else mfu * (3 + float(full)) / 3,
+        peak_memory_bytes=inside + kinds["allocator and libraries"],
+        memory_bytes=device.memory_bytes,
+        memory=kinds,
+        parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
+        ranks=ranks,
+        tokens=job.tokens,
+        time_s=budget,
+        cost=None if budget is None or job.price is None else budget / 3600 * ranks * job.price,
+    )
+
+
+@lru_cache
+def _residuals() -> Mapping[str, Any]:
+    text = files("outpace.catalog").joinpath("residuals.json").read_text(encoding="utf-8")
+    loaded: Mapping[str, Any] = json.loads(text)
+    return loaded
+
+
+def interval(probed: bool) -> tuple[float, float]:
+    """Of a predicted time: the factors between which the true one lies with LEVEL.
+
+    They are quantiles of real comparisons, written by benchmarks/planner_accuracy.py.
+    """
+    row = _residuals()["probed" if probed else "catalog"]
+    return float(row["low"]), float(row["high"])
+
+
+_NAMES: Mapping[str, str] = {
+    "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP",
+    "single": "one device", "ps": "parameter server", "ring": "ring all-reduce",
+    "dp": "DP, one process", "mp": "naive model parallel",
+}  # fmt: skip
+
+
+def title(plan: Plan) -> str:
+    """A plan in a few words: its axes, micro-batch and what it gives for memory."""
+    name = _NAMES.get(plan.strategy)
+    if name is None:
+        mesh = _axes(plan)
+    else:
+        mesh = name if plan.world_size == 1 else f"{name} {plan.world_size}"
+        if plan.strategy == "hsdp":
+            mesh = f"HSDP {plan.dp_replicate} × {plan.dp_shard}"
+    return ", ".join([mesh, f"micro-batch {plan.micro_batch}", *_levers(plan)])
+
+
+def _axes(plan: Plan) -> str:
+    words = [f"TP {plan.tp}"] if plan.tp > 1 else []
+    words += [f"CP {plan.cp}"] if plan.cp > 1 else []
+    if plan.pp > 1:
+        loops = f" × {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
+        words.append(f"PP {plan.pp}{loops} {plan.schedule}")
+    words += [f"replicas {plan.dp_replicate}"] if plan.dp_replicate > 1 else []
+    words += [f"ZeRO-{plan.zero} {plan.dp_shard}"] if plan.dp_shard > 1 else []
+    return " × ".join(words + ([f"EP {plan.ep}"] if plan.ep > 1 else []))
+
+
+def _levers(plan: Plan) -> list[str]:
+    found = []
+    if plan.checkpointing != "none":
+        half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
+        found.append(f"{plan.checkpointing} recomputation{half}")
+    if plan.loss == "chunked":
+        found.append("chunked loss")
+    for what in ("activations", "parameters", "optimizer"):
+        place = getattr(plan, f"offload_{what}")
+        if place != "none":
+            found.append(f"{what} on {'disk' if place == 'disk' else 'the host'}")
+    return found
+
+
+def _why(found: Found, place: int, rank: int) -> str:
+    """One sentence: against the fastest, or, of the fastest, against the next."""
+    others = [int(other) for other in found.ranked if other != place]
+    if not others:
+        return "no other kind of plan fits"
+    other = others[0]
+    mine, theirs = found.times.step_s[place], found.times.step_s[other]
+    gaps = {
+        name: float(getattr(found.times, name)[other] - getattr(found.times, name)[place])
+        for name in PARTS
+    }
+    against = title(to_plan(found.columns, other)).split(", micro-batch")[0]
+    if rank == 0:
+        name = max(gaps, key=lambda key: gaps[key])
+        if gaps[name] <= 0:
+            return f"as fast as the next ({against}), with fewer levers pulled"
+        return (
+            f"{theirs / mine - 1:.1%} faster than the next ({against}), which takes "
+            f"{show_seconds(gaps[name])} more for {PARTS[name]}"
+        )
+    name = min(gaps, key=lambda key: gaps[key])
+    return (
+        f"{mine / theirs - 1:.1%} slower than the fastest: {show_seconds(max(0.0, -gaps[name]))} "
+        f"more for {PARTS[name]}"
+    )
+
+
+def _rejected(job: Job, found: Found) -> list[Rejected]:
+    """Every family that is not among the ranked, and its best or its smallest plan."""
+    shown = {FAMILIES[place] for place in family(found.columns)[found.ranked]}
+    fastest = float(found.times.step_s[found.ranked[0]])
+    limit = job.cluster.device.memory_bytes
+    rows = []
+    for name in FAMILIES:
+        if name in shown or name not in found.best:
+            continue
+        place = found.best[name]
+        if place < 0:
+            small = found.smallest[name]
+            assert limit is not None
+            reason = f"needs {show_bytes(round(found.needs[small]))} of {show_bytes(limit)}"
+            rows.append(Rejected(family=name, reason=reason, plan=to_plan(found.columns, small)))
+            continue
+        seconds = float(found.times.step_s[place])
+        gaps = {
+            part: float(getattr(found.times, part)[place]
+                        - getattr(found.times, part)[found.ranked[0]])
+            for part in PARTS
+        }  # fmt: skip
+        worst = max(gaps, key=lambda key: gaps[key])
+        reason = (
+            f"{show_seconds(seconds)} at best, {seconds / fastest:.2f} times the fastest: "
+            f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
+        )
+        rows.append(Rejected(family=name, reason=reason, plan=to_plan(found.columns, place)))
+    return rows
+
+
+def _insistences(job: Job, fastest_s: float, limit: float) -> list[Insistence]:
+    """What each thing that a person insists on costs: the time without it, all else kept."""
+    rows = []
+    wanted = job.wanted
+    asked: list[tuple[str, Wanted]] = [
+        (f"{name}={value}", replace(wanted, keep={k: v for k, v in wanted.keep.items()
+                                                  if k != name}))
+        for name, value in wanted.keep.items()
+    ]  # fmt: skip
+    if wanted.most_tp is not None:
+        asked.append((f"max-tp {wanted.most_tp}", replace(wanted, most_tp=None)))
+    for setting, freer in asked:
+        found = search(job.question, freer, job.needs, limit, 1)
+        if len(found.ranked):
+            free_s = float(found.times.step_s[found.ranked[0]])
+            rows.append(Insistence(setting=setting, slowdown=max(0.0, fastest_s / free_s - 1)))
+    return rows
+
+
+def _infeasible(job: Job, found: Found) -> str:
+    """Why nothing fits, and the smallest machine that would do."""
+    wanted, device = job.wanted, job.cluster.device
+    if not found.smallest:
+        kept = ", ".join(f"{k}={v}" for k, v in wanted.keep.items())
+        return (
+            f"no plan can be laid out: {wanted.world} devices do not share out a global batch of "
+            f"{wanted.global_batch}{f' with {kept}' if kept else ''}. Use a global batch that is "
+            f"a multiple of {wanted.world}, or insist on less."
+        )
+    place = min(found.smallest.values(), key=lambda spot: float(found.needs[spot]))
+    least = float(found.needs[place])
+    more = _enough(lambda nodes: _fits_on(job, nodes))
+    assert device.memory_bytes is not None
+    return (
+        f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
+        f"smallest plan ({title(to_plan(found.columns, place))}) needs {show_bytes(round(least))} "
+        f"of {show_bytes(device.memory_bytes)} on every device. "
+        + (f"It fits on {more} nodes of {job.cluster.name}." if more else
+           "Use devices with more memory, a shorter --seq-len, or a smaller model.")
+    )  # fmt: skip
+
+
+_MOST_NODES = 4096
+
+
+def _enough(fits: Callable[[int], bool]) -> int | None:
+    """The fewest nodes, of powers of two, that are enough."""
+    nodes = 1
+    while nodes <= _MOST_NODES:
+        if fits(nodes):
+            return nodes
+        nodes *= 2
+    return None
+
+
+def _fits_on(job: Job, nodes: int) -> bool:
+    if nodes <= job.cluster.nodes:
+        return False
+    world = nodes * job.cluster.fabric.per_node
+    batch = math.ceil(job.wanted.global_batch / world) * world
+    wanted = replace(job.wanted, world=world, global_batch=batch)
+    limit = float(job.cluster.device.memory_bytes or math.inf)
+    needs: Needs = job.needs
+    return bool(len(search(job.question, wanted, needs, limit, 1).ranked))
+
+
+def throughput(job: Job, nodes: int) -> tuple[float, Planned] | None:
+    """Tokens/s of the best plan on so many nodes, and that plan; None where none fits."""
+    cluster = replace(job.cluster, nodes=nodes)
+    world = nodes * cluster.fabric.per_node
+    other = replace(job, cluster=cluster, wanted=replace(job.wanted, world=world))
+    limit = float(cluster.device.memory_bytes or np.inf)
+    found = search(other.question, other.wanted, other.needs, limit, 1)
+    if not len(found.ranked):
+        return None
+    planned = _planned(other, found, int(found.ranked[0]), 0)
+    return planned.estimate.tokens_per_s, planned

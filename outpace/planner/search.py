@@ -1,0 +1,187 @@
+"""The fastest plans that fit, found without leaving any out.
+
+A layout takes no longer without a lever (recomputation, a chunked loss, offloading) than with it.
+So layouts are looked at in the order of what they take without, all levers of a few at a time, and
+the search ends where the next layout cannot be better than what was found: branch and bound, with
+the same answer as trying everything.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.planner.columns import STRATEGIES, Columns, Floats, Ints
+from outpace.planner.estimate import Question, Times, estimate
+from outpace.planner.space import Wanted, expand, layouts, levers
+
+# Bytes that each plan's fullest rank needs.
+Needs = Callable[[Columns], Floats]
+
+FAMILIES = (
+    "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
+    "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
+    "one device", "product of axes",
+)  # fmt: skip
+_BATCH = 128  # layouts whose levers are looked at together
+_FIRST = 16
+_NEAR = 1.001  # what plainness can make up for
+
+
+@dataclass(frozen=True)
+class Found:
+    """Plans that fit, fastest first, and where each family ends.
+
+    `best` has a family's fastest plan that fits, `smallest` one that needs the least memory of
+    those that do not: places in `columns`, −1 for none.
+    """
+
+    columns: Columns
+    times: Times
+    needs: Floats
+    ranked: Ints
+    best: dict[str, int]
+    smallest: dict[str, int]
+    considered: int
+    fitting: int
+
+
+def family(columns: Columns) -> Ints:
+    """Places in FAMILIES."""
+    names = {
+        "dp": 0, "ps": 1, "ring": 2, "horovod": 2, "ddp": 3, "zero1": 4, "zero2": 5, "zero3": 6,
+        "hsdp": 7, "mp": 8, "tp": 10, "cp": 11, "single": 12, "3d": 13,
+    }  # fmt: skip
+    return np.array([names.get(name, 9) for name in STRATEGIES])[columns.strategy]
+
+
+def search(
+    question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int = 10
+) -> Found:
+    """The `count` fastest kinds of plan that fit into `memory_bytes`, and every family's end.
+
+    Plans of one kind split the same axes and have the same level of ZeRO: the fastest is taken.
+    """
+    plain = layouts(wanted)
+    chosen = list(levers(wanted))
+    bound = estimate(question, plain).step_s
+    of_family = family(plain)
+    kind = _kinds(plain)
+    taken: list[Columns] = []
+    for place in np.unique(of_family):
+        mine = np.nonzero(of_family == place)[0]
+        order = mine[np.argsort(bound[mine], kind="stable")]
+        taken += _family(question, plain, order, bound, kind, chosen, needs, memory_bytes, count)
+    if not taken:
+        return _nothing(plain, question)
+    together = _joined(taken)
+    return _found(question, together, needs, memory_bytes, count, len(plain) * len(chosen))
+
+
+def _family(
+    question: Question,
+    plain: Columns,
+    order: Ints,
+    bound: Floats,
+    kind: Ints,
+    chosen: list[dict[str, object]],
+    needs: Needs,
+    memory_bytes: float,
+    count: int,
+) -> Iterator[Columns]:
+    """Of one family's layouts, cheapest first: those that can be among the `count` kinds."""
+    fastest: dict[int, float] = {}
+    least: tuple[float, Columns] | None = None
+    begin, size = 0, _FIRST
+    while begin < len(order):
+        worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
+        if bound[order[begin]] > worst * _NEAR:
+            return
+        part = expand(plain.take(order[begin : begin + size]), chosen)
+        begin, size = begin + size, min(2 * size, _BATCH)
+        if not len(part):
+            continue
+        need = needs(part)
+        fits = need <= memory_bytes
+        if not fastest:
+            small = int(np.argmin(need))
+            if least is None or need[small] < least[0]:
+                least = (float(need[small]), part.take([small]))
+        if not fits.any():
+            continue
+        part = part.take(fits)
+        seconds = estimate(question, part).step_s
+        kinds = _kinds(part)
+        keep = _first_of(kinds, _plainly(part, seconds))
+        for place in keep:
+            own, took = int(kinds[place]), float(seconds[place])
+            fastest[own] = min(fastest.get(own, np.inf), took)
+        yield part.take(keep)
+    if not fastest and least is not None:
+        yield least[1]
+
+
+def _first_of(kinds: Ints, seconds: Floats) -> Ints:
+    """The fastest of each kind; of equally fast ones the first, which has the fewest levers."""
+    order = np.argsort(seconds, kind="stable")
+    _, first = np.unique(kinds[order], return_index=True)
+    return order[first]
+
+
+def _kinds(c: Columns) -> Ints:
+    """A number for each combination of a family, the axes that are split and the level of ZeRO."""
+    found = family(c)
+    for split in (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1):
+        found = found * 2 + split
+    return found * 4 + c.zero
+
+
+def _plainly(c: Columns, seconds: Floats) -> Floats:
+    """Seconds to rank by: of plans that take as long, the plainest comes first.
+
+    Each axis that is split and each lever that is pulled counts for a ten-thousandth.
+    """
+    pulled = sum(
+        values.astype(float)
+        for values in (
+            c.tp > 1, c.cp > 1, c.pp > 1, c.dp_replicate > 1, c.stages_per_rank > 1,
+            c.chunked_loss, c.offload_activations > 0, c.offload_parameters > 0,
+            c.offload_optimizer > 0, c.modes[:, 0] < 1,
+        )
+    )  # fmt: skip
+    ranked: Floats = seconds * (1 + 1e-4 * pulled)
+    return ranked
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    names = Columns.__dataclass_fields__
+    return Columns(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def _found(
+    question: Question, columns: Columns, needs: Needs, memory_bytes: float, count: int,
+    considered: int,
+) -> Found:  # fmt: skip
+    times, need = estimate(question, columns), needs(columns)
+    seconds, of_family = times.step_s, family(columns)
+    fits = need <= memory_bytes
+    inside = np.nonzero(fits)[0]
+    order_s = _plainly(columns, seconds)
+    ranked = inside[_first_of(_kinds(columns)[inside], order_s[inside])]
+    ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
+    best, smallest = {}, {}
+    for place in np.unique(of_family):
+        mine = np.nonzero(of_family == place)[0]
+        able = mine[fits[mine]]
+        name = FAMILIES[place]
+        best[name] = int(able[np.argmin(seconds[able])]) if len(able) else -1
+        smallest[name] = int(mine[np.argmin(need[mine])])
+    return Found(columns, times, need, ranked[:count], best, smallest, considered, int(fits.sum()))
+
+
+def _nothing(plain: Columns, question: Question) -> Found:
+    none = plain.take(slice(0, 0))
+    empty = np.zeros(0)
+    return Found(
+        none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain), 0
+    )

@@ -1,0 +1,377 @@
+"""The space of plans: every layout of the ranks that can be, times every lever, as columns."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from outpace.planner.columns import (
+    MODES,
+    OFFLOADS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULE_NAMES,
+    STRATEGIES,
+    Columns,
+    Ints,
+)
+from outpace.planner.outlines import weights
+from outpace.records.optimizers import OptimizerName, Precision, default_optimizer
+from outpace.records.outline import Outline
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Offload, Plan, Strategy
+
+# Layers that are all computed again, or every second; the other modes are of all layers.
+_MODES: tuple[tuple[str, int], ...] = (
+    ("none", 1), ("selective", 1), ("attention", 1), ("full", 2), ("full", 1),
+)  # fmt: skip
+# Of activations, parameters and the optimizer's state.
+_OFFLOADS: tuple[tuple[Offload, Offload, Offload], ...] = (
+    ("none", "none", "none"), ("none", "none", "cpu"), ("none", "cpu", "cpu"),
+    ("cpu", "none", "none"), ("cpu", "cpu", "cpu"), ("none", "none", "disk"),
+    ("none", "disk", "disk"),
+)  # fmt: skip
+_GATHERS = (2, 3)  # levels of ZeRO that gather parameters before their use
+_SHORTEST_PART = 1024  # tokens of a sequence on a rank of cp
+_MOST_MICRO_BATCH = 64
+_MOST_VIRTUAL = 8
+_LOOPS = ("interleaved", "loopedbfs", "zb")
+_SPLITS = ("zb", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is planned for. `keep` has what a person insists on, by the names of a plan's settings.
+
+    `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well.
+    """
+
+    outline: Outline
+    seq_len: int
+    global_batch: int
+    world: int
+    per_node: int
+    precision: Precision
+    optimizer: OptimizerName | None = None
+    most_tp: int | None = None
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = False
+    naive: bool = True
+    on_host: bool = False  # devices are CPUs: offloading to them means nothing
+    alike: bool = True  # layers are, so that every pipeline can be cut
+
+
+# A layout is a row of these: ranks on axes, a schedule and a micro-batch.
+_COLUMNS = (
+    "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "schedule",
+    "stages_per_rank", "micro_batch", "microbatches", "passes", "servers",
+)  # fmt: skip
+_Row = tuple[int, ...]
+# Settings of a plan by other names than their columns.
+_ASKED = {"pp_microbatches": "microbatches", "virtual_stages": "stages_per_rank"}
+_WORDS: Mapping[str, Sequence[str]] = {"strategy": STRATEGIES, "pp_schedule": SCHEDULE_NAMES}
+Lever = dict[str, Any]
+
+
+def layouts(wanted: Wanted) -> Columns:
+    """Every layout, each with the least of all levers: it takes no longer with any others."""
+    rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
+    values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
+    plain = next(iter(levers(wanted)), None)
+    if plain is None:
+        rows = rows[:0]
+        values = dict(zip(_COLUMNS, rows.T, strict=True))
+        plain = _lever(("none", 1), _OFFLOADS[0], False, wanted)
+    count = len(rows)
+    keep = wanted.keep
+    found = Columns(
+        **values,
+        **{name: _repeated(value, count) for name, value in plain.items()},
+        sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
+        even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
+        bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
+    )
+    return found.take(_kept(found, keep) & _goes(found))
+
+
+def _repeated(value: Any, count: int) -> Any:
+    array = np.asarray(value)
+    return np.broadcast_to(array, (count, *array.shape)).copy()
+
+
+def expand(columns: Columns, chosen: Sequence[Lever]) -> Columns:
+    """Every layout with every lever that it goes with."""
+    count = len(chosen)
+    values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(Columns)}
+    for name in chosen[0]:
+        array = np.array([lever[name] for lever in chosen])
+        values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
+    found = Columns(**values)
+    return found.take(_possible(found))
+
+
+def _kept(c: Columns, keep: Mapping[str, Any]) -> Any:
+    """Which are as a person insists."""
+    fine = np.ones(len(c), bool)
+    for name, value in keep.items():
+        if name in _WORDS:
+            column = c.strategy if name == "strategy" else c.schedule
+            fine &= column == list(_WORDS[name]).index(value)
+        elif _ASKED.get(name, name) in _COLUMNS:
+            fine &= getattr(c, _ASKED.get(name, name)) == value
+    return fine
+
+
+def levers(wanted: Wanted) -> Iterator[Lever]:
+    """What can be set whatever the layout is, the plainest first."""
+    keep = wanted.keep
+    modes = [
+        (mode, every)
+        for mode, every in _MODES
+        if keep.get("checkpointing", mode) == mode and keep.get("checkpoint_every", every) == every
+    ]
+    names = ("offload_activations", "offload_parameters", "offload_optimizer")
+    places = [
+        three
+        for three in _OFFLOADS
+        if all(keep.get(name, place) == place for name, place in zip(names, three, strict=True))
+        and not (wanted.on_host and "cpu" in three)
+    ]
+    losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
+    for three, mode, chunked in product(places, modes, losses):
+        yield _lever(mode, three, chunked, wanted)
+
+
+def _lever(
+    mode: tuple[str, int], places: tuple[Offload, Offload, Offload], chunked: bool, wanted: Wanted
+) -> Lever:
+    keep = wanted.keep
+    precision = keep.get("precision", wanted.precision)
+    optimizer = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
+    shares = [0.0] * len(MODES)
+    shares[[*MODES].index(mode[0])] += 1 / mode[1]  # type: ignore[arg-type]
+    shares[0] += 1 - 1 / mode[1]
+    activations, parameters, state = (OFFLOADS.index(place) for place in places)
+    return {
+        "modes": shares,
+        "offload_activations": activations,
+        "offload_parameters": parameters,
+        "offload_optimizer": state,
+        "precision": PRECISIONS.index(precision),
+        "optimizer": OPTIMIZERS.index(optimizer),
+        "chunked_loss": chunked,
+        "compile": bool(keep.get("compile", False)),
+        "in_backward": bool(keep.get("optimizer_in_backward", False)),
+    }
+
+
+def _goes(c: Columns) -> Any:
+    """Which layouts go with what is the same in all of their plans."""
+    fine = ~(c.precise("fp8") & (c.tp > 1))
+    return fine & ~(c.scheduled(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
+
+
+def _possible(c: Columns) -> Any:
+    """Which can be plans: what goes with what, as `records.plan` has it."""
+    fine = _goes(c) & ~(c.scheduled(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
+    gathers = np.isin(c.zero, _GATHERS) | c.of("single")
+    fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
+    adamw = np.isin(c.optimizer, [i for i, name in enumerate(OPTIMIZERS) if name[:7] == "adamw-f"])
+    elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
+    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precise("fp16-master")))
+    fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))
+    fine &= ~(elsewhere & (c.pp > 1))
+    naive = c.of("dp", "ps", "ring", "mp")
+    return fine & ~(naive & (elsewhere | (c.offload_activations > 0)))
+
+
+def _layouts(wanted: Wanted) -> Iterator[_Row]:
+    """Ranks on axes in every way, with every schedule and micro-batch."""
+    for tp, cp, pp in _meshes(wanted):
+        replicas = wanted.world // (tp * cp * pp)
+        if wanted.global_batch % replicas:
+            continue
+        share = wanted.global_batch // replicas
+        sizes = _micro_batches(share)
+        for rep, shard, zero in _data_axes(replicas, tp, cp, wanted):
+            strategy = _name(rep, shard, zero, tp, cp, pp)
+            if wanted.trained and strategy == "3d" and zero in (1, 2):
+                continue
+            for ep, micro in product(_expert_axes(shard * cp, wanted), sizes):
+                axes = (rep, shard, zero, tp, cp, pp, ep)
+                name = "3d" if ep > 1 else strategy
+                yield from _scheduled(name, axes, micro, share // micro, wanted)
+    if wanted.naive:
+        yield from _naive(wanted)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _meshes(wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+    """tp × cp × pp. tp divides heads and stays in a node; cp leaves parts of some length."""
+    outline, world = wanted.outline, wanted.world
+    heads = [
+        n for stack in outline.stacks for a in (stack.attention,) if a is not None
+        for n in (a.heads, a.kv_heads)
+    ]  # fmt: skip
+    widths = [w.outputs if w.cut == "outputs" else w.inputs
+              for stack in outline.stacks for w in weights(stack, outline.hidden)
+              if w.cut != "none" and not w.experts]  # fmt: skip
+    common = math.gcd(*heads, *widths) if heads else 1
+    most = min(wanted.per_node, wanted.most_tp or wanted.per_node)
+    tps = [n for n in _divisors(world) if n <= most and common % n == 0]
+    longest = max(1, wanted.seq_len // _SHORTEST_PART) if heads else 1
+    cps = [
+        n for n in _divisors(world) if (n <= longest and wanted.seq_len % (2 * n) == 0) or n == 1
+    ]
+    pps = [n for n in _divisors(world) if n <= outline.layers] if wanted.alike else [1]
+    for tp, cp, pp in product(tps, cps, pps):
+        if world % (tp * cp * pp) == 0:
+            yield tp, cp, pp
+
+
+def _data_axes(replicas: int, tp: int, cp: int, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
+    """dp_replicate × dp_shard and the level of ZeRO: replicas, shards of all, shards in groups."""
+    yield replicas, 1, 0
+    if replicas == 1:
+        return
+    for zero in (1, 2, 3):
+        yield 1, replicas, zero
+    inside = wanted.per_node // (tp * cp)
+    for size in {inside, inside * 2, inside * 4, inside * 8}:
+        if 1 < size < replicas and replicas % size == 0:
+            yield replicas // size, size, 3
+
+
+def _expert_axes(ranks: int, wanted: Wanted) -> list[int]:
+    experts = wanted.outline.experts
+    if not experts or wanted.trained:
+        return [1]
+    return [n for n in _divisors(math.gcd(ranks, experts)) if n <= 64]
+
+
+def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
+    """The strategy that splits these axes; a pipeline alone is named by its schedule later."""
+    alone: dict[str, Strategy] = {"tp": "tp", "cp": "cp", "pp": "1f1b"}
+    axes = [name for name, size in (("tp", tp), ("cp", cp), ("pp", pp)) if size > 1]
+    if axes:
+        return "3d" if rep > 1 or shard > 1 or len(axes) > 1 else alone[axes[0]]
+    if rep > 1:
+        return "hsdp" if shard > 1 else "ddp"
+    names: tuple[Strategy, ...] = ("single", "zero1", "zero2", "zero3")
+    return names[zero]
+
+
+def _micro_batches(share: int) -> list[int]:
+    """Divisors of a rank's samples: the powers of two, and all of them where they are few."""
+    found = [n for n in _divisors(share) if n <= _MOST_MICRO_BATCH]
+    powers = [n for n in found if n & (n - 1) == 0]
+    return found if len(found) <= 6 else sorted({*powers, found[-1]})
+
+
+def _scheduled(
+    strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: Wanted
+) -> Iterator[_Row]:
+    """With every schedule for `parts` micro-batches; without a pipeline they are accumulated."""
+    layers, pp = wanted.outline.layers, axes[5]
+    if pp == 1:
+        yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
+        return
+    for schedule in SCHEDULE_NAMES[2:]:
+        if wanted.trained and strategy == "3d" and schedule in _SPLITS:
+            continue
+        own = SCHEDULES[schedule].stages_per_rank
+        many = range(own, own + 1)
+        if schedule in _LOOPS and not wanted.trained:
+            many = range(own, _MOST_VIRTUAL + 1)
+        name: Strategy = schedule if strategy == "1f1b" else strategy  # type: ignore[assignment]
+        for count in many:
+            even = layers % (pp * count) == 0 or count == own
+            if even and pp * count <= layers and _takes(schedule, pp, count, parts):
+                place = SCHEDULE_NAMES.index(schedule)
+                yield (STRATEGIES.index(name), *axes, place, count, micro, parts, 1, 0)
+
+
+def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
+    """Whether a schedule can take so many micro-batches (see `records.pipelines.refusal`)."""
+    if schedule == "1f1b":
+        return parts >= pp
+    if schedule == "dualpipev":
+        return parts >= pp * count
+    if schedule in ("interleaved", "zb"):
+        return parts % max(1, parts // pp) == 0 and parts % pp == 0
+    return True
+
+
+def _naive(wanted: Wanted) -> Iterator[_Row]:
+    """What is there to compare with: one process for all, servers, a ring, one after another."""
+    world, batch = wanted.world, wanted.global_batch
+    if 1 < world <= wanted.outline.layers:
+        for micro in _micro_batches(batch):
+            axes = (1, 1, 0, 1, 1, world, 1)
+            yield (STRATEGIES.index("mp"), *axes, 1, 1, micro, 1, batch // micro, 0)
+    named: tuple[tuple[Strategy, int], ...] = (("dp", 0), ("ring", 0), ("ps", 1))
+    for strategy, servers in named:
+        ranks = world - servers
+        if ranks < 2 or batch % ranks or (strategy == "dp" and world > wanted.per_node):
+            continue
+        for micro in _micro_batches(batch // ranks):
+            passes = batch // ranks // micro
+            axes = (ranks, 1, 0, 1, 1, 1, 1)
+            yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, passes, servers)
+
+
+def to_plan(c: Columns, place: int) -> Plan:
+    """One row as a plan."""
+    strategy = STRATEGIES[c.strategy[place]]
+    mode, every = _mode(c.modes[place])
+    schedule = SCHEDULE_NAMES[c.schedule[place]]
+    count = int(c.stages_per_rank[place])
+    values: dict[str, Any] = {
+        "strategy": strategy,
+        **{name: int(getattr(c, name)[place])
+           for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "micro_batch",
+                        "servers")},
+        "pp_microbatches": int(c.microbatches[place]),
+        "sequence_parallel": bool(c.sequence_parallel[place]),
+        "precision": PRECISIONS[c.precision[place]],
+        "optimizer": OPTIMIZERS[c.optimizer[place]],
+        "checkpointing": mode,
+        "checkpoint_every": every,
+        "loss": "chunked" if c.chunked_loss[place] else "auto",
+        "compile": bool(c.compile[place]),
+        "optimizer_in_backward": bool(c.in_backward[place]),
+        "bucket_mib": int(c.bucket_bytes[place]) // 2**20,
+        "stage_split": "even" if c.even_stages[place] else "cost",
+        **{name: OFFLOADS[getattr(c, name)[place]]
+           for name in ("offload_activations", "offload_parameters", "offload_optimizer")},
+    }  # fmt: skip
+    if schedule not in ("none", "mp") and count != SCHEDULES[schedule].stages_per_rank:
+        values["virtual_stages"] = count
+    if strategy == "3d":
+        values["zero"] = int(c.zero[place]) or 3
+        if schedule != "none":
+            values["pp_schedule"] = schedule
+    return Plan.parse(values, "plan")
+
+
+def _mode(shares: Any) -> tuple[str, int]:
+    for place in range(len(MODES) - 1, 0, -1):
+        if shares[place]:
+            return MODES[place], round(1 / float(shares[place]))
+    return "none", 1
+
+
+def cost_order(c: Columns) -> Ints:
+    """Of plans that take equally long: the plainest first, by how many levers are pulled."""
+    pulled: Ints = (
+        c.chunked_loss.astype(np.int64) + (c.offload_activations > 0) + (c.offload_parameters > 0)
+        + (c.offload_optimizer > 0) + (c.modes[:, 0] < 1)
+    )  # fmt: skip
+    return pulled

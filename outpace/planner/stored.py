@@ -1,0 +1,156 @@
+"""What lies on a rank for good: weights and the optimizer's state, by elements and bytes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from outpace.planner.columns import OPTIMIZERS, PRECISIONS, Columns, Floats
+from outpace.planner.optimizer_bytes import optimizer_bytes
+from outpace.planner.outlines import layer_parameters, weights
+from outpace.planner.wire import share_by_size
+from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.outline import Outline, Stack
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Elements of what no layer has, on a rank: the embedding, the head, the rest of both ends."""
+
+    embedding: Floats
+    head: Floats  # 0 where it is the embedding
+    positions: Floats
+    tail: Floats  # norms and transforms before the head
+
+
+def outside(outline: Outline, columns: Columns) -> Outside:
+    """Vocabularies are split over tp; what is small is whole everywhere."""
+    split = columns.tp
+    rows = -(-outline.vocab // split)
+    zero = np.zeros(len(split))
+    tail = sum(p.inputs * p.outputs * p.count for p in outline.head_products)
+    tail += outline.outside_parameters
+    return Outside(
+        embedding=rows * outline.hidden + zero,
+        head=zero if outline.tied else -(-outline.outputs // split) * outline.hidden + zero,
+        positions=zero + outline.learned_positions * outline.hidden,
+        tail=zero + tail,
+    )
+
+
+def layer_shapes(stack: Stack, hidden: int, tp: int = 1, ep: int = 1) -> list[Shape]:
+    """The parameters of a layer on a rank."""
+    found: list[Shape] = []
+    vectors = layer_parameters(stack, hidden)
+    for weight in weights(stack, hidden):
+        vectors -= weight.elements
+        inputs, outputs = weight.inputs, weight.outputs
+        if weight.cut == "outputs":
+            outputs //= tp
+        elif weight.cut == "inputs":
+            inputs //= tp
+        copies = max(1, weight.experts // ep)
+        for part in _parts(weight.name, stack, outputs, tp):
+            found += [(part, inputs)] * copies
+            found += [(part,)] * copies if weight.bias else []
+    biases = sum(1 for _ in range(stack.norms * (2 if stack.norm_bias else 1)))
+    found += [(hidden,)] * biases
+    vectors -= hidden * biases
+    return found + ([(vectors,)] if vectors > 0 else [])
+
+
+def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
+    """Matrices that are one product here and several in the model."""
+    if name.endswith("qkv"):
+        one = stack.cross_attention if name.startswith("cross") else stack.attention
+        assert one is not None
+        keys, values = (one.kv_heads * n // tp for n in (one.head_dim, one.value_dim))
+        return [outputs - keys - values, keys, values]
+    gated = stack.mlp is not None and stack.mlp.gated
+    return [outputs // 2] * 2 if gated and name.endswith("up") else [outputs]
+
+
+def by_plans(columns: Columns, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
+    """A number for each plan that depends on a few columns: reckoned once for each combination."""
+    rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
+    spans = rows.max(axis=1) + 1
+    keys = np.ravel_multi_index(tuple(rows), tuple(int(span) for span in spans))
+    unique, place = np.unique(keys, return_inverse=True)
+    found = [value(*map(int, one)) for one in zip(*np.unravel_index(unique, spans), strict=True)]
+    return np.array(found, dtype=float)[place]
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of an optimizer's state on a rank that shards nothing; `layer` is of a layer."""
+
+    layer: Floats
+    embedding: Floats
+    positions: Floats
+    head: Floats
+    rest: Floats
+
+
+def states(outline: Outline, columns: Columns) -> States:
+    """By the shapes of parameters."""
+    names = ("optimizer", "precision", "tp", "ep")
+
+    def of(which: str) -> Callable[..., float]:
+        def value(optimizer: int, precision: int, tp: int, ep: int) -> float:
+            return _states(outline, which, OPTIMIZERS[optimizer], PRECISIONS[precision], tp, ep)
+
+        return value
+
+    return States(*(by_plans(columns, names, of(which)) for which in (
+        "layer", "embedding", "positions", "head", "rest")))  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _states(
+    outline: Outline, which: str, name: OptimizerName, precision: Precision, tp: int, ep: int
+) -> float:
+    hidden, vocab, outputs = outline.hidden, outline.vocab, outline.outputs
+    if which == "layer":
+        total = sum(
+            stack.layers * sum(optimizer_bytes(shape, name, precision)
+                               for shape in layer_shapes(stack, hidden, tp, ep))
+            for stack in outline.stacks
+        )  # fmt: skip
+        return total / outline.layers
+    if which == "embedding":
+        return optimizer_bytes((-(-vocab // tp), hidden), name, precision, hidden=False)
+    if which == "head":
+        if outline.tied or not outputs:
+            return 0.0
+        return optimizer_bytes((-(-outputs // tp), hidden), name, precision, hidden=False)
+    if which == "positions":
+        if not outline.learned_positions:
+            return 0.0
+        shape = (outline.learned_positions, hidden)
+        return optimizer_bytes(shape, name, precision, hidden=False)
+    rest = sum(
+        p.count * optimizer_bytes((p.outputs, p.inputs), name, precision, hidden=False)
+        for p in outline.head_products
+    )
+    return rest + optimizer_bytes((outline.outside_parameters,), name, precision, hidden=False)
+
+
+def whole_share(outline: Outline, columns: Columns) -> Floats:
+    """The share of all elements on the fullest of dp_shard ranks that get parameters whole."""
+    return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
+
+
+@lru_cache(maxsize=1024)
+def _whole_share(outline: Outline, ranks: int) -> float:
+    sizes = [outline.vocab * outline.hidden, outline.outside_parameters,
+             outline.learned_positions * outline.hidden,
+             *(p.inputs * p.outputs for p in outline.head_products),
+             *([] if outline.tied else [outline.outputs * outline.hidden])]  # fmt: skip
+    for stack in outline.stacks:
+        shapes = layer_shapes(stack, outline.hidden)
+        sizes += [int(np.prod(shape)) for shape in shapes] * stack.layers
+    most = max(sum(sizes[i] for i in share) for share in share_by_size(sizes, ranks))
+    return most / sum(sizes)

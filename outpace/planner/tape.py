@@ -1,0 +1,63 @@
+"""What lives in memory, change by change, for many plans at once."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from outpace.planner.columns import Floats
+from outpace.records.memory import KINDS, Kind
+
+Amount = Floats | float
+
+
+class Tape:
+    """Changes of memory in the order of a step; what lived where the most did is asked for after.
+
+    Every change is one number a plan, in bytes. A moment is looked at after what is taken
+    (`take`), not after what is given back or moved on by many steps at once (`pass_over`).
+    """
+
+    def __init__(self, plans: int) -> None:
+        self.peak: Floats = np.zeros(plans)
+        self._live: Floats = np.zeros(plans)
+        self._at = np.zeros(plans, dtype=np.int64)
+        self._changes: list[tuple[Kind, Amount]] = []
+
+    def take(self, kind: Kind, nbytes: Amount) -> None:
+        """Memory that is taken, and a moment that may be the fullest."""
+        self.pass_over(kind, nbytes)
+        self.look()
+
+    def drop(self, kind: Kind, nbytes: Amount) -> None:
+        """Memory that is given back."""
+        self.pass_over(kind, -nbytes)
+
+    def pass_over(self, kind: Kind, nbytes: Amount) -> None:
+        """A change without a look at what lives then."""
+        self._changes.append((kind, nbytes))
+        self._live = self._live + nbytes
+
+    def look(self) -> None:
+        """The fullest moment is this one, where it is."""
+        fuller = self._live > self.peak
+        self.peak = np.where(fuller, self._live, self.peak)
+        self._at = np.where(fuller, len(self._changes), self._at)
+
+    def moment(self, kind: Kind, nbytes: Amount) -> None:
+        """Taken, looked at, given back."""
+        self.take(kind, nbytes)
+        self.drop(kind, nbytes)
+
+    def by_kind(self) -> dict[Kind, Floats]:
+        """What lived at the fullest moment."""
+        found: dict[Kind, Floats] = {kind: np.zeros_like(self.peak) for kind in KINDS}
+        for number, (kind, nbytes) in enumerate(self._changes, 1):
+            found[kind] += np.where(number <= self._at, nbytes, 0.0)
+        return found
+
+
+def fullest(tapes: Iterable[dict[Kind, Floats]], peaks: Iterable[Floats]) -> dict[Kind, Floats]:
+    """Of several ranks the one that needs the most, plan by plan."""
+    held = list(tapes)
+    which = np.argmax(np.stack(list(peaks)), axis=0)
+    return {kind: np.choose(which, [one[kind] for one in held]) for kind in held[0]}

@@ -1,0 +1,83 @@
+"""What the planner says of a plan: time, memory, where both go, and how sure it is."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from outpace.records.base import Record
+from outpace.records.plan import Plan
+
+Depth = Literal["estimate", "trace", "measure"]
+
+
+class Estimate(Record):
+    """A step of a plan on a machine.
+
+    `step_time_s` lies between `low_s` and `high_s` with probability `level`, as errors on published
+    or measured steps say. `parts_s` add up to the step; `memory` to `peak_memory_bytes`, of the
+    fullest rank. MFU counts what the model needs, HFU recomputation too, both over the dense peak;
+    None where no peak is known.
+    """
+
+    depth: Depth
+    step_time_s: PositiveFloat
+    low_s: PositiveFloat
+    high_s: PositiveFloat
+    level: PositiveFloat
+    tokens_per_s: PositiveFloat
+    mfu: NonNegativeFloat | None
+    hfu: NonNegativeFloat | None
+    peak_memory_bytes: NonNegativeInt
+    memory_bytes: NonNegativeInt | None = Field(description="of a device; None: not known")
+    memory: dict[str, NonNegativeInt]
+    parts_s: dict[str, NonNegativeFloat]
+    ranks: PositiveInt
+    tokens: PositiveInt | None = Field(default=None, description="the budget to train for")
+    time_s: PositiveFloat | None = Field(default=None, description="to the budget of tokens")
+    cost: NonNegativeFloat | None = Field(default=None, description="of all devices' hours")
+
+
+class Planned(Record):
+    """A plan, what it takes, and why it is where it is."""
+
+    title: str
+    plan: Plan
+    identity: str = Field(description="the batch as a product")
+    estimate: Estimate
+    why: str
+    untrained: str | None = Field(default=None, description="why outpace does not train it")
+
+
+class Rejected(Record):
+    """A family of plans of which none was taken, and the reason, with its best or smallest."""
+
+    family: str
+    reason: str
+    plan: Plan | None = None
+
+
+class Insistence(Record):
+    """What a person insists on, and what it costs against the free optimum."""
+
+    setting: str
+    slowdown: float = Field(description="0.1: 10 % more time; below 0 never")
+
+
+class Plans(Record):
+    """An answer of the planner: plans, fastest first, and what was rejected."""
+
+    model: str
+    parameters: PositiveInt
+    machine: str
+    nodes: PositiveInt
+    devices_per_node: PositiveInt
+    seq_len: PositiveInt
+    global_batch: PositiveInt
+    plans: tuple[Planned, ...]
+    rejected: tuple[Rejected, ...] = ()
+    insistences: tuple[Insistence, ...] = ()
+    considered: NonNegativeInt
+    fitting: NonNegativeInt
+    took_s: NonNegativeFloat
+    source: str = Field(description="of the rates: probed, or the catalog's")
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,382 @@
+"""The outline of any module: run once, its repeated parts grouped into stacks."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from outpace.interop.own import own_positions
+from outpace.planner.outlines import layer_parameters, parameters
+from outpace.records.errors import BadInputError
+from outpace.records.outline import Attention, Outline, Product, Stack
+from outpace.trace.products import Attended, Forward, Made, record
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# Repeated parts with less than this share of the largest's work are no layers.
+_MINOR = 0.1
+
+
+def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None = None) -> Outline:
+    """Run a copy of `module` once and outline what it did.
+
+    `example_inputs`: a tuple of arguments, a mapping of named ones, or one argument; the first
+    length of the first tensor counts the samples. Layers are what a ModuleList or a Sequential
+    repeats. Products of activations that are no attention keep the size that they had here.
+    Raises BadInputError where the forward cannot be run or multiplies by no weight.
+    """
+    return _Tracing(module, example_inputs).outline(name or type(module).__name__)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module that may be a layer, and what it did. Of one kind may do it with other sizes."""
+
+    path: str
+    kind: Any
+    signature: Any
+    done: tuple[Made | Attended, ...]
+    work: int
+
+
+class _Tracing:
+    def __init__(self, module: nn.Module, inputs: Any) -> None:
+        self.module = module
+        self.sizes = {name: p.numel() for name, p in module.named_parameters()}
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if not tensors or not tensors[0].dim():
+            raise BadInputError("the example inputs have no tensor with samples in it")
+        self.samples = int(tensors[0].shape[0])
+        tokens = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
+        self.seq_len = int(tokens[0].shape[1]) if tokens else None
+        self.forward: Forward = record(module, inputs)
+        if not any(isinstance(one, Made) and one.weight for one in self.forward.done):
+            raise BadInputError(
+                f"the forward of {type(module).__name__} multiplies by no weight, so there is "
+                "nothing to plan for"
+            )
+        # Parameters that a product has been given; what it is not given is counted beside.
+        self.taken: set[str] = set()
+
+    def outline(self, name: str) -> Outline:
+        groups = self._groups()
+        inside = tuple(part.path for group in groups for part in group)
+        done = list(enumerate(self.forward.done))
+        places = [i for i, one in done if _within(one.module, inside)]
+        layered = set(places)
+        outside = [(i, one) for i, one in done if i not in layered]
+        if not groups:  # one layer that does everything
+            stack = self._stack(self.forward.done, "", list(self.sizes), 1, None)
+            return self._outline(name, [stack], [], [], None)
+        stacks, seen = [], self.seq_len
+        for group in groups:
+            own = self._own(group[0].path)
+            stack = self._stack(group[0].done, group[0].path, own, len(group), seen)
+            for other in group[1:]:
+                self.taken.update(self._own(other.path))
+            stacks.append(stack)
+            if stack.cross_attention is None:
+                seen = stack.seq_len or self.seq_len
+        before = [one for i, one in outside if i < places[-1]]
+        after = [one for i, one in outside if i > places[-1]]
+        width = self._width(max((group[0] for group in groups), key=lambda part: part.work))
+        return self._outline(name, stacks, before, after, width)
+
+    def _own(self, path: str) -> list[str]:
+        """Parameters of a part that no earlier one has: shared ones are named once."""
+        return [name for name in self.sizes if _within(name, (path,))]
+
+    def _groups(self) -> list[list[_Part]]:
+        """Equal parts of the lists, in the order of the lists."""
+        found = list(self._lists())
+        most = max((sum(part.work for part in parts) for parts in found), default=0)
+        groups: dict[Any, list[_Part]] = {}
+        for parts in found:
+            if sum(part.work for part in parts) >= _MINOR * most:
+                for part in parts:
+                    groups.setdefault((id(parts), part.signature), []).append(part)
+        order = {id(one): i for i, one in enumerate(self.forward.done)}
+        return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
+
+    def _lists(self) -> Iterator[list[_Part]]:
+        """The outermost lists that repeat something; beside them, those of parts of one class."""
+        lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
+        parts: dict[str, list[_Part]] = {}
+        chosen: list[str] = []
+        for alike in (lambda part: part.kind, lambda part: part.kind[0]):
+            for path, module in lists:  # outer ones first
+                if any(_within(path, (one,)) or _within(one, (path,)) for one in chosen):
+                    continue
+                if path not in parts:
+                    parts[path] = self._parts(path, module)
+                if any(n > 1 for n in Counter(map(alike, parts[path])).values()):
+                    chosen.append(path)
+                    yield parts[path]
+
+    def _parts(self, path: str, module: nn.Module) -> list[_Part]:
+        """Those of a list that multiply something."""
+        named = ((f"{path}.{key}" if path else key, one) for key, one in module.named_children())
+        parts = [self._part(where, one) for where, one in named]
+        return [part for part in parts if part.done]
+
+    def _part(self, path: str, module: nn.Module) -> _Part:
+        done = tuple(one for one in self.forward.done if _within(one.module, (path,)))
+        own = self._own(path)
+        relative = tuple(_relative(one, path) for one in done)
+        shapes = tuple((name.removeprefix(path), self.sizes[name]) for name in own)
+        work = sum(one.rows * one.inputs * one.outputs for one in done if isinstance(one, Made))
+        kind = (type(module), shapes)
+        return _Part(path, kind, (kind, relative), done, work)
+
+    def _width(self, part: _Part) -> int | None:
+        """Of the residual stream: features last, or channels first in an image."""
+        shape = self.forward.shapes.get(part.path, ())
+        if not shape:
+            return None
+        made = {one.outputs for one in part.done if isinstance(one, Made)}
+        return shape[1] if len(shape) > 3 and shape[1] in made else shape[-1]
+
+    def _stack(
+        self,
+        done: Sequence[Made | Attended],
+        path: str,
+        own: list[str],
+        layers: int,
+        seen: int | None,
+    ) -> Stack:
+        length = self._length(done)
+        rest, attention, cross = self._attentions(done, length, seen)
+        products = self._products(rest, path, own, length)
+        self.taken.update(own)
+        stack = Stack(
+            name=path.rpartition(".")[0] or "layers",
+            layers=layers,
+            attention=attention,
+            cross_attention=cross,
+            other=tuple(products),
+            norms=0,
+            seq_len=None if length == self.seq_len else length,
+        )
+        parameters = sum(self.sizes[name] for name in own)
+        return stack.model_copy(
+            update={"other_parameters": parameters - layer_parameters(stack, 1)}
+        )
+
+    def _length(self, done: Sequence[Made | Attended]) -> int:
+        """Tokens of a sample: as many as it is given, or the rows in most of the work."""
+        work: Counter[int] = Counter()
+        for one in done:
+            if isinstance(one, Made):
+                weighed = one.rows * one.inputs * one.outputs * (2 if one.weight else 1)
+                work[self._each(one.rows)] += weighed
+        if self.seq_len in work or not work:
+            return self.seq_len or 1
+        return work.most_common(1)[0][0]
+
+    def _each(self, rows: int) -> int:
+        """Of a sample, rounded up."""
+        return -(-rows // self.samples)
+
+    def _attentions(
+        self, done: Sequence[Made | Attended], length: int, seen: int | None
+    ) -> tuple[list[Made], Attention | None, Attention | None]:
+        """The first attention of a layer's tokens to each other, the first to others, the rest."""
+        rest: list[Made] = []
+        own = cross = None
+        for one in self._paired(done):
+            if isinstance(one, Made):
+                rest.append(one)
+                continue
+            fits = one.batch == self.samples and one.queries == length
+            if fits and own is None and one.keys == length:
+                own = _record_of(one)
+            elif fits and cross is None and one.keys == (seen or length):
+                cross = _record_of(one)
+            else:
+                many = one.batch * one.heads
+                rows = many * one.queries
+                rest.append(Made(one.module, None, rows, one.head_dim, one.keys, many))
+                rest.append(Made(one.module, None, rows, one.keys, one.value_dim, many))
+        return rest, own, cross
+
+    def _paired(self, done: Sequence[Made | Attended]) -> Iterator[Made | Attended]:
+        """Scores and mix written as two products are an attention too."""
+        waiting: Made | None = None
+        for one in done:
+            if waiting is not None and isinstance(one, Made):
+                found = self._attention_of(waiting, one)
+                yield waiting if found is None else found
+                waiting = None
+                if found is not None:
+                    continue
+            if isinstance(one, Made) and one.weight is None and one.batch > 1:
+                waiting = one
+                continue
+            if waiting is not None:
+                yield waiting
+                waiting = None
+            yield one
+        if waiting is not None:
+            yield waiting
+
+    def _attention_of(self, scores: Made, mix: Made) -> Attended | None:
+        same = mix.weight is None and (mix.batch, mix.rows) == (scores.batch, scores.rows)
+        if not same or mix.inputs != scores.outputs or scores.batch % self.samples:
+            return None
+        heads = scores.batch // self.samples
+        return Attended(
+            scores.module,
+            batch=self.samples,
+            heads=heads,
+            kv_heads=heads,
+            queries=scores.rows // scores.batch,
+            keys=scores.outputs,
+            head_dim=scores.inputs,
+            value_dim=mix.outputs,
+            causal=False,
+        )
+
+    def _products(
+        self, done: Sequence[Made], path: str, own: Sequence[str], length: int | None
+    ) -> list[Product]:
+        """Each weight once, with how often it is used; products by none counted by their shape."""
+        by_weight: dict[str, Product] = {}
+        others: Counter[Product] = Counter()
+        for one in done:
+            each = self._each(one.rows)
+            named = _under(one.weight, path) if one.weight else one.module.removeprefix(path)
+            product = Product(
+                name=(named or "product").strip("."),
+                inputs=one.inputs,
+                outputs=one.outputs,
+                positions=None if each == length else each,
+            )
+            known = by_weight.get(one.weight or "")
+            size = self.sizes.get(one.weight or "") if one.weight in own else None
+            whole = size == one.inputs * one.outputs
+            if known is None and whole and one.weight not in self.taken:
+                by_weight[str(one.weight)] = product
+            elif known is not None and known.model_copy(update={"uses": 1}) == product:
+                by_weight[str(one.weight)] = known.model_copy(update={"uses": known.uses + 1})
+            else:
+                others[product.model_copy(update={"weighted": False})] += 1
+        counted = [one.model_copy(update={"count": n}) for one, n in others.items()]
+        return [*by_weight.values(), *counted]
+
+    def _outline(
+        self,
+        name: str,
+        stacks: list[Stack],
+        before: list[Made | Attended],
+        after: list[Made | Attended],
+        width: int | None,
+    ) -> Outline:
+        """`before` and `after` are what lies outside of the layers."""
+        stacks = _merged(stacks)
+        length = stacks[-1].seq_len or self.seq_len or 1
+        left = [key for key in self.sizes if key not in self.taken]
+        hidden = width or self._usual(stacks)
+        head = self._head(after, hidden, left)
+        outputs = head.outputs if head is not None else 0
+        table = self._table(left, hidden, outputs)
+        vocab = 0 if table is None else self.sizes[table] // hidden
+        predicted, tied = None, False
+        if head is not None:
+            each, tied = self._each(head.rows), head.weight == table
+            predicted = None if each == length else each
+            after = [one for one in after if one is not head]
+        told = {table, None if head is None else head.weight}
+        left = [key for key in left if key not in told]
+        first = self._products(_flat(before), "", left, self.seq_len)
+        embedding = {p.name for p in first if p.weighted}
+        left = [key for key in left if key not in embedding]
+        last = self._products(_flat(after), "", left, predicted or length)
+        found = Outline(
+            name=name, hidden=hidden, stacks=tuple(stacks), vocab=vocab, outputs=outputs, tied=tied,
+            embed_products=tuple(first), head_products=tuple(last), predicted=predicted,
+            max_positions=own_positions(self.module) or self.seq_len or length,
+            source="traced",
+        )  # fmt: skip
+        return found.model_copy(update={"outside_parameters": self._beside(found)})
+
+    def _beside(self, found: Outline) -> int:
+        return sum(self.sizes.values()) - parameters(found)
+
+    def _usual(self, stacks: list[Stack]) -> int:
+        """What most products take."""
+        taken = Counter(p.inputs for stack in stacks for p in stack.other)
+        return taken.most_common(1)[0][0]
+
+    def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
+        """The embedding of tokens: of the layers' width, with the head's rows or else the most."""
+        rows = {
+            f"{path}.weight" if path else "weight": part.num_embeddings
+            for path, part in self.module.named_modules()
+            if isinstance(part, nn.Embedding) and part.embedding_dim == hidden
+        }
+        there = [name for name in rows if name in left]
+        return max(there, key=lambda name: (rows[name] == outputs, rows[name]), default=None)
+
+    def _head(
+        self, after: Sequence[Made | Attended], hidden: int, there: Sequence[str]
+    ) -> Made | None:
+        """The last product, if it is by a whole weight and of the layers' width."""
+        made = [one for one in after if isinstance(one, Made)]
+        if not made or made[-1].weight not in there or made[-1].inputs != hidden:
+            return None
+        last = made[-1]
+        uses = sum(one.weight == last.weight for one in self.forward.done if isinstance(one, Made))
+        whole = self.sizes[str(last.weight)] == last.inputs * last.outputs
+        return last if whole and uses == 1 else None
+
+
+def _merged(stacks: list[Stack]) -> list[Stack]:
+    """Neighbours that differ only in where they lie."""
+    merged: list[Stack] = []
+    for stack in stacks:
+        if merged and merged[-1].model_copy(update={"layers": stack.layers}) == stack:
+            layers = merged[-1].layers + stack.layers
+            merged[-1] = stack.model_copy(update={"layers": layers})
+        else:
+            merged.append(stack)
+    return merged
+
+
+def _record_of(one: Attended) -> Attention:
+    return Attention(
+        heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, value_dim=one.value_dim,
+        causal=one.causal, projected=False,
+    )  # fmt: skip
+
+
+def _flat(done: Sequence[Made | Attended]) -> list[Made]:
+    """Attention as its two products."""
+    made: list[Made] = []
+    for one in done:
+        if isinstance(one, Made):
+            made.append(one)
+            continue
+        many = one.batch * one.heads
+        rows = many * one.queries
+        made.append(Made(one.module, None, rows, one.head_dim, one.keys, many))
+        made.append(Made(one.module, None, rows, one.keys, one.value_dim, many))
+    return made
+
+
+def _relative(one: Made | Attended, path: str) -> Made | Attended:
+    """As seen from the part at `path`."""
+    if isinstance(one, Attended):
+        return one._replace(module=one.module.removeprefix(path))
+    return one._replace(module=one.module.removeprefix(path), weight=_under(one.weight, path))
+
+
+def _within(name: str, paths: Sequence[str]) -> bool:
+    return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def _under(name: str | None, path: str) -> str | None:
+    if name is None or not path or not name.startswith(f"{path}."):
+        return name
+    return name.removeprefix(f"{path}.")

@@ -1,0 +1,276 @@
+"""The matrix products, convolutions and attentions of one forward, and the modules they are in."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from outpace.records.errors import BadInputError
+
+_aten = torch.ops.aten
+# Where the two factors are among the arguments.
+_FACTORS: dict[Any, int] = {
+    _aten.mm: 0,
+    _aten.addmm: 1,
+    _aten.bmm: 0,
+    _aten.baddbmm: 1,
+    _aten._scaled_mm: 0,
+    _aten._grouped_mm: 0,
+}
+_GROUPED = "transformers.grouped_mm_fallback"  # where torch has no such product
+_ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
+
+
+class Made(NamedTuple):
+    """A product, (rows, inputs) by (inputs, outputs), in `module`; `weight`: the parameter's name.
+
+    `batch` of them where neither factor is a weight; then rows are of all.
+    """
+
+    module: str
+    weight: str | None
+    rows: int
+    inputs: int
+    outputs: int
+    batch: int = 1
+
+
+class Attended(NamedTuple):
+    """A fused attention: of `batch` samples, `heads` of `queries` by `keys`."""
+
+    module: str
+    batch: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+
+
+@dataclass
+class Forward:
+    """What was recorded: in order, and the last shape that each module gave."""
+
+    done: list[Made | Attended] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def record(module: nn.Module, inputs: Any) -> Forward:
+    """Run a copy of `module` once: without memory, or really where it looks into values.
+
+    `inputs` are a tuple of arguments, a mapping of named ones, or one argument. Raises
+    BadInputError where the forward cannot be run.
+    """
+    try:
+        with _quiet():
+            return _recorded(module, inputs, FakeTensorMode(allow_non_fake_inputs=True))
+    except BadInputError as error:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise BadInputError(
+                f"{error}. Its parameters are on the device meta, so it cannot be run with values; "
+                "build it on the CPU if it looks into them"
+            ) from error
+    return _recorded(module, inputs, None)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What cannot be done without values is done with them: no word of it is needed."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
+def _open_lstm() -> Iterator[None]:
+    """oneDNN's LSTM is one operator, closed to view."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _recorded(module: nn.Module, inputs: Any, fake: Any) -> Forward:
+    with ExitStack() as stack:
+        # Without gradients an encoder layer takes a fast path of one operator.
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_open_lstm())
+        copied = _copied(module, fake)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
+            stack.enter_context(torch.device("meta"))
+        if fake is None:
+            copied.eval()
+        else:
+            inputs = tree_map_only(Tensor, fake.from_tensor, inputs)
+            stack.enter_context(fake)
+        watch = _Watch(copied)
+        stack.enter_context(watch.entered(copied))
+        stack.enter_context(watch)
+        _call(copied, inputs)
+        return watch.forward
+
+
+def _copied(module: nn.Module, fake: Any) -> nn.Module:
+    """A forward may keep what it makes in the module: the person's own stays as it is."""
+    try:
+        if fake is None:
+            return copy.deepcopy(module)
+        with FakeCopyMode(fake):
+            return copy.deepcopy(module)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return module
+
+
+def _call(module: nn.Module, inputs: Any) -> None:
+    call: Callable[[], Any]
+    if isinstance(inputs, Mapping):
+        call = partial(module, **inputs)
+    elif isinstance(inputs, tuple):
+        call = partial(module, *inputs)
+    else:
+        call = partial(module, inputs)
+    try:
+        call()
+    except BadInputError:
+        raise
+    except Exception as error:
+        raise BadInputError(
+            f"the forward of {type(module).__name__} failed on the example: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down what is computed. Weights are known by their storage, also where cast."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forward = Forward()
+        self._inside: list[str] = []
+        self._kept: list[Any] = []  # a freed storage's place would be taken by another
+        self._weights: dict[int, str] = {}
+        for name, parameter in module.named_parameters():
+            self._know(parameter, name)
+
+    def _know(self, tensor: Tensor, name: str) -> None:
+        storage = tensor.untyped_storage()
+        self._kept.append(storage)
+        self._weights.setdefault(storage._cdata, name)
+
+    def _weight(self, tensor: Tensor) -> str | None:
+        return self._weights.get(tensor.untyped_storage()._cdata)
+
+    @contextmanager
+    def entered(self, module: nn.Module) -> Iterator[None]:
+        """Within, it is known which module is at work."""
+        handles = []
+        for name, part in module.named_modules():
+            handles += [
+                part.register_forward_pre_hook(partial(self._enter, name)),
+                part.register_forward_hook(partial(self._leave, name), always_call=True),
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._inside.pop()
+        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if found:
+            self.forward.shapes[name] = tuple(found[0].shape)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in _FACTORS:
+            first = _FACTORS[packet]
+            self._product(args[first], args[first + 1])
+        elif str(packet) == _GROUPED:
+            self._product(args[0], args[1])
+        elif packet is _aten.convolution:
+            self._convolution(args, made)
+        elif packet is _aten._to_copy and isinstance(made, Tensor):
+            name = self._weight(args[0])
+            if name is not None:
+                self._know(made, name)
+        elif packet.__name__.startswith(_ATTENTION) and "backward" not in packet.__name__:
+            self._attention(func, args, kwargs or {})
+        return made
+
+    @property
+    def _module(self) -> str:
+        return self._inside[-1] if self._inside else ""
+
+    def _product(self, left: Tensor, right: Tensor) -> None:
+        outputs, inputs = int(right.shape[-1]), int(right.shape[-2])
+        rows = left.numel() // inputs
+        if left.dim() == 2 and right.dim() == 2 and self._weight(right) is None:
+            name = self._weight(left)
+            if name is not None:  # weight @ input
+                made = Made(self._module, name, outputs, inputs, int(left.shape[0]))
+                self.forward.done.append(made)
+                return
+        batch = int(left.shape[0]) if left.dim() == 3 else 1
+        name = self._weight(right)
+        self.forward.done.append(Made(self._module, name, rows, inputs, outputs, batch))
+
+    def _convolution(self, args: Any, made: Tensor) -> None:
+        image, weight, transposed = args[0], args[1], args[6]
+        # (outputs, inputs of a group, …); transposed (inputs, outputs of a group, …).
+        side = image if transposed else made
+        rows = int(side.shape[0]) * _size(side.shape[2:])
+        inside = _size(weight.shape[1:])
+        first = int(weight.shape[0])
+        inputs, outputs = (first, inside) if transposed else (inside, first)
+        self.forward.done.append(Made(self._module, self._weight(weight), rows, inputs, outputs))
+
+    def _attention(self, func: Any, args: Any, kwargs: Any) -> None:
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        queries, keys, values = args[:3]
+        if not func.overloadpacket.__name__.startswith("_scaled"):  # (B, S, H, C)
+            queries, keys, values = (one.transpose(1, 2) for one in (queries, keys, values))
+        self.forward.done.append(
+            Attended(
+                self._module,
+                batch=int(queries.shape[0]),
+                heads=int(queries.shape[1]),
+                kv_heads=int(keys.shape[1]),
+                queries=int(queries.shape[2]),
+                keys=int(keys.shape[2]),
+                head_dim=int(queries.shape[3]),
+                value_dim=int(values.shape[3]),
+                causal=bool(given.get("is_causal", False)),
+            )
+        )
+
+
+def _size(shape: Any) -> int:
+    total = 1
+    for length in shape:
+        total *= int(length)
+    return total

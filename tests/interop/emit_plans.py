@@ -1,0 +1,84 @@
+"""Plans of all kinds, for what every format has to hold."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from outpace.interop.emit import Request
+from outpace.records.model import ModelSpec
+from outpace.records.plan import SPLITS, Plan
+
+SEQ_LEN = 64
+LLAMA = ModelSpec(
+    family="llama", layers=16, hidden=64, heads=8, kv_heads=8, vocab=128, max_positions=128
+)
+SPECS = [
+    LLAMA,
+    LLAMA.model_copy(update={"layers": 18, "tied": True, "kv_heads": 4}),
+    ModelSpec(family="gpt2", layers=17, hidden=64, heads=8, vocab=101, max_positions=64),
+    ModelSpec(family="bert", layers=16, hidden=64, heads=8, vocab=101, max_positions=64),
+    ModelSpec(
+        family="qwen3", layers=16, hidden=64, heads=8, head_dim=16, vocab=101, max_positions=64
+    ),
+    ModelSpec(
+        family="mistral",
+        layers=16,
+        hidden=64,
+        heads=8,
+        kv_heads=2,
+        vocab=101,
+        max_positions=64,
+        sliding_window=32,
+    ),
+]
+# Fields beside the axes and the batch, each with values that are not its default.
+LEVERS: dict[str, list[Any]] = {
+    "sequence_parallel": [False],
+    "precision": ["bf16", "fp16", "fp64", "bf16-pure", "fp16-master", "fp16-pure", "fp8"],
+    "checkpointing": ["full", "selective", "attention"],
+    "checkpoint_every": [2, 3],
+    "offload_activations": ["cpu", "disk"],
+    "offload_parameters": ["cpu", "disk"],
+    "offload_optimizer": ["cpu", "disk"],
+    "empty_cache": [True],
+    "compile": [True],
+    "optimizer": ["adamw-foreach", "adamw-8bit", "adamw-bf16", "adafactor", "muon", "sgd"],
+    "optimizer_in_backward": [True],
+    "loss": ["chunked"],
+    "compress_gradients": ["bf16", "powersgd"],
+    "bucket_mib": [50],
+    "lora_rank": [8],
+}
+
+
+def plan_or_none(values: dict[str, Any]) -> Plan | None:
+    """The plan with these values, None where they do not go together."""
+    try:
+        return Plan(**values)
+    except ValidationError:
+        return None
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """A plan of any strategy with a few levers, a model and a batch that it divides."""
+    strategy = draw(st.sampled_from(sorted(SPLITS)))
+    values: dict[str, Any] = {"strategy": strategy, "micro_batch": draw(st.integers(1, 4))}
+    for axis in SPLITS[strategy]:
+        values[axis] = draw(st.sampled_from([1, 2, 4] if strategy == "3d" else [2, 3, 4]))
+    if strategy == "ps":
+        values["servers"] = draw(st.integers(1, 2))
+    if values.get("pp", 1) > 1:
+        values["pp_microbatches"] = 1 if strategy == "mp" else draw(st.integers(1, 3)) * 8
+        if strategy == "3d":
+            schedules = ["gpipe", "1f1b", "interleaved", "loopedbfs"]
+            values["pp_schedule"] = draw(st.sampled_from(schedules))
+    for name in draw(st.lists(st.sampled_from(sorted(LEVERS)), max_size=3, unique=True)):
+        values[name] = draw(st.sampled_from(LEVERS[name]))
+    plan = plan_or_none(values)
+    while plan is None:  # the levers do not go together: without the last
+        values.popitem()
+        plan = plan_or_none(values)
+    batch = plan.samples_per_pass * plan.data_parallel * draw(st.integers(1, 3))
+    return Request(plan, draw(st.sampled_from(SPECS)), batch, SEQ_LEN)

@@ -1,0 +1,176 @@
+"""What is written for tools that can be installed here is loaded by these tools themselves."""
+
+import dataclasses
+import json
+import re
+import shlex
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from hypothesis import given
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emit_plans import LLAMA, SEQ_LEN, requests
+
+from outpace.interop.emit import Request, emit
+from outpace.records.plan import Plan
+
+FEW = hypothesis.settings(max_examples=60)
+
+
+def written(name: str, request: Request, folder: Path) -> tuple[Path, str]:
+    """The file of a format, and its command."""
+    found = emit(
+        name,
+        request.plan,
+        request.spec,
+        global_batch=request.global_batch,
+        seq_len=request.seq_len,
+    )
+    path = folder / found.file_name
+    path.write_text(found.text, encoding="utf-8")
+    return path, found.command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("emitted")
+
+
+@given(request_=requests())
+@FEW
+def test_accelerate_launches_it(request_: Request, folder: Path) -> None:
+    """Its launcher reads the file as it does before it starts processes."""
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    path, command = written("accelerate", request_, folder)
+    config = load_config_from_file(str(path))
+    assert config.num_processes == request_.workers
+    words = shlex.split(command.replace(path.name, str(path)).replace('"$MACHINE_RANK"', "0"))
+    asked = launch_command_parser().parse_args(words[words.index("launch") + 1 :])
+    known = set(vars(asked))
+    for table in ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config"):
+        assert set(getattr(config, table)) <= known
+    arguments, _, _ = _validate_launch_command(asked)
+    assert arguments.num_processes == request_.workers
+    assert arguments.use_fsdp == (config.distributed_type.value == "FSDP")
+    assert arguments.use_deepspeed == (config.distributed_type.value == "DEEPSPEED")
+    assert arguments.use_megatron_lm == (config.distributed_type.value == "MEGATRON_LM")
+
+
+@given(request_=requests())
+@FEW
+def test_accelerate_builds_its_plugins(request_: Request, folder: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
+
+    path, _ = written("accelerate", request_, folder)
+    config = load_config_from_file(str(path))
+    plan = request_.plan
+    sizes = {
+        name.removeprefix("parallelism_config_"): size
+        for name, size in config.parallelism_config.items()
+        if name.endswith("_size")
+    }
+    if sizes:
+        built = ParallelismConfig(**sizes)
+        assert built.total_size == request_.workers
+        assert built.data_parallel_size == plan.data_parallel
+    if config.fsdp_config:
+        values = {name.removeprefix("fsdp_"): v for name, v in config.fsdp_config.items()}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=values["version"],
+            reshard_after_forward=values["reshard_after_forward"],
+            cpu_offload=values["offload_params"],
+            activation_checkpointing=values["activation_checkpointing"],
+            auto_wrap_policy=values["auto_wrap_policy"].lower(),
+            state_dict_type=values["state_dict_type"],
+        )
+        assert plugin.fsdp_version == 2
+        assert not sizes or built.dp_shard_enabled or built.cp_enabled
+    if config.dynamo_config:
+        assert DynamoBackend(config.dynamo_config["dynamo_backend"]) == DynamoBackend.INDUCTOR
+
+
+@given(request_=requests())
+@FEW
+def test_the_trainer_takes_it(request_: Request, folder: Path) -> None:
+    from accelerate.parallelism_config import ParallelismConfig
+    from transformers import HfArgumentParser, TrainingArguments
+
+    path, command = written("fsdp", request_, folder)
+    values: dict[str, Any] = json.loads(path.read_text())
+    # No device with bf16 or fp16 is here; the Trainer asks for one as it is told.
+    asked = {**json.loads(path.read_text()), "bf16": False, "fp16": False, "use_cpu": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.compile's TF32, and of devices
+        (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(asked)
+    assert set(values) <= {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert arguments.gradient_accumulation_steps == values["gradient_accumulation_steps"]
+    if values.get("fsdp"):
+        assert arguments.fsdp_plugin_args["fsdp_version"] == 2
+        known = {"version", "reshard_after_forward", "cpu_offload", "activation_checkpointing"}
+        known |= {"auto_wrap_policy", "transformer_layer_cls_to_wrap", "state_dict_type"}
+        assert set(values["fsdp_config"]) <= known
+    sizes = re.findall(r"PARALLELISM_CONFIG_(\w+_SIZE)=(\d+)", command)
+    if sizes:
+        ParallelismConfig(**{name.lower(): int(size) for name, size in sizes})
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_trainer_takes_16_bits(precision: str, folder: Path) -> None:
+    from transformers import TrainingArguments
+
+    plan = Plan.model_validate({"strategy": "zero3", "dp_shard": 2, "precision": precision})
+    path, _ = written("fsdp", Request(plan, LLAMA, 2, SEQ_LEN), folder)
+    arguments = TrainingArguments(**json.loads(path.read_text()), use_cpu=True)
+    assert arguments.mixed_precision == precision
+
+
+@given(request_=requests())
+@FEW
+def test_deepspeed_parses_it(request_: Request, folder: Path) -> None:
+    pytest.importorskip(
+        "deepspeed", reason="deepspeed is not installed: pip install -c constraints.txt '.[emit]'"
+    )
+    import deepspeed.comm
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path, _ = written("deepspeed", request_, folder)
+    plan, values = request_.plan, json.loads(path.read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed.comm, "get_rank", lambda: 0)
+        config = DeepSpeedConfig(values, mpu=_Shares(plan.data_parallel))
+    assert config.train_batch_size == request_.global_batch
+    assert config.world_size == plan.data_parallel
+    assert config.zero_config.stage >= min(request_.stage, 1 if plan.pp > 1 else 3)
+    assert config.tensor_parallel_config.autotp_size in (0, plan.tp)
+    assert config.bfloat16_config.enabled == (plan.precision in ("bf16", "bf16-pure", "fp8"))
+    assert config.float16_config.enabled == plan.precision.startswith("fp16")
+    assert config.optimizer_name
+    # Keys that it does not know it passes over: they are looked for in its sources.
+    sources = Path(deepspeed.__file__).parent / "runtime"
+    names = ("config.py", "constants.py", "precision_config.py")
+    names += ("activation_checkpointing/config.py", "tensor_parallel/config.py")
+    known = "".join((sources / name).read_text() for name in names)
+    for key in [*values, *values.get("activation_checkpointing", {})]:
+        assert f'"{key}"' in known or f"'{key}'" in known or key == "data_parallel_size"
+    fields = type(config.zero_config).model_fields
+    assert set(values["zero_optimization"]) <= set(fields)
+
+
+class _Shares:
+    """As many data-parallel ranks as a plan has, for a single process."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._ranks
