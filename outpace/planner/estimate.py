@@ -15,6 +15,7 @@ from outpace.planner.device import Device, dtype_of, items
 from outpace.planner.fabric import Fabric
 from outpace.planner.layers import Cells, Kernel, Work, embedding, head, layer
 from outpace.planner.outlines import layer_parameters, outside_elements, weights
+from outpace.planner.play import StageTime
 from outpace.planner.stages import balance
 from outpace.records.outline import Outline
 
@@ -22,6 +23,9 @@ _FP32 = 4.0
 # Of a block that is computed again: states of random numbers are kept, set, and set back, on the
 # host and the device (torch.utils.checkpoint).
 _CHECKPOINT_OPERATORS = 6
+# Of a message sent and one received by a stage: two operations, the beginning and end of their
+# group, and waiting for either (torch.distributed.batch_isend_irecv).
+_EXCHANGE_OPERATORS = 6
 # What an optimizer that works on lists of tensors launches.
 _OPTIMIZER_OPERATORS = 100
 
@@ -69,6 +73,23 @@ class Times:
 def estimate(question: Question, columns: Columns) -> Times:
     """Of each plan."""
     return _Step(question, columns).times()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Of one plan's pipeline: seconds of a micro-batch on each stage, and between two.
+
+    `posted_s` is the host's part of a step's exchanges.
+    """
+
+    times: tuple[StageTime, ...]
+    transfer_s: float
+    posted_s: float
+
+
+def stages_of(question: Question, columns: Columns) -> Stages:
+    """Of the first plan, to be played."""
+    return _Step(question, columns.take([0])).stages()
 
 
 @dataclass(frozen=True)
@@ -296,6 +317,37 @@ class _Step:
         first[balanced], middle[balanced], last[balanced] = cuts[places].T
         return first, middle, last
 
+    def stages(self) -> Stages:
+        """Of one plan: blocks by stage, with the embedding on the first and the head on the last.
+
+        Of a backward, the weights' part is theirs of the products' by weights.
+        """
+        c, layers = self.c, self.outline.layers
+        counts = np.array([stack.layers for stack in self.outline.stacks], float)
+        forwards, backwards = self._layers()
+        ahead, back, grads = (
+            float(_total(passes, counts / counts.sum(), name)[0])
+            for passes, name in (
+                (forwards, "seconds"), (backwards, "seconds"), (forwards, "products_s"),
+            )
+        )  # fmt: skip
+        ends = [float(end.seconds[0]) for end in self._ends()]
+        number = int(c.pp[0] * c.stages_per_rank[0])
+        each, more = divmod(layers, number)
+        spread = tuple(each + (place < more) for place in range(number))
+        if not c.even_stages[0]:
+            spread = balance(layers, number, (ends[2] + ends[3]) / (ahead + back))
+        traffic = float(self._weight_traffic()[0]) / float(c.stages_per_rank[0])
+        times = []
+        for place, count in enumerate(spread):
+            first, last = place == 0, place == number - 1
+            forward = count * ahead + first * ends[0] + last * ends[2]
+            backward = count * back + first * ends[1] + last * ends[3] + traffic
+            weights_s = min(count * grads + last * ends[2], backward)
+            times.append(StageTime(forward, backward - weights_s, weights_s))
+        one, posted = self._hop()
+        return Stages(tuple(times), float(one[0]), float(posted[0]))
+
     def _bubble(self, pipeline: _Pipeline, ahead: Floats) -> Floats:
         """Seconds that a pass's ranks wait for each other while the pipeline fills and drains.
 
@@ -323,13 +375,23 @@ class _Step:
         micro-batch to spare, waits for one each way a micro-batch.
         """
         c = self.c
-        nbytes = self.tokens * self.outline.hidden * self.item
-        nbytes = nbytes / np.where(c.sequence_parallel, c.tp, 1)
-        one = self.fabric.send_s(nbytes, c.tp * c.cp * c.data_parallel)
+        one, posted_s = self._hop()
         fill = 2.0 * (c.pp * c.stages_per_rank - 1)
         waits = np.where(c.scheduled("1f1b"), 2.0 * c.microbatches, 0.0)
         hops = np.where(c.scheduled("mp"), fill * c.microbatches, fill + waits)
-        return np.where(c.pp > 1, c.passes * hops * one, 0.0)
+        return np.where(c.pp > 1, c.passes * (hops * one + posted_s), 0.0)
+
+    def _hop(self) -> tuple[Floats, Floats]:
+        """Seconds of a message between stages; and of the host, which posts all of a pass's.
+
+        Every stage posts an exchange forwards and one backwards for each micro-batch.
+        """
+        c = self.c
+        nbytes = self.tokens * self.outline.hidden * self.item
+        nbytes = nbytes / np.where(c.sequence_parallel, c.tp, 1)
+        one = self.fabric.send_s(nbytes, c.tp * c.cp * c.data_parallel)
+        posted = 2.0 * (c.microbatches + c.pp - 1) * c.stages_per_rank * _EXCHANGE_OPERATORS
+        return one, (posted * self.device.operator_s).astype(np.float64)
 
     def _ring(self, attention: Floats) -> Floats:
         """Keys and values go round while attention is computed; what is left is waited for.

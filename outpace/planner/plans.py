@@ -15,6 +15,7 @@ from outpace.planner import memory
 from outpace.planner.columns import MODES, Columns, Floats, of_plans
 from outpace.planner.device import dtype_of
 from outpace.planner.estimate import Question, Times, estimate
+from outpace.planner.finalists import order, played
 from outpace.planner.machines import Cluster
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
@@ -27,6 +28,7 @@ from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds
 
 LEVEL = 0.9
+_FINALISTS = 2  # times as many as are shown
 # Words for where the time goes.
 PARTS: Mapping[str, str] = {
     "products_s": "matrix products",
@@ -72,9 +74,10 @@ def plans(job: Job) -> Plans:
     """Every plan considered; raises BadInputError, naming what would do, if none fits."""
     began = time.perf_counter()
     limit = float(job.cluster.device.memory_bytes or math.inf)
-    found = search(job.question, job.wanted, job.needs, limit, job.count)
+    found = search(job.question, job.wanted, job.needs, limit, _FINALISTS * job.count)
     if not len(found.ranked):
         raise BadInputError(_infeasible(job, found))
+    found = _played(job, found)
     planned = [_planned(job, found, int(place), rank) for rank, place in enumerate(found.ranked)]
     wanted = job.wanted
     return Plans(
@@ -96,10 +99,18 @@ def plans(job: Job) -> Plans:
     )
 
 
+def _played(job: Job, found: Found) -> Found:
+    """The finalists' pipelines played, and ranked by what came out."""
+    times = played(job.question, found.columns, found.times, found.ranked)
+    ranked = order(times, found.ranked)[: job.count]
+    return replace(found, times=times, ranked=ranked)
+
+
 def one(job: Job, plan: Plan) -> Planned:
     """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
+    times = played(job.question, columns, times, np.array([0]))
     return Planned(
         title=title(plan),
         plan=plan,
