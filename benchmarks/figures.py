@@ -90,7 +90,7 @@ def strategies(result: dict[str, Any]) -> str:
     """All strategies beside each other, a table for each number of processes."""
     head = [
         "strategy", "mesh", "step", "quartiles", "sent, all ranks", "busiest sends", "idle",
-        "busiest time", "memory", "busiest memory",
+        "busiest time", "memory", "busiest memory", "utilisation",
     ]  # fmt: skip
     pages = []
     for processes, world in result["worlds"].items():
@@ -106,6 +106,7 @@ def strategies(result: dict[str, Any]) -> str:
                 f"{one['busy_busiest_over_mean']:.2f}",
                 f"{one['peak_bytes'] / 2**20:.0f} MiB",
                 f"{one['peak_busiest_over_mean']:.2f}",
+                utilisation(one.get("utilisation")),
             ]
             for name, one in world["strategies"].items()
         ]
@@ -126,6 +127,18 @@ def strategies(result: dict[str, Any]) -> str:
         + f"{shape['seq_len']} tokens, fp32; {model}.\n"
         + stand(result)
     )
+
+
+def utilisation(loads: list[dict[str, Any]] | None) -> str:
+    """The average over a run of each device, or of each core where there is none."""
+    if not loads:
+        return "not recorded yet"
+    shares = [
+        share
+        for load in loads
+        for share in [one["utilisation"] for one in load["devices"]] or load["host"]["cores"]
+    ]
+    return ", ".join("n/a" if share is None else f"{share:.0%}" for share in shares)
 
 
 def idle(result: dict[str, Any]) -> str:

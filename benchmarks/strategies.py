@@ -7,7 +7,9 @@ A job of 2 and one of 4 processes, one thread each. In it all strategies stand r
 other, as `outpace train --strategy X` would lay them out, and take a step in turn, A B C … in one
 round and … C B A in the next. A step's time is the slowest rank's. A rank is idle while its main
 thread neither computes nor waits for a core. Bytes are counted in one step, tensors in the first
-two. After the rounds ring and ddp alternate alone, A B B A.
+two. After the rounds ring and ddp alternate alone, A B B A. Then each strategy trains by itself for
+a while (`outpace train`), and the average utilisation of each device, or here of each core, is the
+one that its result.json has.
 
 The 4 processes share the machine's cores, so that their times compare strategies and say nothing
 of scaling; `benchmarks/idle.py` measures pipelines without that.
@@ -29,6 +31,7 @@ from overhead import interval
 SPEC = {"family": "llama", "layers": 8, "hidden": 192, "heads": 4, "kv_heads": 4, "ffn": 512,
         "vocab": 2048, "max_positions": 256, "tied": True}  # fmt: skip
 GLOBAL_BATCH, SEQ_LEN = 16, 128
+_TOKENS = 1_000_000  # random ones, to train on
 RING_TARGET = 1.15
 
 
@@ -93,7 +96,29 @@ def worker(out: Path, rounds: int, pairs: int) -> None:
         (out / "found.json").write_text(json.dumps(found))
 
 
-def run(processes: int, rounds: int, pairs: int) -> dict[str, Any]:
+def trained(name: str, processes: int, steps: int) -> list[dict[str, Any]]:
+    """The utilisation that a run's result.json has, a load for each host; none of a short run."""
+    import numpy as np
+
+    strategy, *more = name.split()
+    more += ["--servers", str(processes // 2)] if strategy == "ps" else []
+    more += ["--nproc", "1" if strategy == "single" else str(processes)]
+    with tempfile.TemporaryDirectory() as folder:
+        model, data, out = (Path(folder) / part for part in ("model.json", "train.bin", "run"))
+        model.write_text(json.dumps(SPEC))
+        np.random.default_rng(0).integers(0, SPEC["vocab"], _TOKENS, dtype=np.uint16).tofile(data)
+        command = [sys.executable, "-m", "outpace", "train", "--model", str(model),
+                   "--data", str(data), "--strategy", strategy, *more, "--steps", str(steps),
+                   "--global-batch", str(GLOBAL_BATCH), "--seq-len", str(SEQ_LEN),
+                   "--precision", "fp32", "--device", "cpu", "--out", str(out),
+                   "--json"]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL,
+                       env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+        result: dict[str, Any] = json.loads((out / "result.json").read_text())
+        return list(result["utilisation"])
+
+
+def run(processes: int, rounds: int, pairs: int, steps: int) -> dict[str, Any]:
     """A job on this machine, summed up."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -101,8 +126,8 @@ def run(processes: int, rounds: int, pairs: int) -> dict[str, Any]:
                    "--rounds", str(rounds), "--pairs", str(pairs)]  # fmt: skip
         subprocess.run(command, check=True)
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
-    for one in found["strategies"].values():
-        one.update(sum_up(one))
+    for name, one in found["strategies"].items():
+        one.update(sum_up(one), utilisation=trained(name, processes, steps))
     ratio, low, high = interval([ring / ddp for ring, ddp in found["ring_ddp_s"]])
     found["ring_over_ddp"] = {
         "ratio": ratio, "low": low, "high": high, "target": RING_TARGET,
@@ -144,6 +169,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, action="append", help="default: 2 and 4")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--pairs", type=int, default=60, help="of ring and ddp")
+    parser.add_argument("--steps", type=int, default=120, help="of a run, for its utilisation")
     parser.add_argument("--quick", action="store_true", help="two rounds; nothing is recorded")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -152,10 +178,10 @@ def main() -> None:
         return
     from recording import save
 
-    rounds, pairs = (2, 2) if asked.quick else (asked.rounds, asked.pairs)
+    rounds, pairs, steps = (2, 2, 10) if asked.quick else (asked.rounds, asked.pairs, asked.steps)
     worlds = {}
     for processes in asked.processes or (2, 4):
-        found = worlds[str(processes)] = run(processes, rounds, pairs)
+        found = worlds[str(processes)] = run(processes, rounds, pairs, steps)
         for name, one in found["strategies"].items():
             print(f"{processes} {name:22} {one['mesh']:28} {one['step_time_s'] * 1000:8.1f} ms "
                   f"idle {one['idle_share']:.2f} sent {one['sent_bytes'] / 2**20:8.2f} MiB "

@@ -18,6 +18,17 @@ def test_pages_hold_the_recorded_figures():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_strategys_utilisation_is_of_each_device_or_core(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from figures import utilisation
+
+    assert utilisation(None) == utilisation([]) == "not recorded yet"
+    cores = {"devices": [], "host": {"cores": [0.914, None]}}
+    assert utilisation([cores]) == "91%, n/a"
+    devices = {"devices": [{"utilisation": 0.5}, {"utilisation": 1.0}], "host": {"cores": [0.1]}}
+    assert utilisation([devices, devices]) == "50%, 100%, 50%, 100%"
+
+
 def test_every_strategy_has_a_paragraph():
     page = (ROOT / "docs" / "strategies.md").read_text(encoding="utf-8")
     for strategy in get_args(Strategy):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, nearest, nearest_of
 from outpace.records.hardware import Accelerator, Bundle, Node, Topology
 
 _GIB = 2**30
@@ -124,5 +124,5 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     known = [*NODES, *plain]
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{nearest(wanted, known)} "
-        f"It has {', '.join(known)}."
+        f"It has {nearest_of(wanted, known)}; docs/network.md has all."
     )

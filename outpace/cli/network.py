@@ -11,7 +11,7 @@ from outpace.cli.parser import Parser, number_type
 from outpace.planner.contest import PRODUCT, Contest, entries
 from outpace.planner.flops import parameter_count
 from outpace.planner.network import Question, answer
-from outpace.planner.networks import ladder, read_network
+from outpace.planner.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.roofline import Roof
 from outpace.planner.site import Asked, Site, known
 from outpace.records.errors import BadInputError
@@ -55,6 +55,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     inside = math.inf if link is None else link.bytes_per_s  # nothing goes over it
     seq_len = arguments.seq_len or min(spec.max_positions, 2048)
     networks = _networks(arguments.networks or [], site.own)
+    device_links = [] if link is None else by_rate([link, *device_ladder(site.accelerator)])
     needs, refused = [], {}
     for title, chosen, batch in _plans(arguments, plan, spec, site, precision):
         if isinstance(chosen, str):
@@ -64,7 +65,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             question = Question(
                 chosen, spec, batch, seq_len, site.per_node, roof, inside, site.memory_bytes
             )
-            needs.append(answer(question, networks, site.own, arguments.tolerance, title))
+            needs.append(
+                answer(question, networks, site.own, arguments.tolerance, title, device_links, link)
+            )
         except BadInputError as error:
             if plan is not None:
                 raise
@@ -87,9 +90,8 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
 
 def _networks(words: list[str], own: Network | None) -> list[Network]:
     """The catalog's, those asked for and the machine's own, slowest first, each rate once."""
-    named = [read_network(text) for text in words] + ([] if own is None else [own])
-    by_rate = {network.bytes_per_s: network for network in [*named, *ladder()]}
-    return [by_rate[rate] for rate in sorted(by_rate)]
+    named = ([] if own is None else [own]) + [read_network(text) for text in words]
+    return by_rate([*named, *ladder()])
 
 
 def _plans(
@@ -254,7 +256,8 @@ def _parser() -> Parser:
         choices=get_args(Precision),
         default=None,
         metavar="NAME",
-        help="bf16 exchanges weights and gradients in fp32, bf16-pure in bf16 (default: bf16)",
+        help="bf16 exchanges weights and gradients in fp32, bf16-pure in bf16 "
+        "(default: the fastest that was measured, else that the catalog has a rate of)",
     )
     add(
         "--checkpointing",

@@ -2,11 +2,14 @@
 
 import argparse
 import shlex
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
+from outpace.cli.main import end_at_once
 from outpace.cli.parser import Parser, number_type
+from outpace.cli.stopping import stopped_once
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.probed import SectionName
@@ -47,7 +50,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     wishes = Wishes(sections, arguments.quick, settings, command, arguments.budget)
     # What started us shows a bar of its own.
     quiet = arguments.handed_over is not None or (ranks is not None and ranks.rank != 0)
-    with progress_of(sections, quiet) as shown:
+
+    def end() -> None:
+        end_at_once("stopped at once by a second Ctrl-C", 128 + signal.SIGINT, argv, environ)
+
+    with progress_of(sections, quiet) as shown, stopped_once(shown.stopping, end):
         if ranks is None:
             machine = probing.probe_here(wishes, shown)
         else:

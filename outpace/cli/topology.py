@@ -3,17 +3,20 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outpace.cli.parser import Parser, number_type
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.hardware import Accelerator
+from outpace.records.inventory import GpuState
 from outpace.records.topology import CpuTopology, Placement, Topology
 
 _ABOUT = "How this host's devices are joined, which GPUs should hold tensor parallelism, and why."
 _EPILOG = (
-    "Reads nvidia-smi topo -m, of this host or saved in a file, and the processors from the kernel."
+    "Reads nvidia-smi topo -m, of this host or saved in a file, the GPUs' links, clocks and limits "
+    "from NVML, and the processors from the kernel."
 )
 
 
@@ -26,11 +29,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         from outpace.probe.cpus import read_cpus
 
         cpu = read_cpus()
+    gpus, gpus_why = _gpus(arguments)
     placement = None
     if topology is not None:
         from outpace.probe.placement import place
 
-        placement = place(topology, _nvlink_rate(arguments))
+        placement = place(topology, *_rates(arguments.nvlink, gpus))
     if arguments.svg is not None:
         _draw(arguments.svg, topology, placement, cpu)
     if arguments.json:
@@ -38,11 +42,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             "topology": topology and topology.model_dump(mode="json"),
             "placement": placement and placement.model_dump(mode="json"),
             "cpu": cpu and cpu.model_dump(mode="json"),
+            "gpus": [gpu.model_dump(mode="json") for gpu in gpus],
             "gpus_unknown": why,
+            "state_unknown": gpus_why,
         }
         print(json.dumps(said, indent=2), flush=True)
         return 0
     _show(topology, placement, cpu, why)
+    _show_state(gpus, gpus_why if topology is not None else None)
     return 0
 
 
@@ -62,23 +69,47 @@ def _topology(file: Path | None, timeout_s: float) -> tuple[Topology | None, str
     return parse(text, "standard input" if str(file) == "-" else file.name), None
 
 
-def _nvlink_rate(arguments: argparse.Namespace) -> float | None:
-    """Bytes/s of one NVLink in one direction: of the link named, or of this host's GPUs."""
-    from outpace.catalog.links import LINKS, find_link
-
-    if arguments.nvlink is not None:
-        link = find_link(f"NVLink {arguments.nvlink}")
-        return link.bytes_per_s
+def _gpus(arguments: argparse.Namespace) -> tuple[tuple[GpuState, ...], str | None]:
+    """This host's GPUs as NVML tells of them now, and why it tells of none; no file's."""
     if arguments.file is not None:
-        return None
-    from outpace.catalog.accelerators import find_accelerator
+        return (), None
     from outpace.probe.nvml import query
 
-    gpus, _ = query(arguments.timeout)
-    known = {find_accelerator(gpu.name or "", gpu.memory_bytes) for gpu in gpus}
-    links = {one.device_link.link if one and one.device_link else None for one in known}
-    name = links.pop() if len(links) == 1 else None
-    return None if name is None or LINKS[name].kind != "nvlink" else LINKS[name].bytes_per_s
+    return query(arguments.timeout)
+
+
+def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
+    """Bytes/s in one direction of an NVLink and of a GPU's PCIe slot, of the catalog.
+
+    Of the link that is named, and the cards that have it; else of this host's GPUs.
+    """
+    from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+    from outpace.catalog.links import LINKS, find_link
+
+    if nvlink is not None:
+        link = find_link(f"NVLink {nvlink}")
+        chips = [one for one in ACCELERATORS.values() if _device_link(one) == link.name]
+        return link.bytes_per_s, _slot(chips)
+    found = [find_accelerator(gpu.name or "", gpu.memory_bytes) for gpu in gpus]
+    chips = [chip for chip in found if chip is not None]
+    names = {_device_link(chip) for chip in chips}
+    if len(chips) < len(found) or len(names) != 1:
+        return None, None
+    name = names.pop()
+    known = name is not None and LINKS[name].kind == "nvlink"
+    return (LINKS[name].bytes_per_s if name and known else None), _slot(chips)
+
+
+def _device_link(chip: Accelerator) -> str | None:
+    return None if chip.device_link is None else chip.device_link.link
+
+
+def _slot(chips: Sequence[Accelerator]) -> float | None:
+    """The fastest of their PCIe slots."""
+    from outpace.catalog.links import LINKS
+
+    links = [LINKS[chip.host_link] for chip in chips]
+    return max((link.bytes_per_s for link in links if link.kind == "pcie"), default=None)
 
 
 def _draw(
@@ -95,6 +126,20 @@ def _draw(
             write_atomic(path, cpu_svg(cpu))
     except OSError as error:
         raise BadInputError(f"--svg {path}: {error.strerror}") from None
+
+
+def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
+    """How each GPU is now; why that is not known where there are GPUs."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from outpace.report.topology import gpu_line
+
+    console = Console(highlight=False)
+    for gpu in gpus:
+        console.print(Text(gpu_line(gpu)))
+    if why is not None:
+        console.print(Text(f"How the GPUs are now is not known: {why}", style="yellow"))
 
 
 def _show(
@@ -131,7 +176,8 @@ def _parser() -> Parser:
         "--nvlink",
         default=None,
         metavar="GENERATION",
-        help="2 to 5, to say how fast a group is joined (default: of this host's GPUs)",
+        help="2 to 5, to say how fast a group is joined and how much slower the others are "
+        "(default: of this host's GPUs)",
     )
     add(
         "--timeout",

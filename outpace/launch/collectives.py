@@ -19,7 +19,7 @@ from outpace.probe.fit import COLLECTIVES, fit_link
 from outpace.probe.limits import find_cgroup
 from outpace.probe.link_words import network_advice, pair_advice, rank_advice, world_notes
 from outpace.probe.measure import Case, Effort, measure, rounds_of
-from outpace.probe.overlap import probe_overlap
+from outpace.probe.overlap import OVERLAPPED, probe_overlap
 from outpace.probe.ranks_clock import RanksClock, patient_clock
 from outpace.probe.section import Section
 from outpace.probe.side_by_side import pair_figures, pair_fits, ranks_figures, work_of
@@ -105,7 +105,7 @@ def probe_collectives(
                 "collectives": _by_size(run, COLLECTIVES, _CASES),
                 "each rank's own speed": _own_speed(run),
                 "send/recv between pairs": _between_pairs(run),
-                "all-reduce while computing": _overlap(run),
+                "collectives while computing": _overlap(run),
             }
         turns = together(*(run.said(what, part) for what, part in parts.items()))
         found = sum((yield from turns), found)
@@ -238,20 +238,25 @@ def _between_pairs(run: _Run) -> Turns[Section]:
 
 
 def _overlap(run: _Run) -> Turns[Section]:
-    """How much of an all-reduce hides behind computing."""
-    size = (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20)
+    """How much of collectives hides behind computing."""
+    size = min(
+        (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
+    )
+    sizes = (size,) if run.quick else (size // 16, size)
     budget_s = _OVERLAP * run.budget_s
-    effort = Effort(budget_s, run.rounds, budget_s / (6 * run.samples), wakes=False)
-    figures = yield from probe_overlap(run.apart(), min(size, _most_bytes(run)), run.clock, effort)
-    return Section(tuple(figures), notes=tuple(overlap_notes(figures)))
+    sample_s = budget_s / (6 * len(OVERLAPPED) * len(sizes) * run.samples)
+    effort = Effort(budget_s, run.rounds, sample_s, wakes=False)
+    found = yield from probe_overlap(run.apart(), sizes, run.clock, effort)
+    notes = [note for figures in found for note in overlap_notes(figures)]
+    return Section(tuple(figure for figures in found for figure in figures), notes=tuple(notes))
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
-    """How much hides, in a sentence."""
-    hidden = figures[-1]
+    """How much of one collective hides, in a sentence."""
+    hidden, name = figures[-1], figures[1].key.what
     compute, alone, both = (median(figure.samples) for figure in figures[:3])
     times = (
-        f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of all-reduce take "
+        f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of {name} take "
         f"{1e3 * both:.3g} ms at once"
     )
     if hidden.value is None:

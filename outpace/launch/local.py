@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from outpace.records.settings import TrainSettings
 
 RUN_ID_PREFIX = "outpace-"
 # One press of Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
-_SAME_SIGNAL_S = 0.5
+SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
@@ -56,12 +56,13 @@ class Report:
     time_s: float
 
 
-def start(nproc: int, command: list[str]) -> None:
+def start(nproc: int, command: list[str], told: Callable[[], None] = lambda: None) -> None:
     """Run `command` once per rank and wait for all of them.
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     in its environment. Returns when every rank ended with 0. Raises WorkerError with the message
     and exit code of the rank that failed first. Other children of this process are let be.
+    `told` is called at once when the first signal to stop arrives.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -69,7 +70,7 @@ def start(nproc: int, command: list[str]) -> None:
 
     # What elastic would log, `_conclude` says in a sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="outpace-") as logs, _pass_signals_on() as signals:
+    with tempfile.TemporaryDirectory(prefix="outpace-") as logs, _pass_signals_on(told) as signals:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -147,17 +148,19 @@ def _last_document(output: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _pass_signals_on() -> Iterator[list[int]]:
+def _pass_signals_on(told: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Forward SIGTERM, SIGINT and SIGHUP to the workers; yields the list of those received."""
     received: list[int] = []
     times: list[float] = []
     others = set(psutil.Process().children())
 
     def forward(signum: int, _frame: object) -> None:
-        if times and time.monotonic() - times[-1] < _SAME_SIGNAL_S:
+        if times and time.monotonic() - times[-1] < SAME_SIGNAL_S:
             return
         times.append(time.monotonic())
         received.append(signum)
+        if len(received) == 1:
+            told()
         workers = set(psutil.Process().children()) - others
         if not workers:
             raise WorkerError(f"stopped by {_name(signum)} before training began", 128 + signum)

@@ -26,6 +26,7 @@ from outpace.probe.products import probe_matmul
 from outpace.probe.section import Section
 from outpace.probe.steady import Steady, Used, disturbed, judged, noted, total, withdrawn
 from outpace.probe.storage import probe_storage
+from outpace.probe.topology import read_if_there
 from outpace.probe.turns import Turns, around, finished, together
 from outpace.probe.versions import versions
 from outpace.records.figure import Figure, Key
@@ -160,7 +161,7 @@ def _started(
         command = [sys.executable, "-m", "outpace", "probe", name]
         command += ["--handed-over", str(given), "--out", str(out)]
         command += ["--budget", str(wishes.budget_s(name))]
-        local.start(nproc, command + ["--quick"] * wishes.quick)
+        local.start(nproc, command + ["--quick"] * wishes.quick, shown.stopping)
         probed = Machine.load(out).probed
     assert probed is not None
     shown(name, 1.0)
@@ -216,6 +217,7 @@ def _machine(
     hosts: int = 1,
 ) -> Machine:  # fmt: skip
     machine = identify(find_accelerator)
+    topology = read_if_there(_DRIVER_S) if machine.devices else None
     probed = Probed(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),
@@ -231,7 +233,7 @@ def _machine(
         notes=found.notes,
         steadiness=steadiness,
     )
-    return machine.model_copy(update={"probed": probed})
+    return machine.model_copy(update={"topology": topology, "probed": probed})
 
 
 def _from_catalog(machine: Machine) -> list[Figure]:

@@ -49,15 +49,19 @@ def answer(
     own: Network | None,
     tolerance: float,
     title: str | None = None,
+    device_links: Iterable[Network] = (),
+    own_link: Network | None = None,
 ) -> Need:
     """What the plan needs so that the network costs at most `tolerance` of a step.
 
-    Raises BadInputError for plans whose traffic is not known, or that do not divide the batch.
+    `device_links` are what a device could have to the others of its node, `own_link` what it has;
+    both are reckoned with as if the network between nodes took no time. Raises BadInputError for
+    plans whose traffic is not known, or that do not divide the batch.
     """
     step = Step(question)
     inside = question.inside_bytes_per_s
-    ladder = [step.cost(network) for network in networks]
-    enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
+    ladder = tuple(map(step.cost, networks))
+    device_ladder = tuple(map(step.device_cost, device_links))
     states, memory = states_bytes(question.plan, question.spec), question.memory_bytes
     by_node, by_device = (1 + tolerance) * step.ideal_s, (1 + tolerance) * step.compute_s
     return Need(
@@ -70,12 +74,21 @@ def answer(
         node_bytes=sum(c.node_bytes for c in step.crossings),
         least_node_bytes_per_s=_least(lambda rate: step.seconds(inside, rate) <= by_node),
         least_device_bytes_per_s=_least(lambda rate: step.seconds(rate, math.inf) <= by_device),
-        costs=tuple(ladder),
-        cheapest=min(enough, key=lambda network: network.bytes_per_s, default=None),
+        costs=ladder,
+        cheapest=_cheapest(ladder, tolerance),
         own=None if own is None else step.cost(own),
+        device_costs=device_ladder,
+        cheapest_inside=_cheapest(device_ladder, tolerance),
+        own_inside=None if own_link is None else step.device_cost(own_link),
         states_bytes=states,
         fits=None if memory is None or states <= memory else False,
     )
+
+
+def _cheapest(ladder: Iterable[Cost], tolerance: float) -> Network | None:
+    """The slowest that is enough; None where none is."""
+    enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
+    return min(enough, key=lambda network: network.bytes_per_s, default=None)
 
 
 def _least(enough: Callable[[float], bool]) -> float:
@@ -173,6 +186,12 @@ class Step:
         """A step on a network between nodes, against one that takes no time."""
         step_s = self.seconds(self._question.inside_bytes_per_s, network.bytes_per_s)
         return Cost(network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1))
+
+    def device_cost(self, link: Network) -> Cost:
+        """A step with a device's link within a node, against one that takes no time."""
+        step_s = self.seconds(link.bytes_per_s, math.inf)
+        slowdown = max(0.0, step_s / self.compute_s - 1)
+        return Cost(network=link, step_s=step_s, slowdown=slowdown)
 
     def seconds(self, inside: float, across: float) -> float:
         """A step with device links of `inside` bytes/s and nodes' cards of `across` together."""

@@ -1,10 +1,12 @@
-"""Networks to choose from: what a node can have, slowest first, and reading one that is named."""
+"""Networks and device links to choose from, slowest first, and reading one that is named."""
 
 import re
+from collections.abc import Iterable
 
-from outpace.catalog.links import LINKS, find_link
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.links import LINKS, bytes_per_s, find_link
 from outpace.records.errors import BadInputError
-from outpace.records.hardware import Node
+from outpace.records.hardware import Accelerator, Node
 from outpace.records.network import Network
 
 _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
@@ -18,21 +20,51 @@ _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
 def ladder() -> list[Network]:
     """Networks of the catalog by what they carry, slowest first; equally fast ones together."""
-    by_rate: dict[float, list[str]] = {}
-    sources: dict[float, str] = {}
-    for link in LINKS.values():
-        if link.kind in _KINDS:
-            by_rate.setdefault(link.bytes_per_s, []).append(link.name)
-            sources.setdefault(link.bytes_per_s, link.source)
-    for name, count in _MANY:
-        rate = LINKS[name].bytes_per_s * count
-        by_rate.setdefault(rate, []).append(f"{count} × {name}")
-        sources.setdefault(rate, LINKS[name].source)
-    return [
-        Network(name=", ".join(by_rate[rate]), bytes_per_s=rate, origin="catalog",
-                source=sources[rate])
-        for rate in sorted(by_rate)
+    single = [(link.name, 1) for link in LINKS.values() if link.kind in _KINDS]
+    return by_rate(
+        Network(
+            name=name if count == 1 else f"{count} × {name}", origin="catalog",
+            bytes_per_s=LINKS[name].bytes_per_s * count, source=LINKS[name].source,
+        )
+        for name, count in (*single, *_MANY)
+    )  # fmt: skip
+
+
+def device_ladder(chip: Accelerator | None) -> list[Network]:
+    """Links that a device could have to the others of its node, slowest first.
+
+    A slot of each PCIe generation, and the bundles of NVLinks that accelerators of the catalog are
+    sold with (of AMD's: Infinity Fabric). Equally fast ones are together, the device's own first.
+    None on a CPU, whose ranks exchange through memory.
+    """
+    if chip is None:
+        return []
+    own = chip.device_link
+    kind = "nvlink" if own is None else LINKS[own.link].kind
+    found = [
+        Network(name=link.name, bytes_per_s=link.bytes_per_s, origin="catalog", source=link.source)
+        for link in LINKS.values() if link.kind == "pcie"
     ]  # fmt: skip
+    for one in (chip, *ACCELERATORS.values()):
+        bundle, rate = one.device_link, bytes_per_s(one.device_link)
+        if bundle is not None and rate is not None and LINKS[bundle.link].kind == kind:
+            found.append(Network(name=f"{bundle.count} × {bundle.link}", bytes_per_s=rate,
+                                 origin="catalog", source=LINKS[bundle.link].source))  # fmt: skip
+    return by_rate(found)
+
+
+def by_rate(networks: Iterable[Network]) -> list[Network]:
+    """Slowest first. Equally fast ones are one by all their names, and else as the first of them.
+
+    So what a person named stands by that name, and not only by what the catalog has of its rate.
+    """
+    together: dict[float, list[Network]] = {}
+    for one in networks:
+        together.setdefault(one.bytes_per_s, []).append(one)
+    return [
+        of[0].model_copy(update={"name": ", ".join(dict.fromkeys(one.name for one in of))})
+        for _, of in sorted(together.items())
+    ]
 
 
 def of_node(node: Node) -> Network | None:

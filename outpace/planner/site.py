@@ -16,6 +16,10 @@ from outpace.records.network import Network
 from outpace.records.optimizers import Precision
 from outpace.records.probed import Probed
 
+# Of products that are about as fast, those that are less trouble to train with come first.
+_MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+_ALIKE = 1.05
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -91,11 +95,25 @@ class Site:
         return None if self.accelerator is None else self.accelerator.memory_bytes
 
     def precision(self, asked: Precision | None) -> Precision:
-        """As asked, else the fastest that the machine's products have."""
+        """As asked, else the fastest that the machine's products were measured in.
+
+        Where none was measured, the fastest that they have by the catalog.
+        """
         if asked is not None:
             return asked
+        measured = self._measured()
+        if measured:
+            best = max(measured.values())
+            return next(one for one in _MIXED if measured.get(one, 0.0) >= best / _ALIKE)
         peaks = {} if self.accelerator is None else self.accelerator.peak.flops_per_s
         return "bf16" if "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+
+    def _measured(self) -> dict[Precision, float]:
+        """The best rate of each precision that can be trained in, where it was steady."""
+        if self._probed is None:
+            return {}
+        best = {dtype: self._probed.best_rate(dtype) for dtype in _MIXED}
+        return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rate(self, precision: Precision) -> Figure:
         """FLOP/s of a device: measured, or a share of the peak."""

@@ -5,7 +5,7 @@ McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers", 
 bytes read and bytes written, and not what a cache reads before it writes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outpace.probe.cpus import read_cpus
 from outpace.probe.measure import Case, Effort, clock_of, measure, rounds_of
+from outpace.probe.overlap import share_hidden
 from outpace.probe.section import Section
 from outpace.probe.turns import Turns
 from outpace.records.figure import Figure, Key
@@ -27,6 +28,8 @@ _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 # A copy touches two arrays: half of it stays in a cache that holds one.
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
+WAYS = ("to the host", "to the device", "both ways")
+_OVERLAPPED_ELEMENTS = 1 << 26  # of transfers beside a product
 _USUAL_L2_BYTES = 128 << 20  # of a GPU that does not tell
 
 
@@ -163,28 +166,42 @@ def _sent(source: Tensor, found: Tensor) -> str | None:
 
 
 def _overlapped(device: torch.device) -> Iterator[Case]:
-    """A product, a transfer, and both at once: what of a transfer hides behind computing."""
+    """A product, transfers each way and both ways, and a product during each of them."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
-    there = torch.empty(1 << 26, device=device).normal_()
-    here = torch.empty(1 << 26, pin_memory=True)
-    stream = torch.cuda.Stream(device)
+    product = partial(torch.mm, a, a)
+    ways = {}
+    for way in WAYS[:2]:
+        there = torch.empty(_OVERLAPPED_ELEMENTS, device=device).normal_()
+        here = torch.empty(_OVERLAPPED_ELEMENTS, pin_memory=True).normal_()
+        to, source = (here, there) if way == "to the host" else (there, here)
+        ways[way] = [(torch.cuda.Stream(device), partial(to.copy_, source, non_blocking=True))]
+    ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # each on its stream: at the same time
+    yield Case(_key("overlap", of="product"), "s", _called(product))
+    for way, sends in ways.items():
+        alone = partial(_beside, device, sends, _nothing)
+        yield Case(_key("overlap", of=f"transfer {way}"), "s", _called(alone))
+        both = partial(_beside, device, sends, product)
+        yield Case(_key("overlap", of=f"product and transfer {way}"), "s", _called(both))
 
-    def send() -> None:
-        stream.wait_stream(torch.cuda.current_stream(device))
+
+def _beside(
+    device: torch.device,
+    sends: Sequence[tuple[torch.cuda.Stream, Callable[[], Any]]],
+    compute: Callable[[], Any],
+) -> None:
+    """Compute while each of the transfers goes on in its own stream; wait for all on the device."""
+    here = torch.cuda.current_stream(device)
+    for stream, send in sends:
+        stream.wait_stream(here)
         with torch.cuda.stream(stream):
-            here.copy_(there, non_blocking=True)
+            send()
+    compute()
+    for stream, _ in sends:
+        here.wait_stream(stream)
 
-    def both() -> None:
-        send()
-        torch.mm(a, a)
-        torch.cuda.current_stream(device).wait_stream(stream)
 
-    def alone() -> None:
-        send()
-        torch.cuda.current_stream(device).wait_stream(stream)
-
-    for what, call in (("product", lambda: torch.mm(a, a)), ("transfer", alone), ("both", both)):
-        yield Case(_key("overlap", of=what), "s", _called(call))
+def _nothing() -> None:
+    pass
 
 
 def probe_memory(
@@ -194,15 +211,39 @@ def probe_memory(
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
     notes = () if device.type == "cuda" else ("host and device are one: nothing lies between",)
-    return Section(tuple(figures), tuple(_hidden(figures)), notes)
+    hidden = hidden_shares(figures)
+    advice = tuple(hidden_advice(hidden))
+    return Section((*figures, *hidden), advice, (*notes, *hidden_notes(hidden)))
 
 
-def _hidden(figures: list[Figure]) -> Iterator[Advice]:
-    """How much of a transfer hides behind a product."""
-    took = {f.key.of["of"]: f.value for f in figures if f.key.what == "overlap"}
-    product, transfer, both = (took.get(name) for name in ("product", "transfer", "both"))
-    if product and transfer and both:
-        share = min(1.0, max(0.0, (product + transfer - both) / min(product, transfer)))
-        yield Advice(
-            about="overlap", text=f"{share:.0%} of a transfer to the host hides behind a product"
+def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
+    """How much of the shorter of a product and a transfer hides behind the longer, by its way."""
+    took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
+    return [
+        share_hidden(
+            _key("hidden share", of=f"transfer {way}"),
+            [took[name] for name in ("product", f"transfer {way}", f"product and transfer {way}")],
         )
+        for way in WAYS if f"transfer {way}" in took
+    ]  # fmt: skip
+
+
+def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
+    """What is known of it, with its interval."""
+    for figure in hidden:
+        if figure.value is not None and figure.low is not None and figure.high is not None:
+            yield Advice(
+                about="overlap", of=(figure.key,),
+                text=f"a product beside a {figure.key.of['of']}: {figure.value:.0%} of the shorter "
+                f"hides behind the longer ({figure.low:.0%} to {figure.high:.0%})",
+            )  # fmt: skip
+
+
+def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
+    """What was not steady enough to be said."""
+    for figure in hidden:
+        if figure.value is None:
+            yield (
+                f"overlap: how much of a product and a {figure.key.of['of']} hides is not stable "
+                f"enough to say: {figure.unstable}"
+            )

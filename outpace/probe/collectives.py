@@ -123,7 +123,7 @@ def _all_reduce(place: Place, count: int) -> Made:
     return call, lambda found: compare(found, place.members, 0, place.buffers.draw)
 
 
-def _parts_wrong(place: Place, found: Tensor, offset: int) -> str | None:
+def parts_wrong(place: Place, found: Tensor, offset: int) -> str | None:
     """What is wrong with equal parts, each of which one rank had from element `offset` on."""
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
@@ -139,7 +139,7 @@ def _all_gather(place: Place, count: int) -> Made:
         dist.all_gather_single(room, part, group=place.group)
         return room
 
-    return call, lambda found: _parts_wrong(place, found, 0)
+    return call, lambda found: parts_wrong(place, found, 0)
 
 
 def _reduce_scatter(place: Place, count: int) -> Made:
@@ -164,7 +164,7 @@ def _all_to_all(place: Place, count: int) -> Made:
         dist.all_to_all_single(room, source, group=place.group)
         return room
 
-    return call, lambda found: _parts_wrong(place, found, offset)
+    return call, lambda found: parts_wrong(place, found, offset)
 
 
 def _broadcast(place: Place, count: int) -> Made:

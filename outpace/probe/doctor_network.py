@@ -94,6 +94,7 @@ def network(inventory: Inventory) -> Iterator[Finding]:
         yield found(name, "severe", "the fast network is there, and NCCL may not use it",
                     f"{which}={settings[which]}; ports with a link: {len(active)} ({kinds}, "
                     f"{active[0].rate or 'rate unknown'})", f"unset {which}")  # fmt: skip
+    yield from _cannot_be_used(inventory, active)
     down = [port for port in inventory.ports if port.active is False]
     if down:
         yield found(
@@ -123,6 +124,45 @@ def network(inventory: Inventory) -> Iterator[Finding]:
             name, "high", "too little memory may be locked for the network card",
             f"{show_bytes(locked)}", "ulimit -l unlimited; docker run --ulimit memlock=-1",
         )  # fmt: skip
+
+
+def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator[Finding]:
+    """Ports with a link that NCCL is told to leave alone, or cannot open."""
+    if not active:
+        return
+    name, among = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")
+    if among and not any(_selects(among, port) for port in active):
+        ports = these([f"{port.device}:{port.port}" for port in active])
+        yield found(name, "severe", "NCCL_IB_HCA leaves out every port with a link",
+                    f"NCCL_IB_HCA={among}; ports with a link: {ports}",
+                    "unset NCCL_IB_HCA, or name what is there")  # fmt: skip
+    if inventory.verbs_devices is False:
+        yield found(
+            name, "severe", "ports have a link, and programs cannot open them",
+            "/dev/infiniband is not there",
+            "in a container: docker run --device /dev/infiniband; else modprobe ib_uverbs as root",
+        )  # fmt: skip
+    if inventory.verbs_library is False:
+        yield found(
+            name, "severe", "ports have a link, and NCCL lacks the library for them",
+            "libibverbs cannot be loaded",
+            "apt install libibverbs1 ibverbs-providers, in the container that trains",
+        )  # fmt: skip
+
+
+def _selects(among: str, port: NetworkPort) -> bool:
+    """Whether NCCL_IB_HCA lets a port be used.
+
+    NCCL's documentation, "NCCL_IB_HCA": beginnings of names with or without a port, separated by
+    commas; = before them asks for whole names, ^ for all others.
+    """
+    others, exact = among.startswith("^"), among.lstrip("^").startswith("=")
+    listed = False
+    for one in among.lstrip("^=").split(","):
+        device, _, number = one.strip().partition(":")
+        named = port.device == device if exact else port.device.startswith(device)
+        listed = listed or (bool(device) and named and number in ("", str(port.port)))
+    return listed != others
 
 
 def _slower_ports(active: list[NetworkPort]) -> str:

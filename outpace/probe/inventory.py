@@ -1,5 +1,6 @@
 """Gathers the facts that the doctor looks at. Each may be unreadable; then it is None."""
 
+import ctypes
 import os
 import resource
 import time
@@ -16,15 +17,18 @@ from outpace.probe.topology import ToolError, read_live
 from outpace.records.inventory import Busy, Inventory, NetworkPort
 from outpace.records.topology import cpu_list
 
-PROC = Path("/proc")
+PROC, DEV = Path("/proc"), Path("/dev")
 _SHARED_MEMORY = Path("/dev/shm")
 # The variables that a check reads; others may hold what is nobody's business.
 SETTINGS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG",
-    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET",
+    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_IB_HCA",
+    "NCCL_NET",
     "NCCL_NVLS_ENABLE", "NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
+# By which NCCL, and any other program, sends over InfiniBand and RoCE.
+VERBS_LIBRARY = "libibverbs.so.1"
 _LOCAL = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
           ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"))  # fmt: skip
 
@@ -34,6 +38,7 @@ def gather(
     *,
     sys: Path = SYS,
     proc: Path = PROC,
+    dev: Path = DEV,
     watch_s: float = 0.5,
     timeout_s: float = 20.0,
 ) -> Inventory:
@@ -79,6 +84,8 @@ def gather(
         topology=topology,
         topology_unknown=topology_unknown,
         ports=tuple(_ports(sys / "class/infiniband")),
+        verbs_devices=any((dev / "infiniband").glob("uverbs*")),
+        verbs_library=_loads(VERBS_LIBRARY),
         gpu_direct=_gpu_direct(sys),
     )
 
@@ -206,6 +213,15 @@ def _ports(folder: Path) -> Iterator[NetworkPort]:
                 link_layer=read_text(port / "link_layer"),
                 numa_node=int(numa) if numa and numa.isdigit() else None,
             )
+
+
+def _loads(library: str) -> bool:
+    """Whether the system finds it; loading it asks nothing of any card."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _gpu_direct(sys: Path) -> bool | None:

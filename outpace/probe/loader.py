@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from outpace.data.loader import Loader, collate
@@ -34,6 +35,8 @@ from outpace.records.figure import Figure, Key
 PREFETCH = 2  # what outpace's loader has, and torch's where nothing is said
 _OTHER_PREFETCH, _FULL_OTHER_PREFETCH = (4,), (1, 4, 8)
 _QUICK_WORKERS = 4
+# Numbers of workers that other settings go over, with the most: all loaders are open at once.
+_CROSSED = (1, 2, 4, 8)
 _ENDLESS = 1 << 40
 _CALL_S = 0.015
 _LOCATED = 32
@@ -154,17 +157,25 @@ class _Bench:
     _found: list[str] = field(default_factory=list)
 
     def settings(self) -> list[_Setting]:
-        """All numbers of workers, and with the most of them what else there is to set."""
+        """All numbers of workers, and what else there is to set.
+
+        In a full probe prefetching goes over numbers of workers, and pinning over both where there
+        is a device to copy to; in a quick one they are tried with the most workers alone.
+        """
         counts = _counts(self.quick)
         most = counts[-1]
+        crossed = [most] if self.quick else [n for n in counts if n in (*_CROSSED, most) and n]
         found = [_Setting("outpace", count) for count in counts]
         if self.ready.as_text is not None:
             text = counts if not self.quick else (counts[0], most)
             found += [_Setting("text", count) for count in text]
         other = _OTHER_PREFETCH if self.quick else _FULL_OTHER_PREFETCH
-        found += [_Setting("torch", most, prefetch) for prefetch in (PREFETCH, *other)]
+        torchs = [(count, prefetch) for count in crossed for prefetch in (PREFETCH, *other)]
+        found += [_Setting("torch", *one) for one in torchs]
         if self.device.type == "cuda":
-            found += [_Setting("outpace", count, pin=True) for count in (0, most)]
+            pinned = (0, most) if self.quick else counts
+            found += [_Setting("outpace", count, pin=True) for count in pinned]
+            found += [] if self.quick else [_Setting("torch", *one, pin=True) for one in torchs]
         return found
 
     def notes(self) -> Iterator[str]:
@@ -252,13 +263,26 @@ class _Bench:
                 num_workers=setting.workers,
                 collate_fn=collate,
                 prefetch_factor=setting.prefetch if setting.workers else None,
+                pin_memory=setting.pin,
             )
         )
-        return _Open(running, getattr(running, "_shutdown_workers", _nothing), self.device)
+        close = getattr(running, "_shutdown_workers", _nothing)
+        return _Open(self._copied(running), close, self.device)
+
+    def _copied(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """To the device, as outpace's own loader does; what pinning is for."""
+        if self.device.type == "cpu":
+            return batches
+        to = partial(_to, self.device)
+        return (tree_map(to, batch) for batch in batches)
 
 
 def _nothing() -> None:
     pass
+
+
+def _to(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
 
 @dataclass

@@ -21,8 +21,8 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
     return (
         *_workers(own),
-        *_prefetch([f for f in rates if f.key.has(loader="torch")]),
-        *_pinning([f for f in rates if f.key.has(loader="outpace")]),
+        *_prefetch([f for f in rates if f.key.has(loader="torch", pin="no")]),
+        *_pinning([f for f in rates if f.key.has(loader="outpace")], cheapest(own)),
         *_text(own, [f for f in rates if f.key.has(loader="text")]),
         *_tokenising([f for f in figures if f.key.kind == "tokenise" and f.key.what == "bytes"]),
     )
@@ -67,10 +67,13 @@ def _workers(own: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
-    """Of torch's DataLoader: outpace's own always has 2."""
-    usual = next((f for f in rates if f.key.of.get("prefetch") == 2), None)
+    """Of torch's DataLoader: outpace's own always has 2. With as many workers as are best."""
     best = cheapest(rates)
-    if usual is None or best is None or usual.value is None or best.value is None:
+    if best is None:
+        return
+    rates = [f for f in rates if f.key.has(workers=best.key.of["workers"])]
+    usual = next((f for f in rates if f.key.of.get("prefetch") == 2), None)
+    if usual is None or usual.value is None or best.value is None:
         return
     count, by = best.key.of["prefetch"], gain(usual, best)
     if int(count) <= 2 or by is None or not by.sure or by.value < _WORTH:
@@ -88,9 +91,13 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
     )  # fmt: skip
 
 
-def _pinning(rates: Sequence[Figure]) -> Iterator[Advice]:
+def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Advice]:
+    """With as many workers as are recommended, and without any."""
+    counts = (0, 0 if recommended is None else recommended.key.of["workers"])
     for pinned in (f for f in rates if f.key.has(pin="yes") and f.value):
         workers = pinned.key.of["workers"]
+        if workers not in counts:
+            continue
         other = next((f for f in rates if f.key.has(pin="no", workers=workers) and f.value), None)
         if other is None or pinned.value is None or other.value is None:
             continue

@@ -1,6 +1,7 @@
-"""How much of an all-reduce hides behind computing: each alone, and both at once, side by side."""
+"""How much of a collective hides behind computing: each alone, and both at once, side by side."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.probe.buffers import compare, summed
-from outpace.probe.collectives import Place, check_again, checked
+from outpace.probe.buffers import ITEM_BYTES, compare, summed
+from outpace.probe.collectives import Place, check_again, checked, parts_wrong
 from outpace.probe.intervals import LEVEL, half_width
 from outpace.probe.measure import Case, Clock, Effort, measure
 from outpace.probe.ranks_clock import Prepared
@@ -20,6 +21,8 @@ from outpace.records.figure import Figure, Key
 # A share that a repeat may find this far away is no answer.
 _CONCLUSIVE = 0.15
 _LEAST_S = 1e-6
+# Those that trainings overlap: gradients of replicas, parameters and gradients of shards.
+OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
@@ -27,62 +30,93 @@ def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
-def probe_overlap(place: Place, size: int, clock: Clock, effort: Effort) -> Turns[list[Figure]]:
-    """Times of computing, of an all-reduce of `size` bytes, and of both; and the share hidden.
+def probe_overlap(
+    place: Place,
+    sizes: Sequence[int],
+    clock: Clock,
+    effort: Effort,
+    collectives: Sequence[str] = OVERLAPPED,
+) -> Turns[list[list[Figure]]]:
+    """For each collective and size the times of computing, of it, of both; and the share hidden.
 
-    Computing is as many products of matrices as take about as long as the all-reduce. Raises
-    WrongResultError where what is reduced is wrong, before it is timed or after.
+    Computing is as many products of matrices as take about as long as the collective. Raises
+    WrongResultError where what comes out of it is wrong, before it is timed or after.
     """
-    begun = _begun(place, size // 4)
     product = _product(place.buffers.device)
-
-    def ended() -> Tensor:
-        room: Tensor
-        room, work = begun()
-        work.wait()
-        return room
-
-    reduce = Prepared(ended, begun.prepare)
-    collective_s = min(clock.seconds(reduce, 1) for _ in range(4))
     clock.seconds(product, 1)
     product_s = min(clock.seconds(product, 1) for _ in range(3))
+    begun = [_begun(name, place, place.count(size)) for name in collectives for size in sizes]
+    cases = [case for one in begun for case in _cases(one, place, product, product_s, clock)]
+    place.buffers.settle()
+    found = yield from measure(cases, clock, effort)
+    check_again(cases, place.buffers)
+    each = [found[at : at + 3] for at in range(0, len(found), 3)]
+    return [
+        [*of, share_hidden(one.key(place, "hidden share"), of)]
+        for one, of in zip(begun, each, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A collective that is begun, and waited for later."""
+
+    collective: str
+    count: int
+    begin: Prepared  # gives its result's place, and what is to be waited for
+    wrong: Callable[[Tensor], str | None]
+
+    def key(self, place: Place, what: str) -> Key:
+        of: dict[str, str | int] = {
+            "axis": place.axis.name, "backend": place.backend, "ranks": place.axis.ranks,
+            "device": place.buffers.device.type, "bytes": self.count * ITEM_BYTES,
+        }  # fmt: skip
+        if what != self.collective:
+            of["collective"] = self.collective
+        return Key(kind="overlap", what=what, of=of)
+
+
+def _cases(
+    one: _Begun, place: Place, product: Callable[[], Any], product_s: float, clock: Clock
+) -> list[Case]:
+    """Computing, the collective, and both at once."""
+    alone = _while(one, _nothing)
+    collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     products = max(1, round(collective_s / max(product_s, _LEAST_S)))
 
     def compute() -> None:
         for _ in range(products):
             product()
 
-    def while_computing() -> Tensor:
+    both = _while(one, compute)
+    check = checked(place, one.wrong)
+    return [
+        Case(one.key(place, "computing"), "s", lambda: compute),
+        Case(one.key(place, one.collective), "s", lambda: _ready(alone), check=check),
+        Case(one.key(place, "both"), "s", lambda: _ready(both), check=check),
+    ]
+
+
+def _while(one: _Begun, compute: Callable[[], None]) -> Prepared:
+    """Begin the collective, compute, wait for its end."""
+
+    def call() -> Tensor:
         room: Tensor
-        room, work = begun()
+        room, work = one.begin()
         compute()
         work.wait()
         return room
 
-    both = Prepared(while_computing, begun.prepare)
+    return Prepared(call, one.begin.prepare)
 
-    def ready(call: Prepared) -> Prepared:
-        call.prepare(1)  # what was summed before is no data to be checked
-        return call
 
-    buffers = place.buffers
-    check = checked(place, lambda found: compare(found, place.members, 0, buffers.draw))
+def _ready(call: Prepared) -> Prepared:
+    call.prepare(1)  # what was summed before is no data to be checked
+    return call
 
-    def key(what: str) -> Key:
-        of: dict[str, str | int] = {
-            "axis": place.axis.name, "backend": place.backend, "ranks": place.axis.ranks,
-            "device": place.buffers.device.type, "bytes": size,
-        }  # fmt: skip
-        return Key(kind="overlap", what=what, of=of)
 
-    cases = [
-        Case(key("computing"), "s", lambda: compute),
-        Case(key("all-reduce"), "s", lambda: ready(reduce), check=check),
-        Case(key("both"), "s", lambda: ready(both), check=check),
-    ]
-    found = yield from measure(cases, clock, effort)
-    check_again(cases, place.buffers)
-    return [*found, share_hidden(key("hidden share"), found)]
+def _nothing() -> None:
+    pass
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
@@ -103,13 +137,58 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
     )  # fmt: skip
 
 
-def _begun(place: Place, count: int) -> Prepared:
-    """Begins an all-reduce: its array, and what is to be waited for."""
+def _begun(collective: str, place: Place, count: int) -> _Begun:
+    return _BEGUN[collective](place, count)
+
+
+def _all_reduce(place: Place, count: int) -> _Begun:
+    buffers = place.buffers
 
     def begin(room: Tensor) -> tuple[Tensor, Any]:
         return room, dist.all_reduce(room, group=place.group, async_op=True)
 
-    return summed(place.buffers, count, len(place.members), begin)
+    def wrong(found: Tensor) -> str | None:
+        return compare(found, place.members, 0, buffers.draw)
+
+    return _Begun("all-reduce", count, summed(buffers, count, len(place.members), begin), wrong)
+
+
+def _all_gather(place: Place, count: int) -> _Begun:
+    part = count // len(place.members)
+
+    def begin() -> tuple[Tensor, Any]:
+        source, room = place.buffers.take(count)
+        return room, dist.all_gather_single(room, source[:part], group=place.group, async_op=True)
+
+    return _Begun(
+        "all-gather", count, _unprepared(begin), lambda found: parts_wrong(place, found, 0)
+    )
+
+
+def _reduce_scatter(place: Place, count: int) -> _Begun:
+    part = count // len(place.members)
+
+    def begin() -> tuple[Tensor, Any]:
+        source, room = place.buffers.take(count)
+        out = room[:part]
+        return out, dist.reduce_scatter_single(out, source, group=place.group, async_op=True)
+
+    def wrong(found: Tensor) -> str | None:
+        return compare(found, place.members, part * place.number, place.buffers.draw)
+
+    return _Begun("reduce-scatter", count, _unprepared(begin), wrong)
+
+
+def _unprepared(begin: Callable[[], tuple[Tensor, Any]]) -> Prepared:
+    """Of what leaves its data as they are: there is nothing to make ready."""
+    return Prepared(begin, lambda calls: None)
+
+
+_BEGUN: dict[str, Callable[[Place, int], _Begun]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+}
 
 
 def _product(device: torch.device) -> Callable[[], Any]:

@@ -20,8 +20,12 @@ _SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
 _MOST_SEARCHED = 16
 
 
-def place(topology: Topology, nvlink_bytes_per_s: float | None = None) -> Placement:
-    """Advice on a topology. `nvlink_bytes_per_s` is the rate of one NVLink in one direction."""
+def place(
+    topology: Topology,
+    nvlink_bytes_per_s: float | None = None,
+    slot_bytes_per_s: float | None = None,
+) -> Placement:
+    """Advice on a topology, with what one NVLink and a GPU's PCIe slot carry in one direction."""
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -31,7 +35,7 @@ def place(topology: Topology, nvlink_bytes_per_s: float | None = None) -> Placem
         groupings=found,
         tensor_parallel=_worth_it(found, len(gpus)),
         bottleneck=bottleneck(topology),
-        slow=slow_pairs(topology),
+        slow=slow_pairs(topology, _times(topology, nvlink_bytes_per_s, slot_bytes_per_s)),
         nics=tuple(_near(topology, gpu) for gpu in gpus) if topology.nics else (),
     )
 
@@ -134,7 +138,19 @@ def bottleneck(topology: Topology) -> str | None:
     return last
 
 
-def slow_pairs(topology: Topology) -> tuple[SlowPairs, ...]:
+def _times(
+    topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
+) -> float | None:
+    """How many times as long as the best NVLinks a slot takes; None where there are none."""
+    pairs = combinations(topology.gpus, 2)
+    most = max((nvlinks(topology.between(*pair)) for pair in pairs), default=0)
+    if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:
+        return None
+    times = most * nvlink_bytes_per_s / slot_bytes_per_s
+    return times if times > 1 else None
+
+
+def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[SlowPairs, ...]:
     """Pairs of GPUs whose link goes through the CPU, the slowest kind first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for pair in combinations(topology.gpus, 2):
@@ -142,7 +158,9 @@ def slow_pairs(topology: Topology) -> tuple[SlowPairs, ...]:
         if link in _SLOW:
             found.setdefault(str(link), []).append(pair)
     kinds = sorted(found, key=goodness)
-    return tuple(SlowPairs(link=kind, pairs=tuple(found[kind])) for kind in kinds)
+    return tuple(
+        SlowPairs(link=kind, pairs=tuple(found[kind]), times_slower=times_slower) for kind in kinds
+    )
 
 
 def _near(topology: Topology, gpu: str) -> NearNics:

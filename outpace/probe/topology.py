@@ -40,6 +40,14 @@ def read_live(timeout_s: float = 20.0) -> Topology:
         ) from None
 
 
+def read_if_there(timeout_s: float = 20.0) -> Topology | None:
+    """As `read_live`; None where the tool cannot say."""
+    try:
+        return read_live(timeout_s)
+    except ToolError:
+        return None
+
+
 def run_tool(command: list[str], timeout_s: float) -> str:
     """What a tool prints. Raises ToolError; what it started is ended with it."""
     name = command[0]

@@ -3,14 +3,24 @@
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
+import torch.cuda.nccl
+import torch.distributed as dist
 
+from outpace.probe.kernel_files import read_text
+
+# The kernel's module says so by itself; under Windows and without a driver it is not there.
+_DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of the packages that matter, and of CUDA where it is."""
+    """Versions of Python, of the packages that matter, and of CUDA and its driver where they are.
+
+    Of what carries collectives, too. Nothing is asked of a driver: a broken one may not answer.
+    """
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -19,6 +29,19 @@ def versions() -> dict[str, str]:
             continue
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
+    driver = read_text(_DRIVER)
+    if driver:
+        found["nvidia driver"] = driver
+    return found | _backends()
+
+
+def _backends() -> dict[str, str]:
+    """NCCL's version, and gloo's, which has none but torch's: it is a part of it."""
+    found = {}
+    if dist.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if dist.is_available() and dist.is_gloo_available():
+        found["gloo"] = f"of torch {torch.__version__}"
     return found
 
 

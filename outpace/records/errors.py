@@ -43,6 +43,14 @@ class InterruptedRunError(OutpaceError):
     exit_code = EXIT_INTERRUPTED
 
 
+def nearest_of(word: str, choices: Iterable[str], shown: int = 6) -> str:
+    """Many names for a sentence, those like `word` first: "a, b, c and 40 more"."""
+    known = list(choices)
+    first = difflib.get_close_matches(word, known, n=shown, cutoff=0.0)
+    more = len(known) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean …?' for the closest choices, or '' when nothing is close."""
     close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)

@@ -96,3 +96,7 @@ class Inventory(Record):
     topology_unknown: str | None = None
     ports: tuple[NetworkPort, ...] = ()
     gpu_direct: bool | None = Field(default=None, description="nvidia_peermem is loaded")
+    verbs_devices: bool | None = Field(
+        default=None, description="programs may open the ports: /dev/infiniband is there"
+    )
+    verbs_library: bool | None = Field(default=None, description="libibverbs can be loaded")

@@ -4,6 +4,7 @@ from pydantic import Field, PositiveInt
 
 from outpace.records.base import Record
 from outpace.records.probed import Probed
+from outpace.records.topology import Topology
 
 
 class Device(Record):
@@ -23,4 +24,8 @@ class Machine(Record):
     cpu_features: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
     system: str = ""
+    topology: Topology | None = Field(
+        default=None,
+        description="links between devices, by the driver's numbers; None where it tells of none",
+    )
     probed: Probed | None = Field(default=None, description="what outpace probe measured")

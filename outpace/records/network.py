@@ -12,7 +12,7 @@ Origin = Literal["measured", "catalog", "asked"]
 
 
 class Network(Record):
-    """What all network cards of a node carry together in one direction."""
+    """What a node's network cards together, or a device's link, carry in one direction."""
 
     name: str
     bytes_per_s: PositiveFloat
@@ -37,7 +37,7 @@ class Exchanged(Record):
 
 
 class Cost(Record):
-    """A step on a network. `slowdown` 0.1: 10 % longer than with one that takes no time."""
+    """A step on a network or link. `slowdown` 0.1: 10 % longer than with one that takes no time."""
 
     network: Network
     step_s: PositiveFloat
@@ -64,6 +64,9 @@ class Need(Record):
     costs: tuple[Cost, ...]
     cheapest: Network | None
     own: Cost | None
+    device_costs: tuple[Cost, ...] = Field(default=(), description="by a device's link")
+    cheapest_inside: Network | None = Field(default=None, description="of the device's links")
+    own_inside: Cost | None = Field(default=None, description="by the device's link that is there")
     states_bytes: PositiveInt
     fits: bool | None
 

@@ -17,6 +17,9 @@ class Shown(Protocol):
     def __call__(self, section: str, share: float) -> None:
         """`share` of the section's time has passed."""
 
+    def stopping(self) -> None:
+        """A person asked to stop, which takes a moment."""
+
 
 class LinkFit(Record):
     """A collective's time on an axis of ranks: latency + traffic / bandwidth, fitted over sizes.

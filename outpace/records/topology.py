@@ -1,5 +1,6 @@
 """Topology: how devices of a host are joined, and what its processors are made of."""
 
+from itertools import combinations
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -122,6 +123,17 @@ class Topology(Record):
                 raise KeyError(name)
         return self.links[names.index(one)][names.index(other)]
 
+    @property
+    def nvlink_groups(self) -> tuple[tuple[str, ...], ...]:
+        """GPUs that NVLinks join, directly or through each other; one alone is in no group."""
+        groups = [[gpu] for gpu in self.gpus]
+        for one, other in combinations(self.gpus, 2):
+            mine, theirs = (next(g for g in groups if gpu in g) for gpu in (one, other))
+            if mine is not theirs and nvlinks(self.between(one, other)):
+                mine += theirs
+                groups.remove(theirs)
+        return tuple(tuple(group) for group in groups if len(group) > 1)
+
 
 class Grouping(Record):
     """GPUs in groups of one size, such that the worst link within a group is the best possible."""
@@ -135,10 +147,15 @@ class Grouping(Record):
 
 
 class SlowPairs(Record):
-    """Pairs of GPUs that are joined by no more than `link`."""
+    """Pairs of GPUs that are joined by no more than `link`.
+
+    `times_slower`: at least so many times as long as over the best NVLinks of the host takes what
+    such a pair exchanges, if it is much: they share a PCIe slot's rate at best.
+    """
 
     link: str
     pairs: tuple[tuple[str, str], ...]
+    times_slower: float | None = Field(default=None, description="None without rates of both")
 
 
 class NearNics(Record):

@@ -16,6 +16,11 @@ def show_bytes(count: float | None) -> str:
     return f"{count:.0f} B"
 
 
+def show_size(count: int) -> str:
+    """A size that was chosen: 65536 -> '64 KiB'; one that is not round as `show_bytes` has it."""
+    return show_bytes(count).replace(".00 ", " ")
+
+
 def show_count(count: float | None, unit: str = "") -> str:
     """A count or a rate, decimal: 1.5e12, 'FLOP/s' -> '1.50 TFLOP/s'. None -> 'n/a'."""
     if count is None:

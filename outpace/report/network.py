@@ -1,6 +1,7 @@
 """The network question's answer as tables for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from outpace.records.units import show_count, show_seconds
 
 # A network this many times faster than what is enough is worth a sentence.
 _PLENTY = 1.5
-_NAME_WIDTH = 18
+_NAME_WIDTH = 20
 _MOST_COLUMNS = 4
 
 
@@ -23,14 +24,48 @@ def network_text(answered: Answer) -> Group:
     parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
     if len(answered.needs) == 1:
         parts.append(_exchanged_table(answered.needs[0]))
-    if answered.nodes > 1 and answered.needs:
-        parts += _costs_tables(answered)
+    ladder = _ladder(answered)
+    if ladder is not None and answered.needs:
+        parts += _costs_tables(answered, ladder)
     parts += [Text("• " + line) for line in _findings(answered)]
     if answered.measured:
         parts.append(Text("Measured by outpace probe (busbw):"))
         parts += [Padding(Text(f"{_key(f)}: {_rate(f.value)}"), (0, 0, 0, 2))
                   for f in answered.measured]  # fmt: skip
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Ladder:
+    """What the choice is about: nodes' networks, or on one host the links between its devices."""
+
+    what: str  # network or link
+    of: str  # heads the column
+    own: Network | None
+    costs: Callable[[Need], tuple[Cost, ...]]
+    mine: Callable[[Need], Cost | None]
+    cheapest: Callable[[Need], Network | None]
+    least: Callable[[Need], str]
+    rate: Callable[[float], str]
+
+
+def _ladder(answered: Answer) -> _Ladder | None:
+    """None where a device is alone: nothing is exchanged."""
+    if answered.nodes > 1:
+        return _Ladder(
+            what="network", of="a node's network", own=answered.own,
+            costs=lambda need: need.costs, mine=lambda need: need.own,
+            cheapest=lambda need: need.cheapest, rate=_bits,
+            least=lambda need: f"{_both(need.least_node_bytes_per_s)} a node",
+        )  # fmt: skip
+    if answered.inside is None:
+        return None
+    return _Ladder(
+        what="link", of="a device's link", own=answered.inside,
+        costs=lambda need: need.device_costs, mine=lambda need: need.own_inside,
+        cheapest=lambda need: need.cheapest_inside, rate=_rate,
+        least=lambda need: f"{_rate(need.least_device_bytes_per_s)} a device",
+    )  # fmt: skip
 
 
 def _key(figure: Figure) -> str:
@@ -111,11 +146,11 @@ def _seconds(seconds: float) -> str:
 
 
 def _cheapest(answered: Answer, need: Need) -> str:
-    if answered.nodes == 1:
+    ladder = _ladder(answered)
+    if ladder is None:
         return "–"
-    if need.cheapest is None:
-        return "none"
-    return _bits(need.cheapest.bytes_per_s)
+    cheapest = ladder.cheapest(need)
+    return "none" if cheapest is None else ladder.rate(cheapest.bytes_per_s)
 
 
 def _exchanged_table(need: Need) -> Table:
@@ -130,28 +165,33 @@ def _exchanged_table(need: Need) -> Table:
     return table
 
 
-def _costs_tables(answered: Answer) -> list[Table]:
+def _costs_tables(answered: Answer, ladder: _Ladder) -> list[Table]:
     needs = answered.needs
     count = -(-len(needs) // _MOST_COLUMNS)
     width = -(-len(needs) // count)
-    tables = [_costs_table(answered, needs[at : at + width]) for at in range(0, len(needs), width)]
-    tables[-1].caption = "How much longer a step takes than on a network that takes no time."
+    tables = [
+        _costs_table(answered, ladder, needs[at : at + width]) for at in range(0, len(needs), width)
+    ]
+    tables[-1].caption = (
+        f"How much longer a step takes than on a {ladder.what} that takes no time."
+        + (f" ◂ this machine's {ladder.what}." if ladder.own else "")
+    )
     tables[-1].caption_justify = "left"
     return tables
 
 
-def _costs_table(answered: Answer, needs: Sequence[Need]) -> Table:
+def _costs_table(answered: Answer, ladder: _Ladder, needs: Sequence[Need]) -> Table:
     table = _table()
-    table.add_column("a node's network", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, max_width=_NAME_WIDTH)
+    table.add_column(ladder.of, justify="right", no_wrap=True)
+    table.add_column("", max_width=_NAME_WIDTH)
     for need in needs:
         table.add_column(_broken(need.title), justify="right", no_wrap=True)
-    for index, cost in enumerate(needs[0].costs):
+    for index, cost in enumerate(ladder.costs(needs[0])):
         network = cost.network
-        own = answered.own is not None and answered.own.bytes_per_s == network.bytes_per_s
-        cells = [_slowdown(need.costs[index], answered.tolerance) for need in needs]
-        name = "◂ this machine's" if own else _short(network)
-        table.add_row(_bits(network.bytes_per_s), name, *cells)
+        own = ladder.own is not None and ladder.own.bytes_per_s == network.bytes_per_s
+        cells = [_slowdown(ladder.costs(need)[index], answered.tolerance) for need in needs]
+        name = _short(network) + " ◂" * own
+        table.add_row(ladder.rate(network.bytes_per_s), name, *cells)
     return table
 
 
@@ -169,13 +209,13 @@ def _slowdown(cost: Cost, tolerance: float) -> Text:
 
 def _findings(answered: Answer) -> list[str]:
     found = []
-    if answered.nodes > 1:
-        for need in answered.needs:
-            line = _own_finding(answered, need)
-            if line:
-                found.append(line)
+    ladder = _ladder(answered)
+    if ladder is not None:
+        lines = (_own_finding(answered, ladder, need) for need in answered.needs)
+        found = [line for line in lines if line]
         found.append(
-            "The catalog has no prices: the slowest network that is enough counts as the cheapest."
+            f"The catalog has no prices: the slowest {ladder.what} that is enough counts as the "
+            "cheapest."
         )
     batches: dict[str, list[str]] = {}
     for need in answered.needs:
@@ -186,21 +226,25 @@ def _findings(answered: Answer) -> list[str]:
     return found
 
 
-def _own_finding(answered: Answer, need: Need) -> str:
-    own = need.own
+def _own_finding(answered: Answer, ladder: _Ladder, need: Need) -> str:
+    own, cheapest = ladder.mine(need), ladder.cheapest(need)
     if own is None:
         return ""
     if own.slowdown > answered.tolerance:
         return (
-            f"{need.title}: bound by this network, a step takes {100 * own.slowdown:.0f} % longer. "
-            f"It needs {_both(need.least_node_bytes_per_s)} a node."
+            f"{need.title}: bound by this {ladder.what}, a step takes {100 * own.slowdown:.0f} % "
+            f"longer. {_short(own.network)} carries {ladder.rate(own.network.bytes_per_s)}, it "
+            f"needs {ladder.least(need)}."
         )
-    if need.cheapest is not None and own.network.bytes_per_s >= _PLENTY * need.cheapest.bytes_per_s:
+    if cheapest is not None and own.network.bytes_per_s >= _PLENTY * cheapest.bytes_per_s:
         return (
-            f"{need.title}: this network is more than is needed: "
-            f"{_bits(need.cheapest.bytes_per_s)} ({_short(need.cheapest)}) would be enough."
+            f"{need.title}: this {ladder.what} is more than is needed: "
+            f"{ladder.rate(cheapest.bytes_per_s)} ({_short(cheapest)}) would be enough."
         )
-    return f"{need.title}: this network is enough, it costs {100 * own.slowdown:.1f} % of a step."
+    return (
+        f"{need.title}: this {ladder.what} is enough, it costs {100 * own.slowdown:.1f} % of a "
+        "step."
+    )
 
 
 def _rate(value: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -16,31 +16,49 @@ from outpace.records.units import show_bytes, show_seconds
 from outpace.report.probe_tables import figure_tables, links_table
 
 
+class _Lines:
+    """A line for each section that is done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._said: set[str] = set()
+
+    def __call__(self, section: str, share: float) -> None:
+        if share >= 1.0 and section not in self._said:
+            self._said.add(section)
+            self._console.print(f"probed {section}")
+
+    def stopping(self) -> None:
+        """Say so at once; said within another line it would be refused, and is not missed."""
+        with suppress(RuntimeError):
+            self._console.print("stopping…")
+
+
+class _Bars(_Lines):
+    """A bar for each section."""
+
+    def __init__(self, console: Console, bars: Progress, sections: Sequence[str]) -> None:
+        super().__init__(console)
+        self._bars = bars
+        self._tasks = {name: bars.add_task(name, total=1.0, start=False) for name in sections}
+
+    def __call__(self, section: str, share: float) -> None:
+        if section in self._tasks:
+            self._bars.start_task(self._tasks[section])
+            # Other processes do not tell how far they are.
+            self._bars.update(self._tasks[section], completed=share, total=1.0 if share else None)
+
+
 @contextmanager
 def progress_of(sections: Sequence[str], quiet: bool) -> Iterator[Shown]:
     """A bar for each section on standard error; a line for each where nobody watches."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     if not console.is_terminal:
-        said: set[str] = set()
-
-        def line(section: str, share: float) -> None:
-            if share >= 1.0 and section not in said:
-                said.add(section)
-                console.print(f"probed {section}")
-
-        yield line
+        yield _Lines(console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
-        tasks = {name: bars.add_task(name, total=1.0, start=False) for name in sections}
-
-        def bar(section: str, share: float) -> None:
-            if section in tasks:
-                bars.start_task(tasks[section])
-                # Other processes do not tell how far they are.
-                bars.update(tasks[section], completed=share, total=1.0 if share else None)
-
-        yield bar
+        yield _Bars(console, bars, sections)
 
 
 def show_machine(machine: Machine, out: Path | None, width: int | None = None) -> None:

@@ -12,7 +12,7 @@ from outpace.probe.fit import COLLECTIVES, bus_factor
 from outpace.probe.measure import CONCLUSIVE
 from outpace.records.figure import Figure
 from outpace.records.probed import LinkFit, Probed
-from outpace.records.units import show_bytes, show_count, show_share
+from outpace.records.units import show_count, show_share, show_size
 
 Named = Callable[[Figure], str]
 # Sweeps of many sizes: what they say stands in the advice, all of them in the record.
@@ -37,7 +37,7 @@ def _product(figure: Figure) -> str:
 
 def _moved(figure: Figure) -> str:
     of = figure.key.of
-    return show_bytes(int(of["bytes"])) if "bytes" in of else str(of.get("of", ""))
+    return show_size(int(of["bytes"])) if "bytes" in of else str(of.get("of", ""))
 
 
 def _of(*names: str) -> Named:
@@ -53,7 +53,7 @@ def _of(*names: str) -> Named:
 
 def _word(name: str, value: str | int) -> str:
     if name.endswith("bytes"):
-        return show_bytes(int(value))
+        return show_size(int(value))
     if name == "direct":
         return "" if value == "yes" else "cached"
     if name == "pin":
@@ -86,7 +86,9 @@ _LAYOUTS = {
     "loader": _Layout("Data loading", _of("loader", "workers", "prefetch", "pin"), _what()),
     "tokenise": _Layout("Tokenising", _of("processes"), _what()),
     "ranks": _Layout("All ranks at once", _of("rank"), _what()),
-    "overlap": _Layout("Communication beside computing", _what("bytes"), _of("axis", "backend")),
+    "overlap": _Layout(
+        "Communication beside computing", _what("collective", "bytes"), _of("axis", "backend")
+    ),
 }  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def _collectives(figures: Sequence[Figure]) -> RenderableType:
                 algbw = size / figure.value
                 busbw = algbw * bus_factor(kind, ranks)
                 rates = (Text(show_count(algbw, "B/s")), Text(show_count(busbw, "B/s")))
-            table.add_row(kind if number == 0 else "", show_bytes(size), _cell(figure), *rates)
+            table.add_row(kind if number == 0 else "", show_size(size), _cell(figure), *rates)
     return Group(Text("Collectives of all ranks, by size", style="bold"), table)
 
 

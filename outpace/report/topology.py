@@ -1,16 +1,21 @@
 """A topology for the terminal: the matrix of GPUs, and what it means for parallelism."""
 
+from itertools import combinations
+
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from outpace.records.inventory import GpuState
 from outpace.records.topology import (
     LEGEND,
     CpuTopology,
     Grouping,
     Placement,
+    SlowPairs,
     Topology,
+    goodness,
     nvlinks,
 )
 from outpace.records.units import show_bytes, show_count
@@ -21,7 +26,10 @@ _PAIRS_SHOWN = 6
 
 
 def topology_text(topology: Topology, placement: Placement) -> Group:
-    """The matrix among GPUs with what each is near to, its legend, and advice."""
+    """The matrix of GPUs and network cards with what is near, its legend, and advice.
+
+    Cards have rows alone: the matrix is the same on both sides, and their columns would not fit.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     gpus = topology.gpus
     table.add_column("")
@@ -42,6 +50,10 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
         if with_nics:
             row.append(Text(f"{_short(near[gpu].nics)} {near[gpu].link or 'n/a'}"))
         table.add_row(*row)
+    for nic in topology.nics:
+        label = topology.device(nic).label
+        name = Text(nic, style="bold").append(f" {label}" if label else "", style="dim")
+        table.add_row(name, *(_cell(topology.between(nic, gpu)) for gpu in gpus))
     terms = {link for row in topology.links for link in row if link not in (None, "X")}
     shown = [
         term for term in LEGEND if term in terms or (term == "NV#" and any(map(nvlinks, terms)))
@@ -81,6 +93,7 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
         lines.append(
             f"{slow.link}: {len(slow.pairs)} of {count * (count - 1) // 2} pairs ({pairs}"
             f"{f' and {more} more' if more > 0 else ''}), {LEGEND[slow.link]}."
+            + (f" {_slower(slow, topology)}" if slow.times_slower is not None else "")
         )
     far = [one.gpu for one in placement.nics if one.link in ("SYS", "SOC")]
     if far:
@@ -89,6 +102,56 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
             "cross between CPUs."
         )
     return lines
+
+
+def _slower(slow: SlowPairs, topology: Topology) -> str:
+    pairs = combinations(topology.gpus, 2)
+    best = max((topology.between(*pair) for pair in pairs), key=goodness)
+    return (
+        f"An all-reduce of a large array between two of them takes at least "
+        f"{slow.times_slower:.2g} times as long as over {best}, by the catalog's rates of a PCIe "
+        "slot and of that bond."
+    )
+
+
+def gpu_line(gpu: GpuState) -> str:
+    """How a GPU is now: its links, clocks, power and what slows it; what is not told is left out.
+
+    An idle GPU has low clocks and a slow PCIe link, to save power.
+    """
+    parts = [
+        _of_most("PCIe {}", gpu.pcie_generation, gpu.pcie_generation_max)
+        + _of_most(" ×{}", gpu.pcie_width, gpu.pcie_width_max),
+        "" if gpu.nvlinks is None else f"{gpu.nvlinks_active} of {gpu.nvlinks} NVLinks up"
+        if gpu.nvlinks else "no NVLink",
+        _of_most("{} MHz", _mega(gpu.sm_clock_hz), _mega(gpu.sm_clock_max_hz)),
+        _of_most("{} W", _whole(gpu.power_w), _whole(gpu.power_limit_w), "a limit of "),
+    ]  # fmt: skip
+    default = gpu.power_limit_default_w
+    if default is not None and gpu.power_limit_w is not None and gpu.power_limit_w < default:
+        parts.append(f"power limit below the card's own {default:.0f} W")
+    if gpu.throttled_by is not None:
+        parts.append(
+            f"slowed by {', '.join(gpu.throttled_by)}" if gpu.throttled_by else "not slowed"
+        )
+    said = ", ".join(part for part in parts if part.strip())
+    return f"GPU{gpu.index} {gpu.name or 'of unknown name'}: {said or 'the driver does not say'}."
+
+
+def _of_most(form: str, now: int | None, most: int | None, limit: str = "") -> str:
+    """'1410 of 1980 MHz'; what is not known is left out."""
+    if now is None:
+        return ""
+    both = f"{now} of {limit}{most}" if most is not None and (limit or most != now) else str(now)
+    return form.format(both)
+
+
+def _mega(hertz: float | None) -> int | None:
+    return None if hertz is None else round(hertz / 1e6)
+
+
+def _whole(number: float | None) -> int | None:
+    return None if number is None else round(number)
 
 
 def _beyond(one: Grouping, best: Grouping | None) -> bool:

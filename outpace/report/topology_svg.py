@@ -4,7 +4,15 @@ import math
 from html import escape
 from itertools import combinations
 
-from outpace.records.topology import LEGEND, CpuTopology, Placement, Topology, cpu_set, nvlinks
+from outpace.records.topology import (
+    LEGEND,
+    CpuTopology,
+    Placement,
+    Topology,
+    cpu_set,
+    goodness,
+    nvlinks,
+)
 from outpace.records.units import show_bytes
 from outpace.report.topology import advice
 
@@ -24,7 +32,7 @@ def topology_svg(topology: Topology, placement: Placement) -> str:
     parts = []
     for one, other in combinations(gpus, 2):
         parts.append(_edge(_at(angle[one]), _at(angle[other]), topology.between(one, other)))
-    parts += _nics(placement, angle)
+    parts += _nics(topology, placement, angle)
     for gpu in gpus:
         parts.append(_gpu(topology, gpu, _at(angle[gpu])))
     side, height = _side(topology, placement)
@@ -63,30 +71,65 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
     )
 
 
-def _nics(placement: Placement, angle: dict[str, float]) -> list[str]:
-    """Cards beside the GPUs that they are nearest to. A card that is near to none is not drawn."""
-    near: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
+    """Cards beside the GPUs that they are nearest to; those near to none where there is room.
+
+    A GPU whose nearest card is on another NUMA node has a line to it.
+    """
+    near: dict[tuple[str, ...], list[str]] = {}
     for one in placement.nics:
         if one.link not in ("SYS", "SOC", None):
-            near.setdefault(one.nics, []).append((one.gpu, str(one.link)))
-    parts = []
-    for nics, gpus in near.items():
-        x = sum(math.cos(angle[gpu]) for gpu, _ in gpus)
-        y = sum(math.sin(angle[gpu]) for gpu, _ in gpus)
-        middle = math.atan2(y, x) if math.hypot(x, y) > 1e-6 else angle[gpus[0][0]]
-        at = _at(middle, _OUTSIDE)
-        parts += [_edge(at, _at(angle[gpu]), link) for gpu, link in gpus]
-        lines = [*nics[:2], *([f"+ {len(nics) - 2}"] if len(nics) > 2 else [])]
-        high = 14 * len(lines) + 6
-        parts.append(
-            f'<rect x="{at[0] - 29:.1f}" y="{at[1] - high / 2:.1f}" width="58" height="{high}" '
-            'rx="3" fill="#FFF" stroke="#777"/>'
-        )
-        parts += [
+            near.setdefault(one.nics, []).append(one.gpu)
+    places = {nics: _middle([angle[gpu] for gpu in gpus]) for nics, gpus in near.items()}
+    drawn = {nic for nics in near for nic in nics}
+    rest = tuple(nic for nic in topology.nics if nic not in drawn)
+    if rest:
+        places[rest] = _free(list(places.values()))
+        near[rest] = []
+    for one in placement.nics:
+        if one.link in ("SYS", "SOC"):
+            near[next(nics for nics in near if set(nics) & set(one.nics))].append(one.gpu)
+    edges = [
+        _edge(_at(places[nics], _OUTSIDE), _at(angle[gpu]), _best(topology, gpu, nics))
+        for nics, gpus in near.items()
+        for gpu in gpus
+    ]
+    return edges + [part for nics, at in places.items() for part in _cards(nics, at)]
+
+
+def _best(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
+    return max((topology.between(gpu, nic) for nic in nics), key=goodness)
+
+
+def _middle(angles: list[float]) -> float:
+    """Of directions; the first where they cancel out."""
+    x, y = sum(map(math.cos, angles)), sum(map(math.sin, angles))
+    return math.atan2(y, x) if math.hypot(x, y) > 1e-6 else angles[0]
+
+
+def _free(taken: list[float]) -> float:
+    """In the middle of the widest gap between directions; down where all is free."""
+    around = sorted(angle % (2 * math.pi) for angle in taken)
+    if not around:
+        return math.pi / 2
+    ends = [*around[1:], around[0] + 2 * math.pi]
+    begin, end = max(zip(around, ends, strict=True), key=lambda gap: gap[1] - gap[0])
+    return (begin + end) / 2
+
+
+def _cards(nics: tuple[str, ...], angle: float) -> list[str]:
+    """A box with the cards' names."""
+    at = _at(angle, _OUTSIDE)
+    lines = [*nics[:2], *([f"+ {len(nics) - 2}"] if len(nics) > 2 else [])]
+    high = 14 * len(lines) + 6
+    return [
+        f'<rect x="{at[0] - 29:.1f}" y="{at[1] - high / 2:.1f}" width="58" height="{high}" '
+        'rx="3" fill="#FFF" stroke="#777"/>',
+        *(
             _text(at[0], at[1] - high / 2 + 14 * (row + 1), line, 11, "middle")
             for row, line in enumerate(lines)
-        ]
-    return parts
+        ),
+    ]
 
 
 def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
@@ -117,7 +160,7 @@ def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
         rows = _wrapped(words, 40)
         parts += [_text(_TEXT_AT + 46, y + 15 * row, line, 13) for row, line in enumerate(rows)]
         y += 15 * (len(rows) - 1)
-    for link in sorted({str(one.link) for one in placement.nics} - set(counts) - {"SYS", "SOC"}):
+    for link in sorted({one.link for one in placement.nics if one.link} - set(counts)):
         y += 28
         parts.append(_edge((_TEXT_AT, y - 5), (_TEXT_AT + 36, y - 5), link))
         parts.append(_text(_TEXT_AT + 46, y, f"{link}: to the nearest network card", 13))

@@ -1,10 +1,14 @@
 import json
 import time
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from outpace.cli.main import main
+from outpace.probe.topology import parse
+from outpace.records.inventory import GpuState
 
 TOPOLOGIES = Path(__file__).parents[1] / "probe" / "topologies"
 
@@ -71,6 +75,54 @@ def test_topology_of_a_file(capsys, monkeypatch, tmp_path):
     document = json.loads(capsys.readouterr().out)
     assert document["placement"]["tensor_parallel"]["size"] == 4
     assert document["topology"]["links"][0][4] == "NV2"
+
+
+def test_cards_are_in_the_matrix_and_slow_links_have_an_amount(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "100")
+    file = TOPOLOGIES / "dgx-1-v100.txt"
+    assert main(["topology", f"--from={file}", "--nvlink=2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mlx5_1", "PHB", "PHB", "PIX", "PIX", "SYS", "SYS", "SYS", "SYS"] in lines
+    # Two NVLinks of 25 GB/s against a slot of 15.75.
+    said = " ".join(word for line in lines for word in line)
+    assert "takes at least 3.2 times as long as over NV2" in said
+    assert main(["topology", f"--from={file}"]) == 0
+    assert "times as long" not in capsys.readouterr().out  # the rates are not known
+    drawn = tmp_path / "t.svg"
+    for name, far in (("8x-rtx-4090-numa-split", 7), ("dgx-a100", 0)):
+        assert main(["topology", f"--from={TOPOLOGIES / f'{name}.txt'}", f"--svg={drawn}"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        picture = drawn.read_text()
+        ElementTree.fromstring(picture)
+        topology = parse((TOPOLOGIES / f"{name}.txt").read_text(), name)
+        assert all(nic in picture for nic in topology.nics[:2])
+        among = [topology.between(*pair) for pair in combinations(topology.gpus, 2)]
+        legend = 1 if far else 0
+        assert picture.count("<title>SYS</title>") == among.count("SYS") + far + legend
+
+
+def test_topology_says_how_the_gpus_are(no_tools, monkeypatch, capsys):
+    tool(no_tools, f"cat {TOPOLOGIES / '2x-titan-rtx-nvlink.txt'}")
+    states = (
+        GpuState(index=0, name="NVIDIA TITAN RTX", memory_bytes=24 * 2**30, nvlinks=2,
+                 nvlinks_active=2, sm_clock_hz=1.35e9, sm_clock_max_hz=2.1e9, power_w=80,
+                 power_limit_w=250, power_limit_default_w=280, throttled_by=("power cap",),
+                 pcie_generation=1, pcie_generation_max=3, pcie_width=8, pcie_width_max=16),
+        GpuState(index=1),
+    )  # fmt: skip
+    monkeypatch.setattr("outpace.probe.nvml.query", lambda timeout_s: (states, None))
+    assert main(["topology"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "GPU0 NVIDIA TITAN RTX: PCIe 1 of 3 ×8 of 16, 2 of 2 NVLinks up, 1350 of 2100 MHz, 80 of a "
+        "limit of 250 W, power limit below the card's own 280 W, slowed by power cap." in said
+    )
+    assert "GPU1 of unknown name: the driver does not say." in said
+    assert main(["topology", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpus"][0]["nvlinks_active"] == 2
+    monkeypatch.setattr("outpace.probe.nvml.query", lambda timeout_s: ((), "NVML: no permission"))
+    assert main(["topology"]) == 0
+    assert "not known: NVML: no permission" in capsys.readouterr().out
 
 
 def test_topology_without_a_driver_tells_of_the_processors(no_tools, capsys, tmp_path):

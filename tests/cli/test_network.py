@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.links import LINKS
+from outpace.catalog.nodes import NODES
 from outpace.cli.main import main
 from outpace.probe.link_words import network_advice
 from outpace.records.figure import Figure, Key
@@ -158,6 +161,90 @@ def test_a_single_node_needs_no_network(capsys):
         need["least_node_bytes_per_s"] == need["node_bytes"] == 0 for need in answer["needs"]
     )
     assert answer["inside"]["bytes_per_s"] == 12 * LINKS["NVLink 3"].bytes_per_s
+
+
+def test_on_one_host_the_links_between_its_devices_are_compared(capsys, monkeypatch):
+    """The seeds' two TITAN RTX: with NVLink, and over PCIe alone."""
+    monkeypatch.setenv("COLUMNS", "100")
+    words = ("network", "--model=gpt2", "--machine=2x-titan-rtx-nv2")
+    answer = said(capsys, *words)
+    (ddp,) = (need for need in answer["needs"] if need["title"] == "DDP")
+    costs = {one["network"]["name"].split(", ")[0]: one["slowdown"] for one in ddp["device_costs"]}
+    rates = [one["network"]["bytes_per_s"] for one in ddp["device_costs"]]
+    assert rates == sorted(set(rates))
+    assert {"PCIe 3 x16", "PCIe 6 x16", "2 × NVLink 2", "18 × NVLink 5"} <= set(costs)
+    assert ddp["own_inside"]["slowdown"] == costs["2 × NVLink 2"] > 0.05
+    least, cheapest = ddp["least_device_bytes_per_s"], ddp["cheapest_inside"]["bytes_per_s"]
+    assert 50e9 < least <= cheapest == min(rate for rate in rates if rate >= least)
+    bridged, slotted = (
+        next(need for need in said(capsys, *words[:2], f"--machine={machine}")["needs"]
+             if need["title"] == "DDP")["own_inside"]["slowdown"]
+        for machine in ("2x-titan-rtx-nv2", "2x-titan-rtx")
+    )  # fmt: skip
+    assert slotted > 10 * bridged
+    assert main([*words]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
+    shown = " ".join(shown.split())
+    assert "2 × NVLink 2 ◂" in shown
+    assert "DDP: bound by this link, a step takes 7 % longer. 2 × NVLink 2 carries" in shown
+    assert "carries 50.00 GB/s, it needs 51.49 GB/s a device." in shown
+    assert main(["network", "--model=gpt2", "--machine=dgx-h100", "--global-batch=512",
+                 "--micro-batch=64"]) == 0  # fmt: skip
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "DDP: this link is more than is needed" in shown
+
+
+def test_a_network_stands_by_the_name_that_it_was_asked_by(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    words = (*TINY, "--nodes=2", "--network=4 x omni-path-100")
+    (need, *_) = said(capsys, *words)["needs"]
+    names = {one["network"]["bytes_per_s"]: one["network"]["name"] for one in need["costs"]}
+    assert names[50e9].startswith("4 × Omni-Path 100, InfiniBand NDR")
+    assert main([*words]) == 0
+    assert "4 × Omni-Path 100 ◂" in capsys.readouterr().out
+
+
+def rates(path, **by_dtype):
+    best = tuple(
+        figure("matmul", "best", "FLOP/s", rate, dtype=dtype) if rate else
+        figure("matmul", "best", "FLOP/s", 1.0, dtype=dtype).model_copy(
+            update={"value": None, "unstable": "it drifted"})
+        for dtype, rate in by_dtype.items()
+    )  # fmt: skip
+    copy = figure("memory", "copy", "B/s", 9e12, bytes=1000)
+    probed = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+                    figures=(*best, copy))  # fmt: skip
+    Machine(host_cores=8, host_memory_bytes=1, cpu="", probed=probed).save(path)
+    return f"--probe={path}"
+
+
+@pytest.mark.parametrize(
+    ("measured", "precision"),
+    [
+        ({"fp32": 200e9, "bf16": 800e9}, "bf16"),
+        ({"fp32": 200e9, "bf16": 50e9}, "fp32"),  # emulated
+        ({"fp32": 200e9, "bf16": None}, "fp32"),
+        ({"fp32": 1e12, "bf16": 50e12, "fp16": 51e12}, "bf16"),  # alike, and less trouble
+        ({"fp32": 1e12, "bf16": 9e12, "fp16": 60e12}, "fp16"),
+    ],
+)
+def test_what_was_measured_as_fastest_is_the_precision(capsys, tmp_path, measured, precision):
+    probed = rates(tmp_path / "m.json", **measured)
+    answer = said(capsys, "network", "--model=outpace-tiny", probed)
+    assert {need["plan"]["precision"] for need in answer["needs"]} == {precision}
+    answer = said(capsys, *TINY, probed)  # what was measured comes before what is published
+    assert {need["plan"]["precision"] for need in answer["needs"]} == {precision}
+
+
+def test_names_of_the_catalog_are_the_nearest_and_a_count(capsys):
+    assert main(["network", "--model=gpt2", "--machine=dgx-h1000"]) == 2
+    message = capsys.readouterr().err
+    assert "Did you mean 'dgx-h100'" in message and "more; docs/network.md" in message
+    assert len(message) < 400
+    page = (Path(__file__).parents[2] / "docs" / "network.md").read_text(encoding="utf-8")
+    names = [name.casefold().replace(" ", "-") for name in (*NODES, *ACCELERATORS, *LINKS)]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_no_torch_is_imported():

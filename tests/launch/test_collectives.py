@@ -10,6 +10,7 @@ from statistics import median
 import pytest
 
 from outpace.probe.fit import COLLECTIVES, bus_factor
+from outpace.probe.overlap import OVERLAPPED
 from outpace.records.figure import Figure
 
 RANKS = Path(__file__).with_name("collectives_ranks.py")
@@ -38,12 +39,19 @@ def test_two_nodes_of_two_ranks_are_measured_on_every_axis(on_ranks):
     }
     assert pairs == {"pair 0-1", "pair 2-3", "pair 0-2"}
     hidden = [f for f in figures if f.key.what == "hidden share"]
-    assert len(hidden) == 1
-    took = {f.key.what: f for f in figures if f.key.kind == "overlap"}
-    parts = [chain(*took[what].rounds) for what in ("computing", "all-reduce", "both")]
-    for computing, alone, both, share in zip(*parts, chain(*hidden[0].rounds), strict=True):
-        assert min(computing, alone, both) > 0
-        assert share == pytest.approx((computing + alone - both) / min(computing, alone))
+    assert [f.key.of["collective"] for f in hidden] == list(OVERLAPPED)
+    for of in hidden:
+        name = of.key.of["collective"]
+        took = {
+            f.key.what: f
+            for f in figures
+            if f.key.kind == "overlap" and name in (f.key.what, f.key.of.get("collective"))
+        }
+        parts = [chain(*took[what].rounds) for what in ("computing", name, "both")]
+        for computing, alone, both, share in zip(*parts, chain(*of.rounds), strict=True):
+            assert min(computing, alone, both) > 0
+            assert share == pytest.approx((computing + alone - both) / min(computing, alone))
+        assert any(f"ms of {name} take" in note for note in said["notes"])
     own = {(f.key.what, f.key.of["rank"]) for f in figures if f.key.kind == "ranks"}
     assert own == {(what, rank) for what in ("matrix products", "memory") for rank in range(4)}
     assert any("400 Gbit/s" in text or "not known" in text for text in said["advice"])

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.catalog.models import preset
 from outpace.planner.contest import Contest, entries
 from outpace.planner.flops import parameter_count, step_flops
 from outpace.planner.network import Question, Step, answer
-from outpace.planner.networks import ladder, read_network
+from outpace.planner.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.placing import place
 from outpace.planner.play import StageTime, play_stages
 from outpace.planner.roofline import Roof, times
@@ -19,6 +20,7 @@ from outpace.planner.tables import orders
 from outpace.planner.traffic import Flow
 from outpace.planner.wire import Work
 from outpace.records.errors import BadInputError
+from outpace.records.network import Network
 from outpace.records.plan import Plan
 
 GIGA = 1e9
@@ -213,6 +215,16 @@ def test_strategies_are_compared_with_batches_that_divide():
 )  # fmt: skip
 def test_networks_are_read_from_words(words, rate):
     assert read_network(words).bytes_per_s == rate
+
+
+def test_links_of_a_device_are_those_of_its_maker_with_its_own_first():
+    names = [one.name for one in device_ladder(ACCELERATORS["TITAN RTX"])]
+    assert names[0] == "PCIe 3 x16" and names[-1] == "18 × NVLink 5"
+    fabric = [one.name for one in device_ladder(ACCELERATORS["MI300X"])]
+    assert "7 × Infinity Fabric CDNA 3" in fabric and not any("NVLink" in one for one in fabric)
+    assert device_ladder(None) == []
+    same = [Network(name=name, bytes_per_s=1e9, origin="catalog", source=name) for name in "ab"]
+    assert [(one.name, one.source) for one in by_rate(same)] == [("a, b", "a")]
 
 
 @pytest.mark.parametrize("words", ["0Gbit/s", "1.2.3GB/s", "0 x efa-100", "infiniband-ndx"])

@@ -81,6 +81,12 @@ PLANTED = [
     (settings(NCCL_ALGO="Ring"), "variables left from debugging", "low", "unset NCCL_ALGO"),
     (settings(NCCL_IB_DISABLE="1"), "InfiniBand", "severe", "unset NCCL_IB_DISABLE"),
     (settings(NCCL_NET="Socket"), "InfiniBand", "severe", "unset NCCL_NET"),
+    (settings(NCCL_IB_HCA="mlx4"), "InfiniBand", "severe", "unset NCCL_IB_HCA"),
+    (settings(NCCL_IB_HCA="^mlx5"), "InfiniBand", "severe", "unset NCCL_IB_HCA"),
+    (settings(NCCL_IB_HCA="=mlx5"), "InfiniBand", "severe", "unset NCCL_IB_HCA"),
+    (settings(NCCL_IB_HCA="mlx5_0:2"), "InfiniBand", "severe", "unset NCCL_IB_HCA"),
+    ({"verbs_devices": False}, "InfiniBand", "severe", "--device /dev/infiniband"),
+    ({"verbs_library": False}, "InfiniBand", "severe", "libibverbs1"),
     ({"ports": (NetworkPort(**PORT), NetworkPort(**{**PORT, "device": "mlx5_1", "state": "DOWN"}))},
      "InfiniBand", "moderate", "ibstat"),
     ({"ports": (NetworkPort(**{**PORT, "state": "INIT"}),)}, "InfiniBand", "high", "subnet"),
@@ -150,6 +156,17 @@ def test_what_is_planted_is_found_alone(planted, check, severity, remedy):
     assert (finding.check, finding.severity) == (check, severity)
     assert remedy in finding.remedy
     assert finding.seen
+
+
+@pytest.mark.parametrize(
+    "among", ["mlx5", "=mlx5_0", "mlx5_0:1", "^mlx5_1,mlx4", "^=mlx5", "ib,mlx5"]
+)
+def test_cards_that_may_be_used_are_no_finding(among):
+    assert examine(host(**settings(NCCL_IB_HCA=among))).findings == ()
+
+
+def test_without_a_port_nothing_is_missing():
+    assert examine(host(ports=(), verbs_devices=False, verbs_library=False)).findings == ()
 
 
 def test_every_check_is_planted_for():

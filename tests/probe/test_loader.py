@@ -1,8 +1,10 @@
 import json
 import os
 import time
+from contextlib import ExitStack
 from itertools import chain
 from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -13,7 +15,7 @@ from torch.utils.data import Dataset, get_worker_info
 from outpace.data.corpus import read_documents
 from outpace.data.tokenizer import train_tokenizer
 from outpace.probe import loader as loader_room
-from outpace.probe.loader import probe_loader
+from outpace.probe.loader import _Bench, probe_loader
 from outpace.probe.loader_advice import advise, cheapest
 from outpace.probe.loader_data import LoaderData, prepared
 from outpace.probe.measure import WrongResultError
@@ -198,6 +200,35 @@ def test_the_cheapest_setting_that_cannot_be_told_from_the_best():
     assert cheapest([unsure(workers=0)]) is None
     eager = figure(4e6, workers=2, prefetch=8)
     assert cheapest([eager, two]) is two
+
+
+@pytest.mark.parametrize(
+    ("device", "quick", "torchs", "pinned"),
+    [
+        ("cpu", True, {(2, 2), (2, 4)}, 0),
+        ("cpu", False, {(n, p) for n in (1, 2) for p in (2, 1, 4, 8)}, 0),
+        ("cuda", True, {(2, 2), (2, 4)}, 2),
+        ("cuda", False, {(n, p) for n in (1, 2) for p in (2, 1, 4, 8)}, 3 + 8),
+    ],
+)
+def test_settings_are_crossed_in_a_full_probe(device, quick, torchs, pinned):
+    ready = SimpleNamespace(as_text=None)
+    bench = _Bench(ready, 1, torch.device(device), quick, ExitStack())
+    found = bench.settings()
+    assert len({str(one.key("samples")) for one in found}) == len(found)
+    plain = [one for one in found if not one.pin]
+    assert {(one.workers, one.prefetch) for one in plain if one.loader == "torch"} == torchs
+    assert len(found) - len(plain) == pinned
+
+
+def test_prefetching_is_judged_with_the_workers_that_are_best():
+    def loaded(value, workers, prefetch):
+        return figure(value, loader="torch", workers=workers, prefetch=prefetch)
+
+    slow = [loaded(value, 1, prefetch) for value, prefetch in ((1e6, 2), (1.5e6, 4))]
+    fast = [loaded(value, 2, prefetch) for value, prefetch in ((3e6, 2), (4e6, 4))]
+    (advice,) = advise(slow + fast)
+    assert "4 batches prefetched for each worker load 4.00 Mtokens/s, 2 load 3.00" in advice.text
 
 
 def test_advice_names_the_flag():

@@ -57,6 +57,16 @@ def test_collectives_stand_by_size_with_both_bandwidths():
     assert all("1.00 GB/s" in row and "1.50 GB/s" in row for row in rows)
 
 
+def test_what_hides_stands_by_collective():
+    figures = [
+        figure("overlap", what, 1e-3, axis="all", backend="gloo", bytes=4 << 20, **of)
+        for name in ("all-reduce", "all-gather")
+        for what, of in (("both", {"collective": name}), (name, {}))
+    ]
+    said = shown(*figures)
+    assert "both, all-reduce, 4 MiB" in said and "all-gather, 4 MiB" in said
+
+
 def test_of_many_ranks_the_slowest_are_shown():
     text = shown(*(figure("ranks", "memory", 1 + rank, rank=rank) for rank in range(64)))
     assert "rank 63 " in text

@@ -1,0 +1,65 @@
+"""What Ctrl-C does to a command that takes a while to stop: say so at once, and stop once."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from outpace.launch.local import SAME_SIGNAL_S
+
+
+class _Once:
+    """A handler: the first signal interrupts, one right after it is the same key press.
+
+    A later one ends the process at once, by `end`. It stays when what it was for has ended by a
+    signal, since the process itself takes a moment to end; then later ones are the former
+    handler's.
+    """
+
+    def __init__(
+        self, told: Callable[[], None], end: Callable[[], None], before: Callable[..., object]
+    ) -> None:
+        self._told, self._end, self._before = told, end, before
+        self._last_s: float | None = None
+        self.left = False
+
+    @property
+    def came(self) -> bool:
+        """Whether there was a signal."""
+        return self._last_s is not None
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        now_s, last_s = time.monotonic(), self._last_s
+        self._last_s = now_s
+        if last_s is not None and now_s - last_s < SAME_SIGNAL_S:
+            return
+        if self.left:
+            signal.signal(signum, self._before)
+            self._before(signum, frame)
+        elif last_s is not None:
+            self._end()
+        else:
+            self._told()
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def stopped_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Within it SIGINT interrupts once, after `told`; while that goes on another one is `end`.
+
+    Nothing changes outside of the main thread, and where SIGINT is ignored.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    once = _Once(told, end, before)
+    signal.signal(signal.SIGINT, once)
+    try:
+        yield
+    finally:
+        once.left = True
+        if not once.came:
+            signal.signal(signal.SIGINT, before)
