@@ -159,6 +159,13 @@ LINK_SOURCE = (
     "(NVIDIA/deepops, Slurm cluster guide); other networks as the nearest of these"
 )
 
+# Of a bridge between two cards, by a ring of its two devices.
+BRIDGE_SHARE = 21.5 / 50
+BRIDGE_SOURCE = (
+    "all-reduce of 64 to 128 MB on two RTX 2080 Ti with an NVLink bridge (TU102, two links): busbw "
+    "21.5 of 50 GB/s (NVIDIA/nccl-tests issue 44)"
+)
+
 # Between devices without links of their own, of a slot's rate: every byte goes to the host and from
 # it, through one bridge.
 HOST_BRIDGE_SHARE = 0.4

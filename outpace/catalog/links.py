@@ -30,6 +30,9 @@ _TABLE: tuple[tuple[str, LinkKind, float, str], ...] = (
     ("PCIe 5 x16", "pcie", 32 * 16 / 8 * 128 / 130, _PCIE.format("5.0", "32 GT/s", "128b/130b")),
     ("PCIe 6 x16", "pcie", 64 * 16 / 8 * 242 / 256,
      _PCIE.format("6.0", "64 GT/s", "242 of a flit's 256 bytes beside its CRC and FEC")),
+    *((f"PCIe {generation} x8", "pcie", rate * 8 / 8 * 128 / 130,
+       _PCIE.format(f"{generation}.0", f"{rate} GT/s", "128b/130b").replace("16 lanes", "8 lanes"))
+      for generation, rate in ((3, 8), (4, 16), (5, 32))),
     ("NVLink 2", "nvlink", 25, _NVLINK.format("Tesla V100 whitepaper", 50)),
     ("NVLink 3", "nvlink", 25, _NVLINK.format("A100 whitepaper", 50)),
     ("NVLink 3 GA102", "nvlink", 14.0625, _NVLINK.format("Ampere GA102 whitepaper", 28.125)),

@@ -45,6 +45,10 @@ def _host(cores: int, memory_gib: int, link: str, count: int) -> dict[str, Any]:
 _DGX, _HGX = "NVIDIA {} datasheet", "NVIDIA {} 8-GPU datasheet"
 _EC2 = "Amazon EC2 accelerated computing instances: {}"
 _CARDS = "{} cards, each in a ×16 slot; links: the card's own source"
+_TWO = (
+    "{} cards in a desktop, whose processor has 16 lanes for cards, 8 each for two (Intel Core "
+    "desktop processors' datasheets, PCI Express: 1×16 or 2×8); links: the card's own source"
+)
 _DGX_A100_HOST = {"host_cores": 128, "nics": ("InfiniBand HDR", 8)}
 
 _NODES = (
@@ -88,13 +92,16 @@ _NODES = (
           "NERSC, architecture of Perlmutter's GPU nodes; four NVLinks between each pair",
           **_host(64, 256, "Slingshot 11", 4)),
     _node("4x-gtx-1080-ti", 4, "GTX 1080 Ti", "none", _CARDS.format("four GTX 1080 Ti")),
-    _node("2x-titan-rtx", 2, "TITAN RTX", "none", _CARDS.format("two TITAN RTX")),
+    _node("2x-titan-rtx", 2, "TITAN RTX", "none", _TWO.format("two TITAN RTX"),
+          host_link="PCIe 3 x8"),
     _node("2x-titan-rtx-nv2", 2, "TITAN RTX", "pairs",
           _CARDS.format("two TITAN RTX with an NVLink bridge (NV2 in nvidia-smi topo -m):")),
     _node("2x-rtx-3090-nvlink", 2, "RTX 3090", "pairs",
           _CARDS.format("two RTX 3090 with an NVLink bridge:")),
-    _node("2x-rtx-4090", 2, "RTX 4090", "none", _CARDS.format("two RTX 4090")),
-    _node("2x-rtx-5090", 2, "RTX 5090", "none", _CARDS.format("two RTX 5090")),
+    _node("2x-rtx-4090", 2, "RTX 4090", "none", _TWO.format("two RTX 4090"),
+          host_link="PCIe 4 x8"),
+    _node("2x-rtx-5090", 2, "RTX 5090", "none", _TWO.format("two RTX 5090"),
+          host_link="PCIe 5 x8"),
     Node(name="laptop", accelerator=None, devices=0, host_cores=4, host_memory_bytes=16 * _GIB,
          cpu_features=("avx2", "avx512f", "avx512_vnni"),
          source="Intel Core i7-1165G7 specifications; 16 GiB: outpace's own choice"),

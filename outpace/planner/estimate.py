@@ -446,7 +446,11 @@ class _Step:
         replicas = replicas + np.where(
             c.zero == 0, self.fabric.collective_s(grads, c.cp, c.tp, 2), 0.0
         )
+        # The embedding's gradient is the last to be whole, and a bucket is no smaller than it.
+        table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
+        last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
         buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
+        buckets = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
         units = np.maximum(self.outline.layers / c.pp, 1.0)
         # Megatron's gathers go on beside the next forward, ZeroRedundancyOptimizer's do not.
         own_gather = np.where(c.of("3d"), _beside(gather, ahead, units), gather)

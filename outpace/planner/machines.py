@@ -92,6 +92,8 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     if node.topology == "none" and per_node > 1:
         # Through the host: to it and from it, over the same bridge as the others.
         share = efficiency.HOST_BRIDGE_SHARE
+    elif node.topology == "pairs":
+        share = efficiency.BRIDGE_SHARE
     direct = node.topology in _DIRECT and per_node > 2
     pair = whole / (per_node - 1) if direct else whole
     slow = kind == "pcie" or node.topology == "none"

@@ -29,7 +29,8 @@ def test_every_asked_for_link_is_there_with_its_source():
         kind: [link.name for link in LINKS.values() if link.kind == kind]
         for kind in {link.kind for link in LINKS.values()}
     }
-    assert [name.split()[1] for name in kinds["pcie"]] == ["3", "4", "5", "6"]
+    whole = [name.split()[1] for name in kinds["pcie"] if name.endswith("x16")]
+    assert whole == ["3", "4", "5", "6"]
     assert {name.split()[1] for name in kinds["infiniband"]} == {"EDR", "HDR", "NDR", "XDR"}
     ethernets = [int(name.split()[1]) for name in kinds["ethernet"]]
     assert ethernets == [10, 25, 40, 50, 100, 200, 400, 800]
