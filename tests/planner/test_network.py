@@ -219,7 +219,7 @@ def test_networks_are_read_from_words(words, rate):
 
 def test_links_of_a_device_are_those_of_its_maker_with_its_own_first():
     names = [one.name for one in device_ladder(ACCELERATORS["TITAN RTX"])]
-    assert names[0] == "PCIe 3 x16" and names[-1] == "18 × NVLink 5"
+    assert names[0] == "PCIe 3 x8" and names[-1] == "18 × NVLink 5"
     fabric = [one.name for one in device_ladder(ACCELERATORS["MI300X"])]
     assert "7 × Infinity Fabric CDNA 3" in fabric and not any("NVLink" in one for one in fabric)
     assert device_ladder(None) == []
