@@ -59,9 +59,16 @@ def test_quickstart_installs_once_and_passes_options_on(tmp_path: Path) -> None:
     for _ in range(2):
         done = quickstart(folder, "3.12.1", "--steps", "7")
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "outpace train --steps 7\n"
+        assert done.stdout == "outpace train --plan auto --steps 7\n"
     (install,) = installs(folder)
     assert "-c constraints.txt -e ." in install
+
+
+def test_quickstart_plans_unless_told_how_to_train(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    for options in (["--plan", "plan.json"], ["--resume", "--out", "r"], ["--lora-rank", "8"]):
+        done = quickstart(folder, "3.12.1", *options)
+        assert done.stdout == f"outpace train {' '.join(options)}\n"
 
 
 def test_quickstart_installs_again_when_the_pins_change(tmp_path: Path) -> None:

@@ -135,13 +135,18 @@ def _pick(
 
 
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
-    """Numbers of processes to plan for: those there are, or those that this host can start."""
+    """Numbers of processes to plan for: those there are, or those that this host can start.
+
+    A CPU that was not measured is not shared out: what its processes exchange over is not known.
+    """
     if ranks is not None:
         return [ranks.world_size]
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:
         return [len(machine.devices)]
+    if not PROBE_FILE.is_file():
+        return [1]
     return [n for n in range(1, min(machine.host_cores, _MOST_RANKS) + 1)
             if machine.host_cores % n == 0]  # fmt: skip
 
