@@ -1,0 +1,250 @@
+"""The planner against this machine: steps of configurations that it has never seen.
+
+    python benchmarks/planner_measured.py            # records results/planner_measured.json
+    python benchmarks/planner_measured.py --quick    # shows that it works, records nothing
+
+`outpace probe` measures the machine first. Then jobs of 1, 2 and 4 processes take steps of every
+configuration (models, strategies, micro-batches, recomputation, precisions); of a job's
+configurations one step each in turn, forwards and backwards, so that noise meets all. The planner
+predicts every one from the probe alone. The five fastest of a group (one model and number of
+processes) are stepped again in pairs, so that noise does not crown one, and the planner's pick is
+compared with the fastest: its regret.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+GPT = {"family": "gpt2", "hidden": 256, "heads": 4, "vocab": 4096, "max_positions": 256}
+LLAMA = {"family": "llama", "hidden": 192, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 2048,
+         "max_positions": 256, "tied": True}  # fmt: skip
+WIDE = {"family": "llama", "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1408, "vocab": 8192,
+        "max_positions": 256}  # fmt: skip
+# Name, model, sequence, global batch.
+COURSES: tuple[tuple[str, dict[str, Any], int, int], ...] = (
+    ("gpt 4 × 256", {**GPT, "layers": 4}, 128, 8),
+    ("llama 8 × 192", {**LLAMA, "layers": 8}, 128, 16),
+    ("llama 4 × 512", {**WIDE, "layers": 4}, 128, 8),
+)
+# Of all processes: strategy with its axes; micro-batches and recomputation are varied.
+LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
+    1: ({"strategy": "single"},),
+    2: (
+        {"strategy": "ddp", "dp_replicate": 2},
+        {"strategy": "zero1", "dp_shard": 2},
+        {"strategy": "zero2", "dp_shard": 2},
+        {"strategy": "zero3", "dp_shard": 2},
+        {"strategy": "tp", "tp": 2},
+        {"strategy": "gpipe", "pp": 2},
+        {"strategy": "1f1b", "pp": 2},
+    ),
+    4: (
+        {"strategy": "ddp", "dp_replicate": 4},
+        {"strategy": "zero3", "dp_shard": 4},
+        {"strategy": "tp", "tp": 4},
+        {"strategy": "1f1b", "pp": 4},
+        {"strategy": "3d", "tp": 2, "dp_shard": 2},
+    ),
+}
+_PIPELINES = ("gpipe", "1f1b")
+_AGAIN = 5  # of a group, stepped again in pairs
+
+
+def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> list[Any]:
+    """A layout's configurations."""
+    from outpace.records.plan import Plan
+
+    if kv_heads % layout.get("tp", 1):
+        return []
+    shares = layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
+    share = batch // shares
+    found = []
+    if layout["strategy"] in _PIPELINES:
+        for count in (share, share // 2):
+            if count >= layout["pp"]:
+                values = {"micro_batch": share // count, "pp_microbatches": count}
+                found.append(Plan.parse({**layout, **values}, "benchmark"))
+        return found
+    for micro in sorted({share, max(1, share // 4)}):
+        found.append(Plan.parse({**layout, "micro_batch": micro}, "benchmark"))
+    full = {**layout, "micro_batch": share, "checkpointing": "full"}
+    found.append(Plan.parse(full, "benchmark"))
+    if world == 1 or layout["strategy"] == "ddp":
+        found.append(Plan.parse({**layout, "micro_batch": share, "precision": "bf16"}, "benchmark"))
+    return found
+
+
+def worker(out: Path, course_number: int, rounds: int) -> None:
+    """One rank: every configuration of one model and number of processes, in turn."""
+    import torch
+
+    from outpace.experiment.contender import Contender, Course, everyone
+    from outpace.launch.environment import ranks_from
+    from outpace.launch.group import process_groups
+    from outpace.records.model import ModelSpec
+    from outpace.records.ranks import Ranks
+
+    ranks = ranks_from(os.environ) or Ranks()
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // ranks.world_size))
+    name, values, seq_len, batch = COURSES[course_number]
+    spec = ModelSpec.parse(values, name)
+    course = Course(spec, batch, seq_len)
+    plans = [plan for layout in LAYOUTS[ranks.world_size]
+             for plan in plans_for(layout, ranks.world_size, batch, spec.kv_heads)]  # fmt: skip
+    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+        contenders = [Contender(plan, course, groups) for plan in plans]
+        steps: list[list[float]] = [[] for _ in contenders]
+        for number in range(rounds):
+            order = range(len(contenders))
+            for place in order if number % 2 == 0 else reversed(order):
+                steps[place].append(contenders[place].step().seconds)
+        slowest = _slowest(everyone(groups, steps))
+        medians = [statistics.median(one) for one in slowest]
+        best = sorted(range(len(medians)), key=medians.__getitem__)[:_AGAIN]
+        again: dict[int, list[float]] = {place: [] for place in best}
+        for number in range(2 * rounds):
+            for place in best if number % 2 == 0 else reversed(best):
+                again[place].append(contenders[place].step().seconds)
+        said = everyone(groups, [again[place] for place in best])
+        peaks = everyone(groups, [one.weight.peak_bytes for one in contenders])
+    if ranks.rank == 0:
+        rows = [
+            {
+                "plan": plan.model_dump(mode="json"),
+                "steps_s": slowest[place],
+                "peak_bytes": max(peak[place] for peak in peaks),
+            }
+            for place, plan in enumerate(plans)
+        ]
+        for place, took in zip(best, _slowest(said), strict=True):
+            rows[place]["again_s"] = took
+        (out / "found.json").write_text(json.dumps(rows))
+
+
+def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
+    """Of each configuration and step: the slowest rank's."""
+    return [
+        [max(at) for at in zip(*(rank[place] for rank in of_ranks), strict=True)]
+        for place in range(len(of_ranks[0]))
+    ]
+
+
+def measured(world: int, course: int, rounds: int) -> list[dict[str, Any]]:
+    """A job of `world` processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(Path(__file__)), "--worker", folder, "--course", str(course),
+                   "--rounds", str(rounds)]  # fmt: skip
+        if world > 1:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       f"--nproc-per-node={world}", *command[1:]]  # fmt: skip
+        cores = len(os.sched_getaffinity(0))
+        environ = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // world))}
+        subprocess.run(command, check=True, env=environ)
+        found: list[dict[str, Any]] = json.loads((Path(folder) / "found.json").read_text())
+        return found
+
+
+def probe(world: int, budget_s: float) -> Any:
+    """The machine's record, with collectives of `world` processes."""
+    from outpace.records.machine import Machine
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "machine.json"
+        command = [sys.executable, "-m", "outpace", "probe", "matmul", "memory", "allreduce",
+                   "--nproc", str(max(2, world)), "--budget", str(budget_s), "--model", "gpt2",
+                   "--out", str(out)]  # fmt: skip
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return Machine.load(out)
+
+
+def predicted(machine: Any, world: int, course: int, plan: dict[str, Any]) -> Any:
+    """What the planner says of a configuration, from the probe alone."""
+    from outpace.planner.machines import of_probe
+    from outpace.planner.outlines import outline
+    from outpace.planner.plans import Job, one
+    from outpace.planner.space import Wanted
+    from outpace.records.model import ModelSpec
+    from outpace.records.plan import Plan
+
+    name, values, seq_len, batch = COURSES[course]
+    model = outline(ModelSpec.parse(values, name), name)
+    cluster = of_probe(machine, world)
+    asked = Plan.parse(plan, "benchmark")
+    wanted = Wanted(model, seq_len, batch, world, world, asked.precision, on_host=True)
+    return one(Job(model, cluster, wanted), asked).estimate
+
+
+def main() -> int:
+    """Probe, measure, predict, and say how far off it was."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", type=Path)
+    parser.add_argument("--course", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--budget", type=float, default=150.0)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        worker(arguments.worker, arguments.course, arguments.rounds)
+        return 0
+    from recording import save
+
+    machines, rows = {}, []
+    courses = range(1 if arguments.quick else len(COURSES))
+    worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
+    for world in worlds:
+        machines[world] = probe(world, 20.0 if arguments.quick else arguments.budget)
+        for course in courses:
+            for row in measured(world, course, arguments.rounds):
+                estimate = predicted(machines[world], world, course, row["plan"])
+                rows.append({**row, "world": world, "model": COURSES[course][0],
+                             "predicted_s": estimate.step_time_s,
+                             "predicted_bytes": estimate.peak_memory_bytes})  # fmt: skip
+    result = {**scores(rows), "rows": rows,
+              "probes": {str(world): machine.model_dump(mode="json")
+                         for world, machine in machines.items()}}  # fmt: skip
+    print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "probes")}, indent=2))
+    if not arguments.quick:
+        save("planner_measured", result)
+    return 0
+
+
+def scores(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """MAPE, 95th percentile, memory, and the regret of the pick by group."""
+    times = [statistics.median(row["steps_s"]) for row in rows]
+    errors = [row["predicted_s"] / took - 1 for row, took in zip(rows, times, strict=True)]
+    memory = [row["predicted_bytes"] / row["peak_bytes"] - 1 for row in rows]
+    constant = statistics.median(
+        took / row["predicted_s"] for row, took in zip(rows, times, strict=True)
+    )
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["world"], row["model"]), []).append(row)
+    regrets = {}
+    for (world, model), group in groups.items():
+        pick = min(group, key=lambda row: row["predicted_s"])
+        best = min(statistics.median(row["again_s"]) for row in group if "again_s" in row)
+        took = statistics.median(pick.get("again_s", pick["steps_s"]))
+        regrets[f"{model} on {world}"] = max(0.0, took / best - 1)
+    absolute = sorted(map(abs, errors))
+    return {
+        "configurations": len(rows),
+        "time_mape": statistics.fmean(absolute),
+        "time_p95": absolute[min(len(absolute) - 1, round(0.95 * len(absolute)))],
+        "time_bias": statistics.median(errors),
+        "scale_missed": constant,
+        "memory_mape": statistics.fmean(map(abs, memory)),
+        "regret_mean": statistics.fmean(regrets.values()),
+        "regrets": regrets,
+        "targets": {"time_mape": 0.08, "time_p95": 0.20, "memory_mape": 0.03, "regret_mean": 0.03},
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
