@@ -58,6 +58,15 @@ PROCESSORS: tuple[Processor, ...] = (
 )  # fmt: skip
 
 
+def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
+    """Bits of the registers in which a core with these features computes in that dtype.
+
+    None where none of them is known to, or makers choose the width.
+    """
+    known = [p for p in PROCESSORS if p.feature in features and dtype in p.flops_per_cycle]
+    return known[-1].vector_bits if known else None
+
+
 def flops_per_cycle(features: Collection[str], dtype: Dtype) -> Span | None:
     """FLOP per cycle of one core with these features (as Machine.cpu_features), at the peak.
 

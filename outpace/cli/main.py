@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
+    stopped: list[TerminatedError] = []
     try:
-        with _terminate_like_interrupt():
+        with _terminate_like_interrupt(stopped):
             code = _dispatch(arguments, environ)
             sys.stdout.flush()  # here, where a reader that went away is still caught
             return code
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except Exception as error:
+        if stopped:  # what failed since then is only the clearing up
+            return _fail(str(stopped[0]), stopped[0].exit_code, arguments, environ)
         message = _disk_sentence(error)
         if message is not None:
             return _fail(message, 2, arguments, environ)
@@ -157,11 +160,16 @@ def _disk_sentence(error: BaseException | None) -> str | None:
 
 
 @contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """Let SIGTERM unwind the program as Ctrl-C does, until training installs its own handler."""
+def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None]:
+    """Let SIGTERM unwind the program as Ctrl-C does, until training installs its own handler.
+
+    What is raised is put into `stopped`, too: a signal to the whole process group ends helpers as
+    well, and what misses them may raise errors of its own (torch's DataLoader does, anywhere).
+    """
 
     def terminate(signum: int, _frame: object) -> NoReturn:
-        raise TerminatedError(f"stopped by {signal.Signals(signum).name}", 128 + signum)
+        stopped.append(TerminatedError(f"stopped by {signal.Signals(signum).name}", 128 + signum))
+        raise stopped[-1]
 
     ours = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)

@@ -47,7 +47,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.report.probe import progress_of, show_machine
 
     command = " ".join(["outpace", "probe", *(shlex.quote(_without_place(word)) for word in argv)])
-    wishes = Wishes(sections, arguments.quick, settings, command, arguments.budget)
+    examined = None if arguments.handed_over is not None else environ
+    wishes = Wishes(sections, arguments.quick, settings, command, arguments.budget, examined)
     # What started us shows a bar of its own.
     quiet = arguments.handed_over is not None or (ranks is not None and ranks.rank != 0)
 
@@ -129,7 +130,8 @@ def _parser() -> Parser:
         "--model",
         default=None,
         metavar="M",
-        help="give advice on its sizes: a preset, a directory, a spec file (default: gpt2)",
+        help="give advice on its sizes: a preset, a directory, a spec file (default: gpt2); of a "
+        "file.py:build the loader's section takes the data set",
     )
     add("--device", default=None, choices=("auto", "cpu", "cuda"), help="what to measure on")
     add(
@@ -149,8 +151,20 @@ def _parser() -> Parser:
         "source code)",
     )
     add("--text-field", default=None, metavar="KEY", help="of the text in it (default: text)")
-    add("--seq-len", type=number_type(int, 1), default=None, metavar="N", help="tokens per sample")
-    add("--micro-batch", type=number_type(int, 1), default=None, metavar="N", help="to be loaded")
+    add(
+        "--seq-len",
+        type=number_type(int, 1),
+        default=None,
+        metavar="N",
+        help="tokens per sample, of data and of a model's products",
+    )
+    add(
+        "--micro-batch",
+        type=number_type(int, 1),
+        default=None,
+        metavar="N",
+        help="samples at once, to be loaded and in a model's products",
+    )
     add("--tokenizer", default=None, metavar="T", help="measure tokenising with it")
     add(
         "--checkpoint-dir",

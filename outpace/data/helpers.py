@@ -64,9 +64,11 @@ class Encoders:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for helper in self._helpers.values():
-            helper.end()
+        try:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        finally:
+            for helper in self._helpers.values():
+                helper.end()
 
 
 class _Helper:

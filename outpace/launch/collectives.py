@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TypeVar
 
 import psutil
@@ -17,7 +16,13 @@ from outpace.probe.buffers import Buffers
 from outpace.probe.collectives import FULL_BYTES, QUICK_BYTES, Limits, Place, check_again, climb
 from outpace.probe.fit import COLLECTIVES, fit_link
 from outpace.probe.limits import find_cgroup
-from outpace.probe.link_words import network_advice, pair_advice, rank_advice, world_notes
+from outpace.probe.link_words import (
+    network_advice,
+    pair_advice,
+    rank_advice,
+    wander_notes,
+    world_notes,
+)
 from outpace.probe.measure import Case, Effort, measure, rounds_of
 from outpace.probe.overlap import OVERLAPPED, probe_overlap
 from outpace.probe.ranks_clock import RanksClock, patient_clock
@@ -164,7 +169,10 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Secti
         for name in collectives
     ]
     fits = [fit for of in series if (fit := fit_link(of)) is not None]
-    return Section(tuple(figures), tuple(network_advice(fits, run.nodes)), fits=tuple(fits))
+    return Section(
+        tuple(figures), tuple(network_advice(fits, run.nodes)), fits=tuple(fits),
+        said=tuple(wander_notes(figures)),
+    )  # fmt: skip
 
 
 def _place_on(run: _Run, axis: Axis) -> Place:
@@ -247,18 +255,20 @@ def _overlap(run: _Run) -> Turns[Section]:
     sample_s = budget_s / (6 * len(OVERLAPPED) * len(sizes) * run.samples)
     effort = Effort(budget_s, run.rounds, sample_s, wakes=False)
     found = yield from probe_overlap(run.apart(), sizes, run.clock, effort)
-    notes = [note for figures in found for note in overlap_notes(figures)]
-    return Section(tuple(figure for figures in found for figure in figures), notes=tuple(notes))
+    said = [note for figures in found for note in overlap_notes(figures)]
+    return Section(tuple(figure for figures in found for figure in figures), said=tuple(said))
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
-    """How much of one collective hides, in a sentence."""
+    """How much of one collective hides, in a sentence; times only where they are steady enough."""
     hidden, name = figures[-1], figures[1].key.what
-    compute, alone, both = (median(figure.samples) for figure in figures[:3])
-    times = (
-        f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of {name} take "
-        f"{1e3 * both:.3g} ms at once"
-    )
+    compute, alone, both = (figure.value for figure in figures[:3])
+    times = ""
+    if compute and alone and both:
+        times = (
+            f"{1e3 * compute:.3g} ms of computing and {1e3 * alone:.3g} ms of {name} take "
+            f"{1e3 * both:.3g} ms at once: "
+        )
     if hidden.value is None:
-        return [f"overlap: {times}; how much hides is not stable enough to say: {hidden.unstable}"]
-    return [f"overlap: {times}: {hidden.value:.0%} of the shorter hides behind the longer"]
+        return [f"overlap: {times}how much hides is not stable enough to say: {hidden.unstable}"]
+    return [f"overlap: {times}{hidden.value:.0%} of the shorter hides behind the longer"]

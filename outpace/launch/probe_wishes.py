@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from outpace.data.tokenizer import load_tokenizer
-from outpace.interop.models import open_model
+from outpace.interop.models import OpenedModel, open_model
+from outpace.interop.own import build_own
+from outpace.launch.resolve import resolve_seq_len
 from outpace.probe.loader_data import LoaderData
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -29,7 +32,8 @@ BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives")
 class Wishes:
     """Of `settings` those count that say which device, model, data and directories.
 
-    `within_s`: for all sections; None for as long as they usually take.
+    `within_s`: for all sections; None for as long as they usually take. `environ`: to be examined
+    for settings that cost speed, with the host's; None where what started us does that.
     """
 
     sections: tuple[SectionName, ...]
@@ -37,6 +41,7 @@ class Wishes:
     settings: TrainSettings
     command: str
     within_s: float | None = None
+    environ: Mapping[str, str] | None = None
 
     def budget_s(self, section: SectionName) -> float:
         """For one section; its share of what is given for all."""
@@ -56,6 +61,7 @@ class Wishes:
     def check(self) -> None:
         """Refuse bad input before anything is measured. Raises BadInputError."""
         if "matmul" in self.sections:
+            self.tokens()
             self.spec()
         if "storage" in self.sections:
             self.directories()
@@ -66,9 +72,21 @@ class Wishes:
         if spec is None:
             raise BadInputError(
                 f"--model {self.settings.model}: the dimensions of a model of one's own are not "
-                "known. Name a preset, a Hugging Face directory or a spec file."
+                "known. Name a preset, a Hugging Face directory or a spec file; its data set is "
+                "measured by outpace probe loader."
             )
         return spec
+
+    def tokens(self) -> int | None:
+        """In a step of one process, where --seq-len or --micro-batch says so. Raises BadInputError.
+
+        What is not said of the two is as in training: its usual length, and one sample.
+        """
+        size, said = self.settings.micro_batch, self.settings.seq_len
+        if not isinstance(size, int) and said is None:
+            return None
+        seq_len = resolve_seq_len(self.settings, self.spec().max_positions)
+        return seq_len * (size if isinstance(size, int) else 1)
 
     def directories(self) -> dict[str, Path]:
         """What storage is measured, by what it is for. Raises BadInputError."""
@@ -83,7 +101,7 @@ class Wishes:
         return places
 
     def loader(self) -> LoaderData:
-        """The data as training would load it."""
+        """The data as training would load it. Raises BadInputError."""
         settings = self.settings
         opened = open_model(settings.model)
         reference = settings.tokenizer or opened.tokenizer
@@ -96,4 +114,17 @@ class Wishes:
             objective="masked" if masked else "causal",
             micro_batch=size if isinstance(size, int) else LoaderData.micro_batch,
             seq_len=settings.seq_len or LoaderData.seq_len,
+            dataset=_own_dataset(opened, settings),
         )
+
+
+def _own_dataset(opened: OpenedModel, settings: TrainSettings) -> Any | None:
+    """What a person's own model brings to train on, if it does. Raises BadInputError."""
+    if opened.build is None:
+        return None
+    dataset = build_own(opened.build).dataset
+    if dataset is not None and settings.data != LoaderData.sources:
+        raise BadInputError(
+            f"{opened.name} brings its own data set, so --data cannot be given too."
+        )
+    return dataset

@@ -1,12 +1,15 @@
 """`outpace probe`: its sections in turns, on one process or on all ranks of a job."""
 
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,10 +18,11 @@ from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.launch import local
 from outpace.launch.collectives import probe_collectives
 from outpace.launch.group import Groups, process_groups, resolve_backend
+from outpace.launch.probe_settings import misconfigured, peak_notes
 from outpace.launch.probe_wishes import Wishes
 from outpace.launch.resolve import resolve_device
-from outpace.probe import nvml
 from outpace.probe.bandwidth import probe_memory
+from outpace.probe.gpu_watch import GpuWatch, Seen, gpus_disturbed, slowed_words, watch_gpu
 from outpace.probe.loader import probe_loader
 from outpace.probe.machine import identify, usable_cores
 from outpace.probe.measure import rounds_of
@@ -39,22 +43,25 @@ from outpace.train.threads import set_threads
 _TIMEOUT_S = 60.0
 _DRIVER_S = 10.0
 
+T = TypeVar("T")
+
 
 def probe_here(wishes: Wishes, shown: Shown) -> Machine:
     """Probe this host: its own sections here, those between ranks on processes that are started."""
     begin_s, steady = time.monotonic(), Steady()
     wishes.check()
     device, notes = _device(wishes, Ranks())
+    here = _Here(wishes, device, shown, watch_gpu(device, (), _DRIVER_S))
     world_size = _world_size(wishes, device) if wishes.between() else 1
     found = finished(
         together(
-            *(_alone(name, wishes, device, shown) for name in wishes.alone()),
-            *(_started(name, wishes, device, world_size, shown) for name in wishes.between()),
+            *(_alone(name, here) for name in wishes.alone()),
+            *(_started(name, here, world_size) for name in wishes.between()),
         )
     )
-    steadiness = judged([[steady.used()]], _throttled(device))
+    steadiness = judged([[steady.used()]], [*slowed_words(here.seen), *here.slowed])
     section = sum(found, Section(notes=notes))
-    return _machine(wishes, section, steadiness, time.monotonic() - begin_s, world_size)
+    return _machine(here, section, steadiness, time.monotonic() - begin_s, world_size)
 
 
 def probe_ranks(wishes: Wishes, ranks: Ranks, restart: int, shown: Shown) -> Machine | None:
@@ -65,20 +72,22 @@ def probe_ranks(wishes: Wishes, ranks: Ranks, restart: int, shown: Shown) -> Mac
     set_threads(None, usable_cores(), ranks.local_world_size)
     backend = resolve_backend(wishes.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, restart, backend) as groups:
-        alone = (_alone(name, wishes, device, shown) for name in wishes.alone())
+        gpu = watch_gpu(device, _gathered(os.getpid(), groups), _DRIVER_S)
+        here = _Here(wishes, device, shown, gpu)
         found = finished(
             together(
-                *(_on_first(turns, groups) for turns in alone),
-                *(_between(name, wishes, device, groups, shown) for name in wishes.between()),
+                *(_on_first(_alone(name, here), groups) for name in wishes.alone()),
+                *(_between(name, here, groups) for name in wishes.between()),
             )
         )
         used = _by_host(steady.used(), groups)
+        slowed = slowed_words(_of_all(here.seen, groups))
     if ranks.rank != 0:
         return None
     took_s = time.monotonic() - begin_s
-    steadiness = judged(used, _throttled(device))
+    steadiness = judged(used, slowed)
     section = sum(found, Section(notes=notes))
-    return _machine(wishes, section, steadiness, took_s, ranks.world_size, len(used))
+    return _machine(here, section, steadiness, took_s, ranks.world_size, len(used))
 
 
 def _device(wishes: Wishes, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
@@ -90,22 +99,56 @@ def _device(wishes: Wishes, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]
     return torch.device("cpu"), (note,)
 
 
-def _alone(name: SectionName, wishes: Wishes, device: torch.device, shown: Shown) -> Turns[Section]:
+@dataclass(frozen=True)
+class _Here:
+    """What all sections of a process share.
+
+    `seen`: of its GPU, by all of them. `slowed`: what processes that it started say of theirs.
+    """
+
+    wishes: Wishes
+    device: torch.device
+    shown: Shown
+    gpu: GpuWatch | None
+    seen: list[Seen] = field(default_factory=list)
+    slowed: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Notes:
+    """What else the machine did in one section's turns."""
+
+    gpu: GpuWatch | None
+    used: list[Used] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        with noted(self.used), self.gpu.noted(self.seen) if self.gpu else nullcontext():
+            yield
+
+
+def _alone(name: SectionName, here: _Here) -> Turns[Section]:
     """What one process probes by itself."""
-    budget_s, progress, quick = wishes.budget_s(name), _progress(name, shown), wishes.quick
+    notes = _Notes(here.gpu)
+    section = yield from around(_turns(name, here), notes.taken)
+    here.shown(name, 1.0)
+    here.seen.extend(notes.seen)
+    return _judged(name, section, here.device, [[total(notes.used)]], notes.seen)
+
+
+def _turns(name: SectionName, here: _Here) -> Turns[Section]:
+    wishes, device, quick = here.wishes, here.device, here.wishes.quick
+    budget_s, progress = wishes.budget_s(name), _progress(name, here.shown)
     if name == "matmul":
         features = identify(find_accelerator).cpu_features
-        turns = probe_matmul(device, features, wishes.spec(), quick, budget_s, progress)
-    elif name == "memory":
-        turns = probe_memory(device, quick, budget_s, progress)
-    elif name == "storage":
-        turns = probe_storage(wishes.directories(), quick, budget_s, progress)
-    else:
-        turns = probe_loader(wishes.loader(), quick, budget_s, progress, device)
-    used: list[Used] = []
-    section = yield from around(turns, lambda: noted(used))
-    shown(name, 1.0)
-    return _judged(section, device, [[total(used)]])
+        tokens = wishes.tokens()
+        return probe_matmul(device, features, wishes.spec(), quick, budget_s, progress, tokens)
+    if name == "memory":
+        return probe_memory(device, quick, budget_s, progress)
+    if name == "storage":
+        return probe_storage(wishes.directories(), quick, budget_s, progress)
+    return probe_loader(wishes.loader(), quick, budget_s, progress, device)
 
 
 def _on_first(turns: Turns[Section], groups: Groups) -> Turns[Section]:
@@ -129,9 +172,16 @@ def _next(turns: Turns[Section]) -> Section | None:
     return None
 
 
-def _judged(section: Section, device: torch.device, hosts: Sequence[Sequence[Used]]) -> Section:
-    """As it is, or withdrawn where others used the processor that was measured."""
-    why = disturbed(hosts) if device.type == "cpu" else None
+def _judged(
+    name: SectionName, section: Section, device: torch.device, hosts: Sequence[Sequence[Used]],
+    seen: Sequence[Seen],
+) -> Section:  # fmt: skip
+    """As it is, or withdrawn where others used what was measured, or it was slowed down.
+
+    Disks and data loading are the processor's work, whatever the device.
+    """
+    on_gpu = device.type == "cuda" and name not in ("storage", "loader")
+    why = gpus_disturbed(seen) if on_gpu else disturbed(hosts)
     return section if why is None else withdrawn(section, why)
 
 
@@ -140,10 +190,9 @@ def _progress(name: str, shown: Shown) -> Callable[[float], None]:
     return lambda share: shown(name, min(share, 0.99))
 
 
-def _started(
-    name: SectionName, wishes: Wishes, device: torch.device, nproc: int, shown: Shown
-) -> Turns[Section]:
+def _started(name: SectionName, here: _Here, nproc: int) -> Turns[Section]:
     """What lies between ranks, on processes that are started when half of the others is done."""
+    wishes, device, shown = here.wishes, here.device, here.shown
     if nproc < 2:
         shown(name, 1.0)
         note = "one device: nothing lies between ranks, and no collective ran"
@@ -165,6 +214,7 @@ def _started(
         probed = Machine.load(out).probed
     assert probed is not None
     shown(name, 1.0)
+    here.slowed.extend(probed.steadiness.throttled)
     return Section(probed.figures, probed.advice, probed.notes, probed.fits)
 
 
@@ -179,45 +229,52 @@ def _default_nproc(device: torch.device) -> int:
     return min(4, max(2, torch.get_num_threads()))
 
 
-def _between(
-    name: SectionName, wishes: Wishes, device: torch.device, groups: Groups, shown: Shown
-) -> Turns[Section]:
+def _between(name: SectionName, here: _Here, groups: Groups) -> Turns[Section]:
     only = "all-reduce" if name == "allreduce" else None
+    wishes, progress = here.wishes, _progress(name, here.shown)
     turns = probe_collectives(
-        groups, device, wishes.quick, wishes.budget_s(name), _progress(name, shown), only
+        groups, here.device, wishes.quick, wishes.budget_s(name), progress, only
     )
-    used: list[Used] = []
-    found = yield from around(turns, lambda: noted(used))
-    return _judged(found, device, _by_host(total(used), groups))
+    notes = _Notes(here.gpu)
+    found = yield from around(turns, notes.taken)
+    here.seen.extend(notes.seen)
+    hosts, seen = _by_host(total(notes.used), groups), _of_all(notes.seen, groups)
+    return _judged(name, found, here.device, hosts, seen)
+
+
+def _gathered(own: T, groups: Groups) -> list[T]:
+    """What each rank gives, on all of them."""
+    said: list[Any] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, own, group=groups.control)
+    return said
+
+
+def _of_all(seen: Sequence[Seen], groups: Groups) -> list[Seen]:
+    """What all ranks saw of their GPUs, each GPU named with its rank: hosts number them alike."""
+    rank = groups.ranks.rank
+    own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
+    return [one for of in _gathered(own, groups) for one in of]
 
 
 def _by_host(used: Used, groups: Groups) -> list[list[Used]]:
     """What each host's ranks used; a host begins with its local rank 0."""
-    said: list[Any] = [None] * groups.ranks.world_size
-    dist.all_gather_object(said, (groups.ranks.local_rank, used), group=groups.control)
     hosts: list[list[Used]] = []
-    for local_rank, one in said:
+    for local_rank, one in _gathered((groups.ranks.local_rank, used), groups):
         if local_rank == 0:
             hosts.append([])
         hosts[-1].append(one)
     return hosts
 
 
-def _throttled(device: torch.device) -> Sequence[str]:
-    """Devices of this host that their driver slows down now, after the work."""
-    if device.type != "cuda":
-        return ()
-    gpus, _ = nvml.query(_DRIVER_S)
-    return [f"GPU {gpu.index} is slowed down: {', '.join(gpu.throttled_by)}"
-            for gpu in gpus if gpu.throttled_by]  # fmt: skip
-
-
 def _machine(
-    wishes: Wishes, found: Section, steadiness: Steadiness, took_s: float, world_size: int,
+    here: _Here, found: Section, steadiness: Steadiness, took_s: float, world_size: int,
     hosts: int = 1,
 ) -> Machine:  # fmt: skip
-    machine = identify(find_accelerator)
+    machine, wishes = identify(find_accelerator), here.wishes
     topology = read_if_there(_DRIVER_S) if machine.devices else None
+    figures = found.figures + tuple(_from_catalog(machine))
+    settings = [] if wishes.environ is None else misconfigured(wishes.environ)
+    peaks = peak_notes(figures) if here.device.type == "cuda" else ()
     probed = Probed(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         versions=versions(),
@@ -227,10 +284,10 @@ def _machine(
         took_s=took_s,
         world_size=world_size,
         hosts=hosts,
-        figures=found.figures + tuple(_from_catalog(machine)),
+        figures=figures,
         fits=found.fits,
         advice=tuple(sorted(found.advice, key=lambda one: -(one.gain or 0.0))),
-        notes=found.notes,
+        notes=(*settings, *peaks, *found.notes, *found.said),
         steadiness=steadiness,
     )
     return machine.model_copy(update={"topology": topology, "probed": probed})

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.probe.cpus import read_cpus
+from outpace.probe.matmul import wrong_product
 from outpace.probe.measure import Case, Effort, clock_of, measure, rounds_of
 from outpace.probe.overlap import share_hidden
 from outpace.probe.section import Section
@@ -120,7 +121,13 @@ def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
     for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
         count = size // 4
         fill = partial(_allocate, count, device)
-        yield Case(_key("allocate and fill", bytes=size), "s", _called(fill))
+        yield Case(_key("allocate and fill", bytes=size), "s", _called(fill),
+                   check=partial(_filled, count))  # fmt: skip
+
+
+def _filled(count: int, found: Tensor) -> str | None:
+    right = found.numel() == count and bool((found == 1.0).all())
+    return None if right else "not all was written"
 
 
 def _allocate(count: int, device: torch.device) -> Tensor:
@@ -169,35 +176,59 @@ def _overlapped(device: torch.device) -> Iterator[Case]:
     """A product, transfers each way and both ways, and a product during each of them."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
     product = partial(torch.mm, a, a)
-    ways = {}
+    ways: dict[str, _Ways] = {}
     for way in WAYS[:2]:
         there = torch.empty(_OVERLAPPED_ELEMENTS, device=device).normal_()
         here = torch.empty(_OVERLAPPED_ELEMENTS, pin_memory=True).normal_()
         to, source = (here, there) if way == "to the host" else (there, here)
-        ways[way] = [(torch.cuda.Stream(device), partial(to.copy_, source, non_blocking=True))]
+        ways[way] = [(torch.cuda.Stream(device), source, to)]
     ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # each on its stream: at the same time
-    yield Case(_key("overlap", of="product"), "s", _called(product))
+
+    def multiplied(found: Tensor) -> str | None:
+        return wrong_product(found, a, a, "fp16")
+
+    yield Case(_key("overlap", of="product"), "s", _called(product), check=multiplied)
     for way, sends in ways.items():
         alone = partial(_beside, device, sends, _nothing)
-        yield Case(_key("overlap", of=f"transfer {way}"), "s", _called(alone))
+        check = partial(_arrived, sends)
+        yield Case(_key("overlap", of=f"transfer {way}"), "s", _called(alone), check=check)
         both = partial(_beside, device, sends, product)
-        yield Case(_key("overlap", of=f"product and transfer {way}"), "s", _called(both))
+        yield Case(_key("overlap", of=f"product and transfer {way}"), "s", _called(both),
+                   check=partial(_both_right, multiplied, check))  # fmt: skip
 
 
-def _beside(
-    device: torch.device,
-    sends: Sequence[tuple[torch.cuda.Stream, Callable[[], Any]]],
-    compute: Callable[[], Any],
-) -> None:
+# A stream, what is sent in it, and where to.
+_Ways = list[tuple[torch.cuda.Stream, Tensor, Tensor]]
+
+
+def _beside(device: torch.device, sends: _Ways, compute: Callable[[], Any]) -> Any:
     """Compute while each of the transfers goes on in its own stream; wait for all on the device."""
     here = torch.cuda.current_stream(device)
-    for stream, send in sends:
+    for stream, source, to in sends:
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
-            send()
-    compute()
-    for stream, _ in sends:
+            to.copy_(source, non_blocking=True)
+    found = compute()
+    for stream, _, _ in sends:
         here.wait_stream(stream)
+    return found
+
+
+def _arrived(sends: _Ways, _: Any) -> str | None:
+    """What is wrong with what was sent; then it is cleared, so that the next is seen to arrive."""
+    for _stream, source, to in sends:
+        wrong = _sent(source, to)
+        if wrong is not None:
+            return wrong
+    for _stream, _source, to in sends:
+        to.zero_()
+    return None
+
+
+def _both_right(
+    one: Callable[[Tensor], str | None], other: Callable[[Any], str | None], found: Tensor
+) -> str | None:
+    return one(found) or other(found)
 
 
 def _nothing() -> None:

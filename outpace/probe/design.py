@@ -1,15 +1,15 @@
 """What a model's own sizes cost on a machine: its vocabulary, and its number of heads."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.probe.compare import Gain, gain
-from outpace.probe.matmul import TORCH, Bench
+from outpace.probe.matmul import TORCH, Bench, wrong_product
 from outpace.probe.measure import Case
 from outpace.probe.sawtooth import next_multiple
 from outpace.records.figure import Figure, Key
@@ -18,7 +18,10 @@ from outpace.records.model import ModelSpec
 from outpace.records.probed import Advice
 
 _PADDED_TO = (8, 64, 128)
-_HEAD_DIMS = range(16, 257)
+# Narrower heads take seconds on a processor, and nobody trains them.
+_LEAST_HEAD_DIM = 8
+# What attention may be off by, of the largest value.
+_ATTENTION_OFF: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 # Less than this is not worth changing a model for.
 _WORTH = 0.005
 _WHOLE = ("forward and backward",)
@@ -31,40 +34,61 @@ def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> l
         Case(
             Key(kind="vocabulary", what="time",
                 of={"dtype": dtype, "vocab": vocab, "hidden": spec.hidden, "tokens": tokens}),
-            "s", partial(_head, on, dtype, vocab, spec.hidden, tokens), check=_finite,
+            "s", partial(_head, on, dtype, vocab, spec.hidden, tokens),
+            check=partial(_wrong_head, on, dtype, vocab, spec.hidden, tokens),
         )
         for vocab in sizes
+        if on.takes(dtype, (tokens, vocab, spec.hidden))
     ]  # fmt: skip
 
 
-def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Callable[[], Tensor]:
+def _of_head(
+    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """What comes into the head, and its weight."""
     pool = on.pools[dtype]
-    x_TH = pool[: tokens * hidden].view(tokens, hidden)
-    w_VH = pool[-vocab * hidden :].view(vocab, hidden)
+    return pool[: tokens * hidden].view(tokens, hidden), pool[-vocab * hidden :].view(vocab, hidden)
+
+
+Head = tuple[Tensor, Tensor, Tensor]  # of what comes out, of the weight, of what came in
+
+
+def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Callable[[], Head]:
+    x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
     g_TV = torch.empty(tokens, vocab, device=on.device, dtype=TORCH[dtype])
 
-    def call() -> Tensor:
+    def call() -> Head:
         torch.mm(x_TH, w_VH.t(), out=g_TV)
-        torch.mm(g_TV.t(), x_TH)
-        return torch.mm(g_TV, w_VH)
+        return g_TV, torch.mm(g_TV.t(), x_TH), torch.mm(g_TV, w_VH)
 
     return call
 
 
-def _finite(found: Tensor) -> str | None:
-    return None if bool(found.isfinite().all()) else "it gives values that are not finite"
+def _wrong_head(
+    on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
+) -> str | None:
+    """Rows of each product; the latter two by what the first one gave."""
+    x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
+    g_TV, dw_VH, dx_TH = found
+    return (
+        wrong_product(g_TV, x_TH, w_VH.t(), dtype)
+        or wrong_product(dw_VH, g_TV.t(), x_TH, dtype)
+        or wrong_product(dx_TH, g_TV, w_VH, dtype)
+    )
 
 
 def head_counts(hidden: int) -> list[int]:
-    """Numbers of heads that divide a model's width into heads of a usual size, most heads first."""
-    counts = [hidden // dim for dim in _HEAD_DIMS if hidden % dim == 0]
-    return sorted(set(counts), reverse=True)
+    """Numbers of heads that divide a model's width, most heads first."""
+    return [hidden // dim for dim in range(_LEAST_HEAD_DIM, hidden + 1) if hidden % dim == 0]
 
 
 def attention_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, seq_len: int, quick: bool
 ) -> list[Case]:
-    """Attention of one sequence by number of heads, forward, and forward with backward."""
+    """Attention of one sequence by number of heads, forward, and forward with backward.
+
+    Those numbers that the device has an implementation for, and memory.
+    """
     width = spec.heads * spec.head_dim
     counts = head_counts(width)
     if quick:
@@ -76,36 +100,72 @@ def attention_cases(
                 of={"dtype": dtype, "heads": count, "head_dim": width // count,
                     "seq_len": seq_len}),
             "s", partial(_attention, on, dtype, count, width // count, seq_len, spec.causal, what),
-            check=_right_attention if what == "forward" else None,
+            check=partial(_wrong_attention, dtype),
         )
         for count in counts
+        if _has_attention(on, dtype, count, width // count, seq_len, spec.causal)
         for what in (_WHOLE if quick else ("forward", _WHOLE[0]))
     ]  # fmt: skip
 
 
+def _has_attention(
+    on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
+) -> bool:
+    """Whether it can be computed here, by trying."""
+    try:
+        _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
+    except RuntimeError:  # no memory, or no kernel
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """What attention was given and gave; `grads` of q, k and v where there was a backward."""
+
+    out: Tensor
+    given: tuple[Tensor, Tensor, Tensor, Tensor]
+    causal: bool
+    grads: tuple[Tensor, ...] = ()
+
+
 def _attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool, what: str
-) -> Callable[[], Any]:
+) -> Callable[[], _Attended]:
     count = heads * seq_len * head_dim
     shape = (1, heads, seq_len, head_dim)
     q, k, v, g = (on.pools[dtype][n * count : (n + 1) * count].view(shape) for n in range(4))
+    given = (q, k, v, g)
     if what == "forward":
-        return lambda: (F.scaled_dot_product_attention(q, k, v, is_causal=causal), q, k, v, causal)
-    q, k, v = leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        return lambda: _Attended(
+            F.scaled_dot_product_attention(q, k, v, is_causal=causal), given, causal
+        )
+    q_, k_, v_ = leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
 
-    def both() -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return torch.autograd.grad(out, leaves, g)
+    def both() -> _Attended:
+        out = F.scaled_dot_product_attention(q_, k_, v_, is_causal=causal)
+        return _Attended(out.detach(), given, causal, torch.autograd.grad(out, leaves, g))
 
     return both
 
 
-def _right_attention(given: tuple[Tensor, Tensor, Tensor, Tensor, bool]) -> str | None:
-    """The last query sees all keys, causal or not: its output by hand, in double precision."""
-    out, q, k, v, _ = given
-    scores = (q[:, :, -1:].double() @ k.double().transpose(-1, -2)) / q.shape[-1] ** 0.5
-    apart = (scores.softmax(-1) @ v.double() - out[:, :, -1:].double()).abs().max().item()
-    return None if apart <= 0.02 else f"attention is off by {apart:.3g}"
+def _wrong_attention(dtype: Dtype, found: _Attended) -> str | None:
+    """The first and the last head, by hand in double precision: what came out, and gradients."""
+    ends = [0, found.out.shape[1] - 1]
+    q, k, v, g = (one[:, ends].detach().double().requires_grad_() for one in found.given)
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if found.causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1) @ v
+    true = [out, *(torch.autograd.grad(out, (q, k, v), g) if found.grads else ())]
+    names = ("what comes out", "dQ", "dK", "dV")
+    for name, one, right in zip(names, (found.out, *found.grads), true, strict=False):
+        # As a share of the largest: many roundings went into each value.
+        away = ((one[:, ends].double() - right).abs().max() / right.abs().max()).item()
+        if not away <= _ATTENTION_OFF[dtype]:
+            return f"attention: {name} is off by {away:.3g} of the largest value"
+    return None
 
 
 def vocabulary_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
@@ -123,7 +183,7 @@ def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advic
         return None
     better, by = padded
     size = int(better.key.of["vocab"])
-    change = f"vocabulary {spec.vocab} → {size} ({dtype})"
+    change = f"vocabulary {spec.vocab} → {size} ({dtype}, {own.key.of['tokens']} tokens)"
     text = f"{change}: the head's products {by}"
     return _said("vocabulary", text, by, own, better)
 
@@ -142,7 +202,7 @@ def heads_advice(figures: Sequence[Figure], spec: ModelSpec) -> list[Advice]:
         better, by = best
         change = (
             f"{spec.heads} heads of {own.key.of['head_dim']} → {better.key.of['heads']} of "
-            f"{better.key.of['head_dim']} ({dtype})"
+            f"{better.key.of['head_dim']} ({dtype}, {own.key.of['seq_len']} tokens)"
         )
         text = f"{change}: attention {by}; what a model learns with them is another matter"
         found.append(_said("heads", text, by, own, better))

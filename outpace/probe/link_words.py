@@ -1,8 +1,10 @@
 """What measured links mean for a person: enough for large trainings or not, and who is slow."""
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from outpace.probe.axes import Nodes, Pair
+from outpace.probe.intervals import spread
 from outpace.probe.stragglers import slow_links, slow_ranks
 from outpace.records.figure import Figure
 from outpace.records.probed import Advice, LinkFit, network_fit, node_bytes_per_s
@@ -13,6 +15,10 @@ from outpace.records.units import show_count
 _WANTED_BITS_PER_S, _BLOOM_BITS_PER_S = 400e9, 50e9
 _RECOMMENDED_NODES = 4
 _FIRST_NAMED = 5
+# Rounds across nodes lie further apart than this, and so many times as far as within nodes: then it
+# is the network.
+_WANDERS, _TIMES_NODE = 0.10, 3.0
+_LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
 
 
 def link_sentence(fit: LinkFit) -> str:
@@ -72,6 +78,36 @@ def world_notes(nodes: Nodes) -> list[str]:
             f"{_RECOMMENDED_NODES}, or on all that will be used"
         ]
     return []
+
+
+def wander_notes(figures: Sequence[Figure]) -> list[str]:
+    """That the network between nodes does not hold still, where all within the nodes does.
+
+    By how far apart rounds lie of the same collectives, of which the larger sizes tell of links.
+    """
+    apart = {axis: _wander(figures, axis) for axis in ("across", "node")}
+    across, node = apart["across"], apart["node"]
+    if across is None or node is None or across <= max(_WANDERS, _TIMES_NODE * node):
+        return []
+    return [
+        f"the network between nodes does not hold still: from round to round collectives across "
+        f"nodes differ by {across:.0%} in the median, the same within nodes by {node:.0%}. Others "
+        "may use it, too: probe again when they do not, and expect the same of training"
+    ]
+
+
+def _wander(figures: Sequence[Figure], axis: str) -> float | None:
+    """How far the medians of rounds lie apart, as a share, in the median of large collectives."""
+    large = [
+        figure
+        for figure in figures
+        if figure.key.what == "time"
+        and figure.key.has(axis=axis)
+        and int(figure.key.of["bytes"]) >= _LARGE_BYTES
+        and len(figure.rounds) >= _LEAST_ROUNDS
+    ]
+    middles = [[median(samples) for samples in figure.rounds] for figure in large]
+    return median(spread(of) / median(of) for of in middles) if middles else None
 
 
 def rank_advice(figures: Sequence[Figure]) -> list[Advice]:

@@ -33,8 +33,8 @@ _AT_ONCE = 256
 class LoaderData:
     """What to load, as `outpace train` is told it, and in which batches.
 
-    Without a `tokenizer` one is learnt from the text. `dataset`: a person's own (map-style), or a
-    task's, in the place of the sources.
+    Without a `tokenizer` one is learnt from the text. `dataset`: a person's own (map-style), in the
+    place of the sources.
     """
 
     sources: tuple[str, ...] = ("stdlib",)
@@ -65,13 +65,13 @@ class Prepared:
 def prepared(data: LoaderData, folder: Path, quick: bool) -> Prepared:
     """The data ready to be loaded, what has to be written in `folder`. Raises BadInputError."""
     if data.dataset is not None:
-        return Prepared(data.dataset, None)
+        return Prepared(data.dataset, None, notes=(_of_own(data.dataset),))
     if not data.sources:
         raise BadInputError("no data is named; give at least one source")
     sources = [open_source(reference) for reference in data.sources]
     written = [source for source in sources if not source.is_tokens]
     streams = [_token_stream(source) for source in sources if source.is_tokens]
-    tokenizer, texts, notes = data.tokenizer, [], []
+    tokenizer, texts, notes = data.tokenizer, [], [_of_sources(data.sources)]
     if written:
         limit = (_TAKEN if quick else _FULL_TAKEN) // len(written)
         parts = [part for source in written for part in _beginning(source, data.text_field, limit)]
@@ -95,6 +95,17 @@ def prepared(data: LoaderData, folder: Path, quick: bool) -> Prepared:
     if written and tokenizer is not None:
         as_text = _as_text(tokenizer, texts, encoded, data.seq_len)
     return Prepared(dataset, data.seq_len, tuple(texts), tokenizer, as_text, tuple(notes))
+
+
+def _of_own(dataset: Any) -> str:
+    """Which data were timed, of a person's own."""
+    return f"loader: timed on your own data set, {len(dataset)} samples of {type(dataset).__name__}"
+
+
+def _of_sources(sources: tuple[str, ...]) -> str:
+    """Which data were timed, without the folders that they are in."""
+    names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
+    return f"loader: timed on {', '.join(names)}"
 
 
 def _token_stream(source: Source) -> Stream:

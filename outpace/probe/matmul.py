@@ -6,9 +6,10 @@ B (k × n), counted as 2·m·n·k operations.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ _SUMMED: dict[Dtype, float] = {
 _FP8_MULTIPLE = 16  # torch._scaled_mm takes no other sizes
 _LEAST_TIMED_S = 1e-3
 _STEPS = (1, 8, 16, 64, 128)
+_TIMES = (1, 2, 3)  # of each step
 ROUND = "none"  # the dimension of a sweep's start
 # Products whose rate has come this near to the largest one's no longer gain from size.
 _CURVE = tuple(1 << power for power in range(5, 15))
@@ -131,18 +133,37 @@ def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | No
 
     def check(found_MN: Tensor) -> str | None:
         pool = on.pools[dtype]
-        a_MK = pool[: m * k].view(m, k)[[0, m - 1]].double()
         tail = pool[pool.numel() - k * n :]
-        b_KN = (tail.view(n, k).t() if dtype == "fp8" else tail.view(k, n)).double()
-        true = a_MK @ b_KN
-        allowed = 2 * _STORED[dtype] * true.abs() + _SUMMED[dtype] * (a_MK.abs() @ b_KN.abs())
-        beyond = ((found_MN[[0, m - 1]].double() - true).abs() / allowed).max().item()
-        return None if beyond <= 1 else f"a product is off by {beyond:.3g} times its rounding"
+        b_KN = tail.view(n, k).t() if dtype == "fp8" else tail.view(k, n)
+        return wrong_product(found_MN, pool[: m * k].view(m, k), b_KN, dtype)
 
     return check
 
 
-def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str) -> Case:
+def wrong_product(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
+    """What is wrong with the first and the last row of a product, by double precision."""
+    ends = [0, len(a_MK) - 1]
+    a_2K, b_KN = a_MK[ends].double(), b_KN.double()
+    true = a_2K @ b_KN
+    allowed = 2 * _STORED[dtype] * true.abs() + _SUMMED[dtype] * (a_2K.abs() @ b_KN.abs())
+    away = (found_MN[ends].double() - true).abs()
+    # Written so that NaN is wrong too, and that 0 may be 0.
+    if bool((away <= allowed).all()):
+        return None
+    return f"a product is off by {(away / allowed).max().item():.3g} times its rounding"
+
+
+@contextmanager
+def _on_one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) -> Case:
     """The rate of one product."""
     m, n, k = shape
     key = Key(kind="matmul", what=what, of={"dtype": dtype, "m": m, "n": n, "k": k, **more})
@@ -190,8 +211,13 @@ def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
     return max(fitting, default=_CURVE[0])
 
 
-def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec) -> int:
-    """As many tokens, a power of two, as let the largest of a model's products be short enough."""
+def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
+    """Those that are given, however long a product is then.
+
+    Else as many, a power of two, as let the largest of a model's products be short enough.
+    """
+    if given is not None:
+        return given
     for power in range(14, 4, -1):
         shapes = model_shapes(spec, 1 << power).values()
         if all(on.short(dtype, shape) for shape in shapes):
@@ -215,13 +241,24 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
     ]
 
 
+def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
+    """A processor's coarse steps of m and n again, on one of its threads."""
+    shapes = [(dim, _with(base, dim, 8 * step)) for dim in range(2) for step in range(1, 17)]
+    return [
+        replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
+        for dim, shape in shapes
+        if on.takes(dtype, shape)
+    ]
+
+
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Each dimension a little above a round size, by 1 and by 8, 16, 64 and 128."""
+    """Each dimension above a round size by 1, 8, 16, 64 and 128, and by 2 and 3 times as much."""
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
+    above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
-        (dim, _with(base, dim, step))
+        (dim, _with(base, dim, offset))
         for dim in range(3)
-        for step in (_STEPS[:1] if quick else _STEPS)
+        for offset in (_STEPS[:1] if quick else sorted(above))
     ]
     return [round_one] + [
         case(on, dtype, shape, "unlucky", dim="mnk"[dim])
@@ -249,10 +286,37 @@ def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
     }
 
 
-def model_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """A model's own products, those that fit."""
-    shapes = model_shapes(spec, tokens).items()
-    return [case(on, dtype, s, "model", part=part) for part, s in shapes if on.takes(dtype, s)]
+def backward_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The products of the backward: dX of what came in, and dW of the weight."""
+    found: dict[str, Shape] = {}
+    for part, (tokens, n, k) in shapes.items():
+        found |= {f"{part} dX": (tokens, k, n), f"{part} dW": (n, k, tokens)}
+    return found
+
+
+def model_cases(
+    on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int, forward_only: bool = False,
+    within_s: float = inf,
+) -> tuple[list[Case], list[str]]:  # fmt: skip
+    """A model's own products, the quickest first to be taken; and the parts that are left out.
+
+    Those whose operands do not fit, whose dtype has no such products, and with which a call of
+    each would take longer than `within_s`.
+    """
+    shapes = model_shapes(spec, tokens)
+    shapes |= {} if forward_only else backward_shapes(shapes)
+    left_s, taken = within_s, set()
+    for part, shape in sorted(shapes.items(), key=lambda one: _work(one[1])):
+        left_s -= _work(shape) / on.rates[dtype]
+        if left_s >= 0 and on.takes(dtype, shape):
+            taken.add(part)
+    cases = [case(on, dtype, s, "model", part=p) for p, s in shapes.items() if p in taken]
+    return cases, [part for part in shapes if part not in taken]
+
+
+def _work(shape: Shape) -> float:
+    m, n, k = shape
+    return 2.0 * m * n * k
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:

@@ -147,6 +147,17 @@ def _throttled(device: _Device) -> tuple[str, ...] | None:
     return None if bits is None else tuple(why for bit, why in _REASONS.items() if bits & bit)
 
 
+def slowed_by(library: Any, handle: Any) -> tuple[str, ...] | None:
+    """What holds a device's clocks down now; None where the driver does not tell."""
+    return _throttled(_Device(library, handle))
+
+
+def computing(library: Any, handle: Any) -> frozenset[int] | None:
+    """The processes that compute on a device now, by NVML's numbers; None as above."""
+    listed = _Device(library, handle).ask("ComputeRunningProcesses")
+    return None if listed is None else frozenset(one.pid for one in listed)
+
+
 def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
     """How many NVLinks there are and how many are up; NVML numbers them without gaps."""
     states = []

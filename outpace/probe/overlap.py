@@ -13,6 +13,7 @@ from torch import Tensor
 from outpace.probe.buffers import ITEM_BYTES, compare, summed
 from outpace.probe.collectives import Place, check_again, checked, parts_wrong
 from outpace.probe.intervals import LEVEL, half_width
+from outpace.probe.matmul import wrong_product
 from outpace.probe.measure import Case, Clock, Effort, measure
 from outpace.probe.ranks_clock import Prepared
 from outpace.probe.turns import Turns
@@ -42,11 +43,12 @@ def probe_overlap(
     Computing is as many products of matrices as take about as long as the collective. Raises
     WrongResultError where what comes out of it is wrong, before it is timed or after.
     """
-    product = _product(place.buffers.device)
+    product, right = _product(place.buffers.device)
     clock.seconds(product, 1)
     product_s = min(clock.seconds(product, 1) for _ in range(3))
     begun = [_begun(name, place, place.count(size)) for name in collectives for size in sizes]
-    cases = [case for one in begun for case in _cases(one, place, product, product_s, clock)]
+    timed = _Product(product, right, product_s)
+    cases = [case for one in begun for case in _cases(one, place, timed, clock)]
     place.buffers.settle()
     found = yield from measure(cases, clock, effort)
     check_again(cases, place.buffers)
@@ -76,28 +78,38 @@ class _Begun:
         return Key(kind="overlap", what=what, of=of)
 
 
-def _cases(
-    one: _Begun, place: Place, product: Callable[[], Any], product_s: float, clock: Clock
-) -> list[Case]:
+@dataclass(frozen=True)
+class _Product:
+    """A product of matrices, what is wrong with what it gave, and the time it takes."""
+
+    call: Callable[[], Tensor]
+    wrong: Callable[[Tensor], str | None]
+    seconds: float
+
+
+def _cases(one: _Begun, place: Place, product: _Product, clock: Clock) -> list[Case]:
     """Computing, the collective, and both at once."""
     alone = _while(one, _nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
-    products = max(1, round(collective_s / max(product_s, _LEAST_S)))
+    products = max(1, round(collective_s / max(product.seconds, _LEAST_S)))
 
-    def compute() -> None:
+    def compute() -> Tensor:
         for _ in range(products):
-            product()
+            found = product.call()
+        return found
 
     both = _while(one, compute)
     check = checked(place, one.wrong)
     return [
-        Case(one.key(place, "computing"), "s", lambda: compute),
+        Case(
+            one.key(place, "computing"), "s", lambda: compute, check=checked(place, product.wrong)
+        ),
         Case(one.key(place, one.collective), "s", lambda: _ready(alone), check=check),
         Case(one.key(place, "both"), "s", lambda: _ready(both), check=check),
     ]
 
 
-def _while(one: _Begun, compute: Callable[[], None]) -> Prepared:
+def _while(one: _Begun, compute: Callable[[], Any]) -> Prepared:
     """Begin the collective, compute, wait for its end."""
 
     def call() -> Tensor:
@@ -191,8 +203,17 @@ _BEGUN: dict[str, Callable[[Place, int], _Begun]] = {
 }
 
 
-def _product(device: torch.device) -> Callable[[], Any]:
+def _product(
+    device: torch.device,
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
+    """A product of matrices, and what is wrong with what it gave."""
     size = 2048 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)
+
+    def wrong(found: Tensor) -> str | None:
+        said = wrong_product(found, a, b, "fp32")
+        out.zero_()  # so that the next one's is not this
+        return said
+
+    return lambda: torch.mm(a, b, out=out), wrong

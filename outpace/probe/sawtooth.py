@@ -1,8 +1,9 @@
-"""Tiles and waves, found from how time grows with size.
+"""Tiles, waves and threads' shares, found from how time grows with size.
 
 A product is computed tile by tile: time rises in steps as wide as a tile, and what lies between two
 multiples of it is paid for and not used (tile quantisation). A device with s multiprocessors takes
 s tiles at a time: the last, partly filled wave costs as much as a full one (wave quantisation).
+The threads of a processor divide blocks among them in the same way.
 NVIDIA, "Matrix Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave
 Quantization".
 """
@@ -76,6 +77,33 @@ def find_waves(
     if best is None or line == 0 or best[1] > _EXPLAINS * line:
         return None
     return best[0], 1 - best[1] / line
+
+
+def find_threads(
+    sizes: Sequence[int], alone_s: Sequence[float], together_s: Sequence[float], threads: int
+) -> tuple[int, float] | None:
+    """The width of the blocks that threads divide among them, and the share that it explains.
+
+    By how many times sooner all threads are than one, at each size: blocks that do not divide
+    evenly leave threads idle. A tile's own steps are in both times and fall out. None where no
+    width does better than a straight line by far.
+    """
+    n = np.asarray(sizes, dtype=float)
+    sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)
+    if len(n) < 6 or threads < 2:
+        return None
+
+    def busy(wide: int) -> np.ndarray:
+        blocks = np.ceil(n / wide)
+        return np.asarray(blocks / threads / np.ceil(blocks / threads))
+
+    tried = [(wide, *_fit(busy(wide), sooner)) for wide in (1, *TILES)
+             if n.max() - n.min() >= 2 * wide * threads]  # fmt: skip
+    line = _left(n, sooner)
+    found = _pick([(wide, left) for wide, left, slope in tried if slope > 0])
+    if found is None or line == 0 or found[1] > _EXPLAINS * line:
+        return None
+    return found[0], 1 - found[1] / line
 
 
 def _pick(tried: Sequence[tuple[int, float]]) -> tuple[int, float] | None:

@@ -8,16 +8,20 @@ from outpace.records.probed import Advice, LinkFit
 
 @dataclass(frozen=True)
 class Section:
-    """Of `outpace probe`. `notes`: what could not be probed, or was in another way, and why."""
+    """Of `outpace probe`. `notes`: what could not be probed, or was in another way, and why.
+
+    `said`: what its figures say in words, which is nothing where they are withdrawn.
+    """
 
     figures: tuple[Figure, ...] = ()
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     fits: tuple[LinkFit, ...] = ()
+    said: tuple[str, ...] = ()
 
     def __add__(self, other: "Section") -> "Section":
         """Both, in order."""
         return Section(
             self.figures + other.figures, self.advice + other.advice, self.notes + other.notes,
-            self.fits + other.fits,
+            self.fits + other.fits, self.said + other.said,
         )  # fmt: skip

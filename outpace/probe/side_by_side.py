@@ -1,13 +1,15 @@
 """What each rank does by itself and with each other one, timed on all ranks at the same time."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from outpace.probe.axes import Axis, Nodes, Pair, pair_slots
 from outpace.probe.collectives import Place, agreed, exchange
 from outpace.probe.fit import fit_link
+from outpace.probe.matmul import wrong_product
 from outpace.probe.measure import Effort, WrongResultError, figure_of, in_rounds
 from outpace.probe.ranks_clock import RanksClock, await_device
 from outpace.probe.turns import Turns
@@ -59,21 +61,42 @@ def by_rank(
     return found
 
 
-def work_of(device: torch.device) -> dict[str, Callable[[], Any]]:
+class Work(NamedTuple):
+    """What each rank does, and what is wrong with what that gave."""
+
+    call: Callable[[], Tensor]
+    check: Callable[[Tensor], str | None]
+
+
+def work_of(device: torch.device) -> dict[str, Work]:
     """A product of matrices and a copy in memory, large enough to be the device's own speed."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
     out = torch.empty_like(source)
-    return {"matrix products": lambda: torch.mm(a, b), "memory": lambda: out.copy_(source)}
+    return {
+        "matrix products": Work(
+            lambda: torch.mm(a, b), lambda found: wrong_product(found, a, b, "fp32")
+        ),
+        "memory": Work(
+            lambda: out.copy_(source),
+            lambda found: None if torch.equal(found, source) else "the copy is not equal",
+        ),
+    }
 
 
 def ranks_figures(
-    work: dict[str, Callable[[], Any]], place: Place, clock: RanksClock, rounds: int,
-    budget_s: float,
-) -> Turns[list[Figure]]:  # fmt: skip
-    """How long each rank takes for the same work, while all others do it too."""
-    found = yield from by_rank(list(work.values()), clock, rounds, budget_s)
+    work: dict[str, Work], place: Place, clock: RanksClock, rounds: int, budget_s: float
+) -> Turns[list[Figure]]:
+    """How long each rank takes for the same work, while all others do it too.
+
+    Raises WrongResultError on all ranks where one computes something wrong.
+    """
+    for what, (call, check) in work.items():
+        if wrong := agreed(check(call()), place.control):
+            raise WrongResultError(f"{what} of each rank: {wrong}")
+    calls = [one.call for one in work.values()]
+    found = yield from by_rank(calls, clock, rounds, budget_s)
     device = place.buffers.device.type
     return [
         figure_of(

@@ -131,7 +131,7 @@ def disturbed(hosts: Sequence[Sequence[Used]]) -> str | None:
 
 
 def withdrawn(section: Section, why: str) -> Section:
-    """The section without values, and without the advice that rests on them; samples stay."""
+    """The section without values, and without advice and words that rest on them; samples stay."""
 
     def without(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

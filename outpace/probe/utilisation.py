@@ -207,8 +207,13 @@ class Sampler:
         return Load(node=self._node, duration_s=duration_s, devices=devices, host=host)
 
 
+def same_pids() -> bool:
+    """Whether the driver's process numbers are those that are seen here."""
+    return _ask(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
+
+
 def _readers(nvml: Nvml) -> list[DeviceReader]:
-    own_pids = _ask(lambda: str(Path("/proc/self/ns/pid").readlink())) == _FIRST_NAMESPACE
+    own_pids = same_pids()
     count = _ask(nvml.nvmlDeviceGetCount) or 0
     readers = (_ask(partial(DeviceReader, nvml, index, own_pids)) for index in range(count))
     return [reader for reader in readers if reader is not None]

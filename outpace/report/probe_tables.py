@@ -192,7 +192,7 @@ def links_table(fits: Sequence[LinkFit]) -> RenderableType:
     for fit in fits:
         table.add_row(
             fit.collective, str(fit.ranks), fit.axis, fit.backend, _cell(fit.latency),
-            _cell(fit.bandwidth), show_share(fit.residual),
+            _cell(fit.bandwidth), show_share(fit.residual) if fit.bandwidth.value else "",
         )  # fmt: skip
     title = "Collectives: latency and bandwidth (busbw), fitted over sizes"
     return Group(Text(title, style="bold"), table)

@@ -1,5 +1,8 @@
+import contextlib
 import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ import pytest
 import outpace
 import outpace.cli.version
 from outpace.cli import main as command
-from outpace.records.errors import DivergedError, InterruptedRunError
+from outpace.records.errors import DivergedError, InterruptedRunError, OutpaceError
 
 
 def raising(error: BaseException) -> object:
@@ -89,6 +92,21 @@ def test_a_bug_shows_its_traceback(
     monkeypatch.setattr(outpace.cli.version, "run", raising(RuntimeError("a bug")))
     assert command.main(["version"]) == 1
     assert "RuntimeError: a bug" in capsys.readouterr().err
+
+
+def test_what_fails_after_a_signal_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A DataLoader whose worker the same signal ended raises wherever the program is then."""
+
+    def run(argv: list[str], environ: object) -> int:
+        with contextlib.suppress(OutpaceError):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated")
+
+    monkeypatch.setattr(outpace.cli.version, "run", run)
+    assert command.main(["version"]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "outpace: stopped by SIGTERM\n"
 
 
 def test_with_json_an_error_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,38 @@ def test_bad_input_is_refused_with_what_is_allowed(arguments, said, capsys, tmp_
     assert not list(tmp_path.rglob("*.json"))
 
 
+OWN = """
+import torch
+from torch import nn
+
+class Waves(torch.utils.data.Dataset):
+    def __len__(self):
+        return 777
+
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), float(index))}
+
+def build():
+    return nn.Linear(4, 4), lambda module, batch: module(batch["x"]).sum(), Waves()
+"""
+
+
+def test_the_data_set_of_ones_own_model_is_what_is_loaded(tmp_path, capsys):
+    own, out = tmp_path / "own.py", tmp_path / "machine.json"
+    own.write_text(OWN)
+    loader = ["probe", "loader", "--quick", "--budget", "1", "--model", f"{own}:build"]
+    assert main([*loader, "--out", str(out)]) == 0
+    assert "timed on your own data set, 777 samples of Waves" in capsys.readouterr().out
+    figures = Machine.load(out).probed.figures
+    # Neither tokens nor text: how many a sample has is not known.
+    assert {(f.key.kind, f.key.what) for f in figures} == {("loader", "samples"),
+                                                           ("loader", "start")}  # fmt: skip
+    assert main([*loader, "--data", str(tmp_path)]) == 2
+    assert "own.py:build brings its own data set" in capsys.readouterr().err
+    assert main(["probe", "matmul", "--quick", "--model", f"{own}:build"]) == 2
+    assert "outpace probe loader" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """Sections that need no other process, kept as a record."""

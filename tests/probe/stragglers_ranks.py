@@ -46,7 +46,7 @@ def main() -> None:
         clock = RanksClock(HostClock(), groups.control)
         work = work_of(CPU)
         if is_slow:
-            work = {what: slowed(call) for what, call in work.items()}
+            work = {what: one._replace(call=slowed(one.call)) for what, one in work.items()}
         figures = finished(ranks_figures(work, place, clock, 4, 0.5))
 
         def between(*where):

@@ -80,6 +80,7 @@ def test_a_persons_text_is_loaded_and_tokenised(jsonl, tokenizer):
     assert rate(section, "tokens", processes=1) < rate(section, "bytes", processes=1)
     assert shares == sorted(shares)
     assert any("CUDA" in note for note in section.notes)
+    assert "loader: timed on data.jsonl" in section.notes  # and not the folder
     assert section.advice or any("hold still" in note for note in section.notes)
 
 
@@ -101,6 +102,7 @@ def test_what_is_timed_is_making_batches_not_emptying_queues():
     for workers, found in enumerate(rates):
         assert 0.5 * max(1, workers) <= found * SLEEP_S <= 1.05 * max(1, workers), rates
     assert not any(f.key.what == "tokens" or f.key.kind == "tokenise" for f in section.figures)
+    assert "loader: timed on your own data set, 1000 samples of Slow" in section.notes
 
 
 class OfItsWorker(Dataset):

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.probe.sawtooth import find_tile, find_waves, next_multiple
+from outpace.probe.registers import step_words
+from outpace.probe.sawtooth import find_threads, find_tile, find_waves, next_multiple
 
 SIZES = list(range(258, 258 + 2 * 96, 2))
 
@@ -43,6 +44,41 @@ def test_waves_are_found_by_the_number_of_multiprocessors():
     assert explained > 0.9
     straight = [float(n) for n in columns]
     assert find_waves(columns, straight, rows=2048, multiprocessors=108) is None
+
+
+@pytest.mark.parametrize(("wide", "threads"), [(16, 2), (8, 4), (1, 8)])
+def test_blocks_that_threads_divide_are_told_apart_from_tiles(wide, threads):
+    """One thread takes a step at each block; all of them when a further one has one more."""
+    rng = np.random.default_rng(0)
+    sizes = range(513, 513 + 5 * wide * threads, max(1, wide // 2))
+
+    def timed(divided_by):
+        return [math.ceil(math.ceil(n / wide) / divided_by) * rng.normal(1, 0.002) for n in sizes]
+
+    found = find_threads(sizes, timed(1), timed(threads), threads)
+    assert found is not None
+    assert found[0] == wide
+    assert found[1] > 0.5
+    # All the same tiles, and twice as fast at any size: nothing is left idle.
+    assert find_threads(sizes, timed(1), [t / threads for t in timed(1)], threads) is None
+    assert find_threads(sizes, timed(1), timed(1), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "bits", "dtype", "dim", "words"),
+    [
+        (16, 512, "fp32", "n", "16 = a 512-bit register of fp32"),
+        (8, 256, "fp32", "m", "8 = a 256-bit register of fp32"),
+        (48, 512, "fp32", "n", "48 = 3 times a 512-bit register of fp32"),
+        (16, 512, "bf16", "n", "16 = a 512-bit register of fp32"),
+        (32, 512, "bf16", "k", "32 = a 512-bit register of bf16"),
+        (32, 8192, "bf16", "k", "32 = a 512-bit row of an AMX register of bf16"),
+        (2, 512, "bf16", "k", "2 = 1/16 of a 512-bit register of bf16"),
+        (6, 512, "fp32", "n", None),
+    ],
+)
+def test_steps_are_said_in_registers(step, bits, dtype, dim, words):
+    assert step_words(step, bits, dtype, dim) == words
 
 
 def test_the_next_multiple_is_the_size_itself_where_it_is_one():

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
-from outpace.records.probed import Advice, Probed, Steadiness
+from outpace.records.probed import Advice, LinkFit, Probed, Steadiness
 from outpace.report.probe import parts_of
 
 
@@ -65,6 +65,19 @@ def test_what_hides_stands_by_collective():
     ]
     said = shown(*figures)
     assert "both, all-reduce, 4 MiB" in said and "all-gather, 4 MiB" in said
+
+
+def test_how_far_points_are_from_a_withdrawn_fit_is_not_said():
+    def fit(unstable):
+        latency, bandwidth = (
+            figure("all-reduce", what, 1.0, unit, unstable)
+            for what, unit in (("latency", "s"), ("bandwidth", "B/s"))
+        )
+        return LinkFit(collective="all-reduce", axis="all", backend="gloo", device="cpu", ranks=2,
+                       latency=latency, bandwidth=bandwidth, residual=0.123)  # fmt: skip
+
+    assert "12.3 %" in shown(fits=(fit(None),))
+    assert "12.3 %" not in shown(fits=(fit("others used it"),))
 
 
 def test_of_many_ranks_the_slowest_are_shown():
