@@ -51,6 +51,7 @@ def probe(groups, only):
         "fits": [json.loads(fit.model_dump_json()) for fit in found.fits],
         "advice": [one.text for one in found.advice],
         "notes": list(found.notes),
+        "said": list(found.said),
         "told": told,
     }
 
