@@ -50,6 +50,7 @@ class Columns:
     stages_per_rank: Ints
     even_stages: Bools
     sequence_parallel: Bools
+    async_tp: Bools
     micro_batch: Ints
     microbatches: Ints
     passes: Ints
@@ -122,7 +123,7 @@ def _row(plan: Plan, global_batch: int, layers: int) -> dict[str, Any]:
             name: getattr(plan, name)
             for name in (
                 "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "stages_per_rank",
-                "sequence_parallel", "micro_batch", "compile", "servers",
+                "sequence_parallel", "async_tp", "micro_batch", "compile", "servers",
             )
         },
         "even_stages": plan.stage_split == "even",

@@ -234,7 +234,7 @@ class _Step:
         return forwards, backwards
 
     def _forward(self, w: Work, sums: float) -> _Pass:
-        tensor_s, calls = self._tensor(sums)
+        tensor_s, calls = self._tensor(sums, w.products_s)
         host_s = (w.forward_operators + calls) * self.device.operator_s
         return _Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, self._alone)
 
@@ -249,22 +249,24 @@ class _Step:
         light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
         again_s = most * w.forward_s - dense * w.inner_s + modes["selective"] * light_s
         again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
-        tensor_s, calls = self._tensor(sums)
+        again_tensor_s, calls = self._tensor(sums, w.products_s)
+        tensor_s, _ = self._tensor(sums, 2 * w.products_s)
         launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
         return _Pass(
             w.backward_s + again_s,
             launched * self.device.operator_s,
-            tensor_s * (1 + most),
+            tensor_s + most * again_tensor_s,
             (2 + most) * w.products_s,
             w.attention_back_s + full * w.attention_s,
             self._alone,
         )
 
-    def _tensor(self, sums: float) -> tuple[Floats, Floats]:
+    def _tensor(self, sums: float, products_s: Floats) -> tuple[Floats, Floats]:
         """Exchanges of tensor parallelism in a layer's forward, and how many; as many backwards.
 
         A sum after attention and one after the MLP; with sequence parallelism each is a gather and
         a scattering sum, of the same bytes together (Korthikanti et al., arXiv 2205.05198, §4.2).
+        With async_tp each goes on in tp parts beside the product that it is for.
         """
         c = self.c
         nbytes = self.tokens * self.outline.hidden * self.item
@@ -272,7 +274,11 @@ class _Step:
         whole = self.fabric.collective_s(nbytes, c.tp, near, 2)
         halves = 2 * self.fabric.collective_s(nbytes, c.tp, near, 1)
         calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
-        return sums * np.where(c.sequence_parallel, halves, whole), sums * calls
+        exchange_s = sums * np.where(c.sequence_parallel, halves, whole)
+        exposed_s = np.where(
+            c.async_tp, _beside(exchange_s, products_s, c.tp.astype(float)), exchange_s
+        )
+        return exposed_s, sums * calls
 
     def _ends(self) -> tuple[_Pass, _Pass, _Pass, _Pass]:
         """Embedding and head, forward and backward."""

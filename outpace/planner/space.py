@@ -91,6 +91,7 @@ def layouts(wanted: Wanted) -> Columns:
         **values,
         **{name: _repeated(value, count) for name, value in plain.items()},
         sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
+        async_tp=np.full(count, bool(keep.get("async_tp", False))),
         even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
     )
@@ -340,6 +341,7 @@ def to_plan(c: Columns, place: int) -> Plan:
                         "servers")},
         "pp_microbatches": int(c.microbatches[place]),
         "sequence_parallel": bool(c.sequence_parallel[place]),
+        "async_tp": bool(c.async_tp[place]),
         "precision": PRECISIONS[c.precision[place]],
         "optimizer": OPTIMIZERS[c.optimizer[place]],
         "checkpointing": mode,

@@ -92,7 +92,8 @@ class Plan(Record):
     `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`.
     `checkpointing` holds for every block, or for each `checkpoint_every`-th from the first;
     `checkpoint_layers`, where given, says it block by block instead.
-    `sequence_parallel` belongs to tp. fp64 is for proofs. Parameter servers are ranks beside the
+    `sequence_parallel` belongs to tp; with `async_tp` its exchanges go on, part by part, while the
+    products before or after them are computed. fp64 is for proofs. Parameter servers are ranks beside the
     axes; with `server_updates` they step the optimizer, else workers do. `worker_devices` ranks
     stand behind each worker. `virtual_stages` are a pipeline's stages on each rank (None: as many
     as its schedule has by itself), cut so that the slowest is fast or in equal numbers of blocks
@@ -115,6 +116,7 @@ class Plan(Record):
     tp: PositiveInt = 1
     pp: PositiveInt = 1
     sequence_parallel: bool = True
+    async_tp: bool = False
     servers: NonNegativeInt = 0
     server_updates: bool = False
     worker_devices: PositiveInt = 1
@@ -215,6 +217,8 @@ class Plan(Record):
     @property
     def untrained(self) -> str | None:
         """Why outpace plans with it, but does not train it; None where it does."""
+        if self.async_tp and self.tp > 1:
+            return "async_tp: outpace waits for the exchanges of tensor parallelism"
         if self.ep > 1:
             return f"ep {self.ep}: outpace does not share out experts"
         if self.strategy == "3d" and self.dp_shard > 1 and self.zero != 3:
