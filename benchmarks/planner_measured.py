@@ -53,6 +53,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PIPELINES = ("gpipe", "1f1b")
+_PROBE_S = 180.0
 _AGAIN = 5  # of a group, stepped again in pairs
 
 
@@ -151,15 +152,15 @@ def measured(world: int, course: int, rounds: int) -> list[dict[str, Any]]:
         return found
 
 
-def probe(world: int, budget_s: float) -> Any:
+def probe(world: int, quick: bool) -> Any:
     """The machine's record, with collectives of `world` processes."""
     from outpace.records.machine import Machine
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "machine.json"
         command = [sys.executable, "-m", "outpace", "probe", "matmul", "memory", "allreduce",
-                   "--nproc", str(max(2, world)), "--budget", str(budget_s), "--model", "gpt2",
-                   "--out", str(out)]  # fmt: skip
+                   "--nproc", str(max(2, world)), "--model", "gpt2", "--out", str(out),
+                   *(["--quick"] if quick else ["--budget", str(_PROBE_S)])]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return Machine.load(out)
 
@@ -188,7 +189,6 @@ def main() -> int:
     parser.add_argument("--course", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--budget", type=float, default=150.0)
     arguments = parser.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker, arguments.course, arguments.rounds)
@@ -199,7 +199,7 @@ def main() -> int:
     courses = range(1 if arguments.quick else len(COURSES))
     worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
     for world in worlds:
-        machines[world] = probe(world, 20.0 if arguments.quick else arguments.budget)
+        machines[world] = probe(world, arguments.quick)
         for course in courses:
             for row in measured(world, course, arguments.rounds):
                 estimate = predicted(machines[world], world, course, row["plan"])

@@ -168,7 +168,7 @@ def _granularity(
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]
         sweep = [f for f in fine if "threads" not in f.key.of]
-        if not sweep:
+        if len(sweep) < 2:  # of the others nothing steady is known
             continue
         said = [*_steps(sweep, dim, device, features)]
         if device.type == "cuda":

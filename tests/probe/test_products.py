@@ -224,3 +224,13 @@ def test_fewer_heads_are_advised_within_twice_the_number():
     (advice,) = design.heads_advice(figures, spec)
     assert "25 heads of 64 → 20 of 80 (fp32, 1024 tokens)" in advice.text
     assert advice.gain == pytest.approx(0.2)
+
+
+def test_a_sweep_of_which_one_size_is_steady_gives_no_advice():
+    from outpace.probe.products import _granularity
+
+    key = Key(
+        kind="matmul", what="fine", of={"dim": "n", "m": 64, "n": 65, "k": 64, "dtype": "fp32"}
+    )
+    one = Figure(key=key, unit="FLOP/s", value=1e9, origin="measured", rounds=((1e9,),))
+    assert _granularity([one], torch.device("cpu"), ()) == []
