@@ -22,7 +22,8 @@ _SEQ_LEN = 2048
 # What `--keep` may name: what the search decides, and what all of its plans have alike.
 KEPT = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
-    "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch", "pp_microbatches",
+    "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch",
+    "pp_microbatches",
     "checkpointing", "checkpoint_every", "offload_activations", "offload_parameters",
     "offload_optimizer", "precision", "optimizer", "optimizer_in_backward", "loss", "compile",
     "bucket_mib",
