@@ -95,12 +95,12 @@ class Plan(Record):
     `sequence_parallel` belongs to tp; with `async_tp` its exchanges go on, part by part, while the
     products before or after them are computed. fp64 is for proofs. Parameter servers are ranks
     beside the axes; with `server_updates` they step the optimizer, else workers do.
-    `worker_devices` ranks stand behind each worker. `virtual_stages` are a pipeline's stages on each rank (None: as many
-    as its schedule has by itself), cut so that the slowest is fast or in equal numbers of blocks
-    (`stage_split`). Under 3d, `ep` ranks of dp_shard × cp share out a layer's
-    experts, and `zero` says what dp_shard shards: optimizer state, gradients too, parameters too.
-    With a `lora_rank` the weights are frozen, in the form that `base`
-    says, and only the adapters of the `lora_targets` are trained.
+    `worker_devices` ranks stand behind each worker. `virtual_stages` are a pipeline's stages on
+    each rank (None: as many as its schedule has by itself), cut so that the slowest is fast or in
+    equal numbers of blocks (`stage_split`). Under 3d, `ep` ranks of dp_shard × cp share out a
+    layer's experts, and `zero` says what dp_shard shards: optimizer state, gradients too,
+    parameters too. With a `lora_rank` the weights are frozen, in the form that `base` says, and
+    only the adapters of the `lora_targets` are trained.
 
     `offload_activations`: what blocks save for backward lies there. `offload_parameters` cpu:
     parameters and gradients lie in host memory, and their optimizer's state with them; disk:
