@@ -4,7 +4,7 @@
     python benchmarks/figures.py --check    # exit 1 when a page does not say what is recorded
 
 A page holds `<!-- figures: NAME -->` and `<!-- end -->`; what is between comes from
-results/NAME.json.
+results/NAME.json; of NAME--PART another part of it.
 """
 
 import argparse
@@ -15,13 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import figures_accuracy
 import figures_levers
 import figures_probe
 from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = ("benchmarks", "folklore", "lora", "memory", "offload", "optimizers", "probe",
+_DOCS = ("accuracy", "benchmarks", "folklore", "lora", "memory", "offload", "optimizers", "probe",
          "strategies")  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -187,6 +188,7 @@ def intermediate(result: dict[str, Any]) -> str:
 
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    **figures_accuracy.WRITERS,
     **figures_levers.WRITERS,
     **figures_probe.WRITERS,
     "convergence_gpu": figures_levers.convergence,
@@ -206,7 +208,7 @@ def fill(text: str) -> str:
     """The page with every marked part made anew."""
 
     def made(match: re.Match[str]) -> str:
-        path = RESULTS / f"{match[2]}.json"
+        path = RESULTS / f"{match[2].partition('--')[0]}.json"
         if not path.exists():
             return f"{match[1]}Not recorded yet.\n{match[3]}"
         return match[1] + WRITERS[match[2]](json.loads(path.read_text())) + match[3]

@@ -1,0 +1,249 @@
+"""docs/accuracy.md's tables and scatter plots, of what planner_accuracy.py recorded."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pages import stand, table
+
+DOCS = Path(__file__).parent.parent / "docs"
+FAR = 0.3
+# What the terms show of rows that are missed by more than FAR: a source, and which of its rows.
+_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#8c8c8c")
+_CAUSES: tuple[tuple[str, Callable[[dict[str, Any]], bool], str], ...] = (
+    ("vtrain-single, 8 ranks of tp",
+     lambda row: row["source"] == "vtrain-single" and "TP 8" in row["plan"],
+     "every layer there waits for the host, and these took 3.7 to 5.0 ms where layers with more "
+     "work took 2.7 to 3.4 ms: how long a host takes to launch a layer differs from profile to "
+     "profile (see below)"),
+    ("memory under sequence parallelism",
+     lambda row: row["source"] == "megatron-h100-r0.8" and "full recomputation" in row["plan"],
+     "outpace keeps gathered inputs of products, 62 bytes a token and width of a rank, where "
+     "Megatron gathers them again in the backward, 34 (arXiv 2205.05198, §4.2.2); so no plan "
+     "without recomputation is said to fit"),
+    ("fp8 without what the row runs",
+     lambda row: row["source"] == "megatron-examples-llama",
+     "sharding and recomputation are not stated; Transformer Engine keeps fp8 weights, outpace "
+     "casts at every use"),
+    ("short sequences and small models on FSDP",
+     lambda row: row["source"] == "llm-foundry" and _share(row, "host_s") > 0.05,
+     "bound by the host: how long an operator takes there is one figure for all hosts"),
+    ("long sequences",
+     lambda row: row["source"] == "llm-foundry" and _share(row, "attention_s") > 0.2,
+     "bound by attention: the Triton kernel's share of FlashAttention-2's rate is published as a "
+     "range, 1.3 to 2.5"),
+    ("sharded over nodes, network not stated",
+     lambda row: row["source"] == "llm-foundry",
+     "eight HDR cards a node are assumed; over a slower network its gathers would not hide behind "
+     "so small a micro-batch. Not shown"),
+)  # fmt: skip
+_OTHERWISE = "not explained"
+# Of peak memory, by source.
+_MEMORY_CAUSES = {
+    "megatron-lm-golden":
+        "Megatron keeps all logits of a micro-batch, in 16 bits and, in place, in fp32, where "
+        "outpace takes them in chunks (tp 1); and some tests are of what no column says: "
+        "distillation, latent attention, its own FSDP, uneven stages, a fused loss.",
+    "litgpt-resource-tables":
+        "with two devices as much is held as with one, as if weights were whole somewhere in the "
+        "run; nf4 holds more than 4 bits a weight account for. Both at tensors that the tables do "
+        "not name.",
+}  # fmt: skip
+
+
+def _share(row: dict[str, Any], part: str) -> float:
+    return float(row["parts_s"].get(part, 0.0)) / float(row["predicted_s"])
+
+
+def cause(row: dict[str, Any]) -> tuple[str, str]:
+    """Why a row is missed: a name and a sentence."""
+    for name, holds, why in _CAUSES:
+        if holds(row):
+            return name, why
+    return _OTHERWISE, "no term stands out"
+
+
+def error(row: dict[str, Any]) -> float:
+    """Of a step's time."""
+    return float(row["predicted_s"]) / float(row["measured_s"]) - 1
+
+
+def accuracy(result: dict[str, Any]) -> str:
+    """Every target, the error beside one constant's, and whether it is reached."""
+    missed = [one for one in result["scores"] if not one["reached"]]
+    rows = [_row(one) for one in sorted(result["scores"], key=lambda one: bool(one["reached"]))]
+    head = ["on", "figure", "rows", "planner", "asked", "one constant", "reached"]
+    text = f"{len(missed)} of {len(result['scores'])} are not reached; they come first.\n\n"
+    return text + table(head, rows) + "\n" + _residuals(result) + _titans(result) + stand(result)
+
+
+def _row(one: dict[str, Any]) -> list[str]:
+    more = one["figure"] in ("plans/s of estimate()", "best among the first three")
+    sign = "≥" if more else "≤"
+    return [
+        one["on"],
+        one["figure"],
+        f"{one['rows']:,}",
+        _figure(one, one["value"]),
+        f"{sign} {_figure(one, one['target'])}",
+        "–" if one["constant"] is None else _figure(one, one["constant"]),
+        "yes" if one["reached"] else "**no**",
+    ]
+
+
+def _figure(one: dict[str, Any], value: float) -> str:
+    figure = one["figure"]
+    if "plans/s" in figure:
+        return f"{value:,.0f}"
+    if figure.endswith(", core s"):
+        return f"{value:.1f} s"
+    if figure.startswith("wrongly"):
+        return f"{value:.0f}"
+    return f"{value:.1%}"
+
+
+def _residuals(result: dict[str, Any]) -> str:
+    spread = result["residuals"]
+    rows = [[source, f"{share:.0%}"] for source, share in spread["left_out"].items()]
+    return (
+        f"Of {spread['rows']:,} measured times, the 90 % interval is {spread['low']:.2f} to "
+        f"{spread['high']:.2f} times what is predicted. Set by all other sources it covers, of "
+        "each:\n\n"
+        + table(["left out", "covered"], rows)
+        + f"\n{spread['coverage']:.1%} in the mean of the sources, "
+        f"{spread['coverage_of_rows']:.1%} of all rows.\n\n"
+    )  # fmt: skip
+
+
+def _titans(result: dict[str, Any]) -> str:
+    rows = [
+        [name, f"{one['predicted_s']:.1f} s", f"{one['measured_s']:.1f} s"]
+        for name, one in result["titans"].items()
+    ]
+    return "Two TITAN RTX, GPT-2, 200 steps:\n\n" + table(["", "predicted", "measured"], rows)
+
+
+def far(result: dict[str, Any]) -> str:
+    """Rows that are missed by more than FAR, by cause."""
+    kinds: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in result["rows"]:
+        if abs(error(row)) > FAR:
+            kinds[cause(row)].append(row)
+    rows = [
+        [name, str(len(own)), f"{min(map(error, own)):+.0%} to {max(map(error, own)):+.0%}", why,
+         ", ".join(str(row["row"]) for row in own)]
+        for (name, why), own in sorted(kinds.items(), key=lambda item: -len(item[1]))
+    ]  # fmt: skip
+    count = sum(map(len, kinds.values()))
+    text = f"{count} of {len(result['rows']):,} step times.\n\n"
+    memory = [
+        one for one in result["memory"]
+        if one["measured_bytes"] and abs(one["predicted_bytes"] / one["measured_bytes"] - 1) > FAR
+    ]  # fmt: skip
+    by = defaultdict(list)
+    for one in memory:
+        by[one["source"]].append(one["predicted_bytes"] / one["measured_bytes"] - 1)
+    rest = "".join(
+        f"\nPeak memory of {len(own)} rows of {source}, {min(own):+.0%} to {max(own):+.0%}: "
+        f"{_MEMORY_CAUSES[source]}\n"
+        for source, own in by.items()
+    )
+    head = ["cause", "rows", "errors", "why", "row_id"]
+    return text + table(head, rows) + rest
+
+
+def pieces(result: dict[str, Any]) -> str:
+    """That vtrain-single is put together, and which parts its picks hang on."""
+    found = result["pieces"]
+    line, parts = found["linear"], found["pieces"]
+    example = line["example"]
+    shape = ", ".join(f"{name} {float(value):g}" for name, value in example[:7])
+    counts, times = zip(*example[7:], strict=True)
+    head = ["hidden", "tp", "micro-batch", "published", "planner", "", "regret"]
+    rows = [
+        [str(one["hidden"]), str(one["tp"]), str(one["micro_batch"]),
+         f"{one['published_s'] * 1e3:.3f} ms", f"{one['predicted_s'] * 1e3:.3f} ms",
+         f"{one['predicted_s'] / one['published_s'] - 1:+.0%}", f"{one['regret'][0]:.2%}"]
+        for one in parts
+    ]  # fmt: skip
+
+    def told(name: str) -> str:
+        return "{:.1%} in the mean, {:.1%} at the 95th percentile".format(*found[name])
+
+    one, two = ("hidden {}, tp {}, micro-batch {}".format(*worst) for worst in found["worst"])
+    took = _listed([f"{seconds * 1e3:.3f}" for seconds in times])
+    return (
+        f"With {shape}, {_listed(counts)} micro-batches take {took} ms. Of {line['checked']} "
+        f"further counts none is more than {line['worst_s'] * 1e6:.0f} µs off the line through the "
+        f"first two. {len(parts)} times of a layer and micro-batch make up the rows; the last "
+        "column is the mean regret of a planner that knows all else exactly and has this one from "
+        "ours:\n\n"
+        + table(head, rows)
+        + f"\nRegret with all layers from the planner, all else exact: {told('all_else_known')}. "
+        f"With exact layers and all else from the planner: {told('layers_known')}. With all exact "
+        f"but one, {one}: {told('all_but_worst_known')}; but that and {two}: "
+        f"{told('all_but_two_known')}. All from the planner, but these two exact: "
+        f"{told('predicted_but_two_known')}.\n"
+    )
+
+
+def _listed(items: Any) -> str:
+    *some, last = map(str, items)
+    return f"{', '.join(some)} and {last}"
+
+
+def left_out(result: dict[str, Any]) -> str:
+    """Rows that are not predicted, and why."""
+    rows = [[one["source"], str(one["rows"]), one["why"]] for one in result["left_out"]]
+    return table(["source", "rows", "why"], rows)
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "planner_accuracy": accuracy,
+    "planner_accuracy--far": far,
+    "planner_accuracy--left-out": left_out,
+    "planner_accuracy--pieces": pieces,
+}
+
+
+def draw(result: dict[str, Any]) -> None:
+    """docs/accuracy-time.svg, docs/accuracy-memory.svg: predicted over measured."""
+    times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in result["rows"]:
+        times[row["source"]].append((row["measured_s"], row["predicted_s"]))
+    _scatter(times, "measured step (s)", "predicted (s)", DOCS / "accuracy-time.svg")
+    sizes: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in result["memory"]:
+        if one["measured_bytes"]:
+            name = one["source"] if one["source"] != "litgpt-resource-tables" else "litgpt, LoRA"
+            sizes[name].append((one["measured_bytes"] / 2**30, one["predicted_bytes"] / 2**30))
+    _scatter(sizes, "measured peak (GiB)", "predicted (GiB)", DOCS / "accuracy-memory.svg")
+
+
+def _scatter(kinds: dict[str, list[tuple[float, float]]], across: str, up: str, path: Path) -> None:
+    """Logarithmic, with the lines of equality and of 30 % off; the same bytes each time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "outpace"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 5.6))
+    values = [value for pairs in kinds.values() for pair in pairs for value in pair]
+    ends = [min(values) / 1.3, max(values) * 1.3]
+    axes.plot(ends, ends, color="#444444", linewidth=1)
+    for factor in (1 - FAR, 1 + FAR):
+        axes.plot(ends, [end * factor for end in ends], color="#bbbbbb", linewidth=0.8, ls="--")
+    for color, (name, pairs) in zip(_COLORS, kinds.items(), strict=False):
+        xs, ys = zip(*pairs, strict=True)
+        size = max(8.0, 40 / math.sqrt(len(pairs)) + 6)
+        axes.scatter(xs, ys, s=size, color=color, alpha=0.7, linewidths=0,
+                     label=f"{name} ({len(pairs)})")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel=across, ylabel=up, xlim=ends, ylim=ends)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("dashed: 30 % off", fontsize=9, loc="left")
+    figure.tight_layout()
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,533 @@
+"""How far the planner is from everything that others have published, and how fast it is.
+
+    python benchmarks/planner_accuracy.py                # records results/planner_accuracy.json
+    python benchmarks/planner_accuracy.py --keep-traces  # adapters' memory as last traced
+    python benchmarks/planner_accuracy.py --quick        # step times only; recorded nowhere
+
+Every row of data/published.csv is predicted from the catalog alone (`published.py` says how a row
+becomes a question). Beside each error stands that of one constant, fitted to the same rows. It
+writes outpace/catalog/residuals.json and docs/accuracy-*.svg; figures.py fills docs/accuracy.md.
+"""
+
+import argparse
+import inspect
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import published
+import published_pieces
+from published import Row, UnstatedError
+from recording import RESULTS, save
+
+from outpace.catalog.models import PRESETS
+from outpace.catalog.nodes import NODES
+from outpace.planner import memory
+from outpace.planner.columns import Columns, of_plans
+from outpace.planner.estimate import Question, estimate
+from outpace.planner.machines import of_catalog
+from outpace.planner.outlines import outline, parameters
+from outpace.planner.plans import Job, plans, title
+from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+
+RESIDUALS = Path(__file__).parent.parent / "outpace" / "catalog" / "residuals.json"
+LEVEL = 0.9
+# Sources of step times, as the planner's issue scores them, and the most that their error may be.
+TIMES: dict[str, tuple[tuple[str, ...], float]] = {
+    "vtrain-single": (("vtrain-single",), 0.15),
+    "vtrain-multi and megatron-seqsel": (("vtrain-multi", "megatron-seqsel-tab5"), 0.12),
+    "megatron-sc21, megatron-h100: best micro-batch":
+        (("megatron-sc21-table1", "megatron-h100-r0.8"), 0.15),
+    "llm-foundry": (("llm-foundry",), 0.08),
+}  # fmt: skip
+REGRET_MEAN, REGRET_P95, TOP_THREE = 0.02, 0.05, 0.95
+MEMORY_MEDIAN = 0.06
+RATIOS = 0.15
+PLANS_PER_S, ANSWERS_S = 50_000, {1024: 5.0, 16384: 20.0}
+FAR = 0.3
+# huggingface.co/docs/transformers, v4.9, performance: DP and DDP on two TITAN RTX, 200 steps.
+TITANS_S = {"DDP, NVLink": 101.9003, "DP, NVLink": 110.5948, "DDP, no NVLink": 131.4367}
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row's step: what was published, what is predicted, and where the time goes."""
+
+    row: int
+    source: str
+    plan: str
+    predicted_s: float
+    measured_s: float
+    ideal_s: float
+    fits: bool
+    parts_s: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def predict(row: Row) -> Predicted:
+    """Raises UnstatedError. What a row leaves open is the planner's best that fits."""
+    measured = row.measured_s
+    if measured is None:
+        raise UnstatedError("no step time")
+    question = published.question(row)
+    found = published.plans(row)
+    columns = of_plans(found, published.step_samples(row), question.outline.layers)
+    times = estimate(question, columns)
+    step, fits = times.step_s, np.ones(len(found), bool)
+    if len(found) > 1:
+        room = question.device.memory_bytes or math.inf
+        fits = memory.reserved_bytes(question.outline, question.seq_len, columns) <= room
+        step = np.where(fits | ~fits.any(), step, np.inf)
+    place = int(np.argmin(step))
+    parts = {f.name: float(getattr(times, f.name)[place]) for f in fields(times)}
+    total = sum(parts.values())
+    peak = question.device.peak_flops_per_s["bf16"]
+    return Predicted(
+        row=row.number("row_id"),
+        source=row.source,
+        plan=title(found[place]),
+        predicted_s=_short(total),
+        measured_s=_short(measured),
+        ideal_s=_short(_flops(row, question) / peak / row.number("n_gpus")),
+        fits=bool(fits[place]),
+        parts_s={name: _short(s) for name, s in parts.items() if s > 0.005 * total},
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _flops(row: Row, question: Question) -> float:
+    """Of a step by the usual closed form: 6 for each parameter and token, 12 Lhs for attention."""
+    tokens = published.step_samples(row) * question.seq_len
+    model = question.outline
+    return tokens * (
+        6.0 * parameters(model) + 12.0 * model.layers * model.hidden * question.seq_len
+    )
+
+
+def one_constant(values: Sequence[float], truths: Sequence[float]) -> float:
+    """Mean error of values × c for the best c: the weighted median of truth over value."""
+    ratios = np.array(truths) / np.array(values)
+    weights = 1 / ratios
+    order = np.argsort(ratios)
+    half = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
+    best = ratios[order][half]
+    return float(np.abs(best / ratios - 1).mean())
+
+
+def mean_error(found: Iterable[Predicted]) -> float:
+    """Mean absolute, relative to what was measured."""
+    return float(np.mean([abs(one.error) for one in found]))
+
+
+def time_scores(found: Sequence[Predicted]) -> list[dict[str, Any]]:
+    """Each target's error, and that of one constant MFU."""
+    scores = []
+    for name, (sources, target) in TIMES.items():
+        own = [one for one in found if one.source in sources]
+        error = mean_error(own)
+        constant = one_constant([one.ideal_s for one in own], [one.measured_s for one in own])
+        scores.append(
+            {"on": name, "figure": "step time, mean error", "rows": len(own), "value": error,
+             "target": target, "constant": constant, "reached": error <= target}
+        )  # fmt: skip
+        if name == "llm-foundry":
+            scores.append(
+                {"on": name, "figure": "of one constant's error", "rows": len(own),
+                 "value": error / constant, "target": 0.5, "constant": 1.0,
+                 "reached": error <= constant / 2}
+            )  # fmt: skip
+    return scores
+
+
+def groups(found: Sequence[Predicted], by_id: dict[int, Row]) -> dict[tuple[str, ...], list[Any]]:
+    """Of vtrain-single: layouts of the same problem, at least four of them."""
+    kinds: defaultdict[tuple[str, ...], list[Predicted]] = defaultdict(list)
+    for one in found:
+        if one.source == "vtrain-single":
+            kinds[by_id[one.row].same].append(one)
+    return {key: own for key, own in kinds.items() if len(own) >= 4}
+
+
+def pick_scores(found: Sequence[Predicted], by_id: dict[int, Row]) -> tuple[list[Any], list[Any]]:
+    """Regret of the picks. One constant sees no difference between layouts: it picks any."""
+    picks, regrets, blind, firsts, luck = [], [], [], [], []
+    for key, own in groups(found, by_id).items():
+        best = min(own, key=lambda one: one.measured_s)
+        ranked = sorted(own, key=lambda one: one.predicted_s)
+        regret = ranked[0].measured_s / best.measured_s - 1
+        regrets.append(regret)
+        blind += [one.measured_s / best.measured_s - 1 for one in own]
+        firsts.append(best in ranked[:3])
+        luck.append(min(1.0, 3 / len(own)))
+        picks.append({"group": " ".join(key), "rows": len(own), "regret": _short(regret),
+                      "picked": ranked[0].row, "best": best.row,
+                      "rank_of_best": ranked.index(best) + 1})  # fmt: skip
+    p95, blind_p95 = (float(np.quantile(values, 0.95)) for values in (regrets, blind))
+    mean, top = statistics.fmean(regrets), statistics.fmean(firsts)
+    rows = [
+        ("mean regret", mean, REGRET_MEAN, statistics.fmean(blind), mean <= REGRET_MEAN),
+        ("95th percentile of regret", p95, REGRET_P95, blind_p95, p95 <= REGRET_P95),
+        ("best among the first three", top, TOP_THREE, statistics.fmean(luck), top >= TOP_THREE),
+    ]
+    scores = [
+        {"on": f"vtrain-single, {len(picks)} groups", "figure": name, "rows": len(picks),
+         "value": value, "target": target, "constant": constant, "reached": bool(reached)}
+        for name, value, target, constant, reached in rows
+    ]  # fmt: skip
+    return scores, picks
+
+
+def titans() -> tuple[dict[str, Any], dict[str, float]]:
+    """The seeds' table: GPT-2, fp32, 4 samples of 1,024 tokens a device, DP and DDP."""
+    model = outline(PRESETS["gpt2"].spec, "gpt2")
+    model = model.model_copy(
+        update={"stacks": tuple(s.model_copy(update={"dropout": True}) for s in model.stacks)}
+    )
+    took = {}
+    for name, machine, strategy in (
+        ("DDP, NVLink", "2x-titan-rtx-nv2", "ddp"),
+        ("DP, NVLink", "2x-titan-rtx-nv2", "dp"),
+        ("DDP, no NVLink", "2x-titan-rtx", "ddp"),
+    ):
+        cluster = of_catalog(NODES[machine], 1)
+        plan = Plan.parse({"strategy": strategy, "dp_replicate": 2, "micro_batch": 4}, "seeds")
+        columns = of_plans([plan], 8, model.layers)
+        asked = Question(model, 1024, cluster.device, cluster.fabric,
+                         published.FRAMEWORKS["transformers"].kernel)  # fmt: skip
+        took[name] = _short(float(estimate(asked, columns).step_s[0]) * 200)
+    base = "DDP, NVLink"
+    off = [
+        abs(took[name] / took[base] / (TITANS_S[name] / TITANS_S[base]) - 1) for name in TITANS_S
+    ]
+    alike = [abs(TITANS_S[base] / TITANS_S[name] - 1) for name in TITANS_S]
+    ordered = sorted(took, key=lambda name: took[name]) == sorted(
+        TITANS_S, key=lambda name: TITANS_S[name]
+    )
+    score = {"on": "2 × TITAN RTX, 3 rows", "figure": "ratios, the worst; order "
+             + ("as measured" if ordered else "not as measured"), "rows": 3, "value": max(off),
+             "target": RATIOS, "constant": max(alike),
+             "reached": bool(ordered and max(off) <= RATIOS)}  # fmt: skip
+    return score, took
+
+
+# Memory.
+
+
+def predict_bytes(row: Row) -> dict[str, Any]:
+    """Peak of tensors, by the planner's closed form. Raises UnstatedError."""
+    measured = row.measured_bytes
+    if measured is None:
+        raise UnstatedError("no peak memory")
+    question = published.question(row)
+    found = published.plans(row)[:1]
+    try:
+        columns = of_plans(found, published.step_samples(row), question.outline.layers)
+    except BadInputError as error:
+        raise UnstatedError(str(error)) from None
+    peak, which = _last_rank(question, columns)
+    needs = memory.reserved_bytes(question.outline, question.seq_len, columns)
+    cut = row.optional("tp", 1) * row.optional("pp", 1)
+    return {
+        "row": row.number("row_id"),
+        "source": row.source,
+        "tier": row["tier"],
+        "rank": which,
+        "predicted_bytes": round(peak),
+        "measured_bytes": round(measured),
+        "parameters": parameters(question.outline) / cut,
+        "called_oom": bool(needs[0] > (question.device.memory_bytes or math.inf)),
+        "oom": False,
+    }
+
+
+def _last_rank(question: Question, columns: Columns) -> tuple[float, str]:
+    """Of one plan's last rank, the one whose memory Megatron writes down, where it can be had.
+
+    megatron/training/global_vars.py, _set_tensorboard_writer: args.rank == args.world_size - 1.
+    """
+    fused = question.kernel != "unfused"
+    if "rank" in inspect.signature(memory.peak_bytes).parameters:
+        peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank="last",
+                                 fused_attention=fused)  # fmt: skip
+        return float(peak[0]), "last"
+    if hasattr(memory, "_places"):
+        step = memory._Step(question.outline, question.seq_len, columns, "cuda", fused)
+        tapes = [
+            step.tape(place, later=later)
+            for place in memory._places(question.outline, columns)
+            for later in (False, True)
+            if place.last[0] and not (later and (place.later_chunks[0] == 0 or columns.pp[0] == 1))
+        ]
+        return max(float(tape.peak[0]) for tape in tapes), "last"
+    peak = memory.peak_bytes(question.outline, question.seq_len, columns, fused_attention=fused)
+    return float(peak[0]), "fullest"
+
+
+_ADAPTERS = {"Llama 2 7B": "llama-2-7b", "Llama 2 13B": "llama-2-13b"}
+
+
+def adapter_command(row: Row) -> list[str]:
+    """What traces a row of litgpt's. Raises UnstatedError."""
+    if not row["task"].startswith("LoRA"):
+        raise UnstatedError(f"{row['task'].split()[0]} is not an adapter that outpace has")
+    if row["model"] not in _ADAPTERS:
+        raise UnstatedError("the row does not give the model's dimensions")
+    if "nf4-dq" in row["precision"]:
+        raise UnstatedError("outpace does not quantise a base's scales")
+    longest = row["seq"].split()[1]
+    ranks = row.number("n_gpus")
+    words = [
+        "--model", _ADAPTERS[row["model"]], "--precision", "bf16-pure", "--lora-rank", "8",
+        "--lora-targets", "q,v", "--seq-len", longest, "--micro-batch",
+        str(row.number("micro_batch")), "--machine", "a100-sxm-40-gb",
+    ]  # fmt: skip
+    if "nf4" in row["precision"]:
+        words += ["--base", "nf4"]
+    if ranks > 1:
+        words += ["--nodes", str(ranks), "--strategy", "zero3", "--checkpointing", "full"]
+    return [sys.executable, "-m", "outpace", "memory", *words, "--json"]
+
+
+def trace(row: Row) -> dict[str, Any]:
+    """Peak and room of a step with adapters. Raises UnstatedError."""
+    done = subprocess.run(adapter_command(row), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UnstatedError(done.stderr.strip().splitlines()[-1])
+    found = json.loads(done.stdout)
+    return {
+        "row": row.number("row_id"),
+        "source": row.source,
+        "tier": row["tier"],
+        "predicted_bytes": found["peak_memory_bytes"],
+        "measured_bytes": None if row.measured_bytes is None else round(row.measured_bytes),
+        "parameters": float(row["params_b"]) * 1e9,
+        "called_oom": not found["fits"],
+        "oom": row["outcome"] == "OOM",
+    }
+
+
+def memory_scores(found: Sequence[dict[str, Any]], on: str) -> list[dict[str, Any]]:
+    """Median error, and whether what ran is said to fit and what did not is not."""
+    told = [one for one in found if one["measured_bytes"]]
+    errors = [abs(one["predicted_bytes"] / one["measured_bytes"] - 1) for one in told]
+    each = [one["measured_bytes"] / one["parameters"] for one in told]
+    middle = statistics.median(each)
+    constant = statistics.median(
+        abs(middle * one["parameters"] / one["measured_bytes"] - 1) for one in told
+    )
+    error = statistics.median(errors)
+    scores = [
+        {"on": on, "figure": "peak memory, median error", "rows": len(told), "value": error,
+         "target": MEMORY_MEDIAN, "constant": constant, "reached": error <= MEMORY_MEDIAN}
+    ]  # fmt: skip
+    wrong = sum(one["called_oom"] != one["oom"] for one in found)
+    out = sum(one["oom"] for one in found)
+    scores.append(
+        {"on": on, "figure": f"wrongly called to fit or not ({out} did not)", "rows": len(found),
+         "value": wrong, "target": 0, "constant": out, "reached": wrong == 0}
+    )  # fmt: skip
+    return scores
+
+
+# Speed.
+
+
+def speed() -> list[dict[str, Any]]:
+    """Plans a second of `estimate`, and the time to an answer, of one process with one thread."""
+    model = outline(PRESETS["llama-3-70b"].spec, "llama-3-70b")
+    scores = []
+    asked = Wanted(model, 8192, 4096, 1024, 8, "bf16")
+    cluster = of_catalog(NODES["dgx-h100"], 128)
+    columns = expand(layouts(asked), list(levers(asked)))
+    columns = columns.take(slice(0, 200_000))
+    question = Question(model, 8192, cluster.device, cluster.fabric)
+    best = min(_timed(lambda: estimate(question, columns).step_s) for _ in range(3))
+    rate = len(columns) / best
+    scores.append(
+        {"on": "llama-3-70b, 1,024 × H100", "figure": "plans/s of estimate()", "rows": len(columns),
+         "value": rate, "target": PLANS_PER_S, "constant": None, "reached": rate >= PLANS_PER_S}
+    )  # fmt: skip
+    for devices, target in ANSWERS_S.items():
+        nodes = devices // 8
+        job = Job(model, of_catalog(NODES["dgx-h100"], nodes),
+                  Wanted(model, 8192, 4 * devices, devices, 8, "bf16"))  # fmt: skip
+        took = min(_timed(lambda job=job: plans(job)) for _ in range(2))
+        scores.append(
+            {"on": f"llama-3-70b, {devices:,} × H100", "figure": "answer of outpace plan, core s",
+             "rows": 1, "value": took, "target": target, "constant": None,
+             "reached": took <= target}
+        )  # fmt: skip
+    return scores
+
+
+def _timed(call: Any) -> float:
+    """Seconds of one core: others may use it at the same time."""
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+# Uncertainty.
+
+
+def residuals(found: Sequence[Predicted]) -> dict[str, Any]:
+    """Factors on a prediction between which LEVEL of the measured times lie.
+
+    Quantiles of measured over predicted, every source counting the same. Sources differ from each
+    other, so that quantiles of some cover less of another than of themselves: the share that is
+    asked of the sources at hand is the one with which each source, left out, is covered to LEVEL in
+    the mean.
+    """
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for one in found:
+        ratios[one.source].append(one.measured_s / one.predicted_s)
+    sources = sorted(ratios)
+
+    def covered(level: float) -> dict[str, float]:
+        shares = {}
+        for source in sources:
+            low, high = _interval({k: v for k, v in ratios.items() if k != source}, level)
+            shares[source] = float(np.mean([low <= r <= high for r in ratios[source]]))
+        return shares
+
+    levels = np.linspace(0.6, 1.0, 401)
+    means = [statistics.fmean(covered(level).values()) for level in levels]
+    level = float(levels[int(np.argmin(np.abs(np.array(means) - LEVEL)))])
+    low, high = _interval(ratios, level)
+    shares = covered(level)
+    inside = sum(shares[s] * len(ratios[s]) for s in sources)
+    return {
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "rows": sum(map(len, ratios.values())),
+        "sources": sources,
+        "coverage": round(statistics.fmean(shares.values()), 4),
+        "coverage_of_rows": round(inside / sum(map(len, ratios.values())), 4),
+        "left_out": {source: round(share, 4) for source, share in shares.items()},
+    }
+
+
+def _interval(ratios: dict[str, list[float]], level: float) -> tuple[float, float]:
+    values = np.concatenate([np.array(own) for own in ratios.values()])
+    weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in ratios.values()])
+    order = np.argsort(values)
+    shares = np.cumsum(weights[order]) / weights.sum()
+    tail = (1 - level) / 2
+    low = values[order][min(np.searchsorted(shares, tail), len(values) - 1)]
+    high = values[order][min(np.searchsorted(shares, 1 - tail), len(values) - 1)]
+    return float(low), float(high)
+
+
+def catalog_residuals(result: dict[str, Any]) -> dict[str, Any]:
+    """What outpace/catalog/residuals.json has to say of machines of the catalog."""
+    known: dict[str, Any] = result["residuals"]
+    return {name: known[name] for name in ("low", "high", "rows", "sources", "coverage")}
+
+
+# Together.
+
+
+def step_times(table: Sequence[Row]) -> tuple[list[Predicted], Counter[tuple[str, str]]]:
+    """Of every row that states enough; and why others do not."""
+    found, left_out = [], Counter[tuple[str, str]]()
+    for row in table:
+        if row.source in ("megatron-lm-golden", "litgpt-resource-tables"):
+            continue  # of these only the memory is scored
+        try:
+            found.append(predict(row))
+        except UnstatedError as error:
+            left_out[row.source, str(error)] += 1
+    return found, left_out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep-traces", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    table = published.rows()
+    by_id = {row.number("row_id"): row for row in table}
+    found, left_out = step_times(table)
+    picks, groups_of = pick_scores(found, by_id)
+    titan_score, titan_times = titans()
+    scores = [*time_scores(found)]
+    scores[1:1] = picks
+    if arguments.quick:
+        _show([*scores, titan_score])
+        return
+    golden, adapters = [], []
+    kept = _last_traces() if arguments.keep_traces else {}
+    for row in table:
+        try:
+            if row.source == "megatron-lm-golden":
+                golden.append(predict_bytes(row))
+            elif row.source == "litgpt-resource-tables":
+                adapter_command(row)
+                adapters.append(kept.get(row.number("row_id")) or trace(row))
+        except UnstatedError as error:
+            left_out[row.source, str(error)] += 1
+    scores += memory_scores(golden, "megatron-lm-golden")
+    scores += memory_scores([one for one in golden if one["tier"] == "A"], "of these, tier A")
+    scores += memory_scores(adapters, "litgpt, LoRA, traced")
+    scores += [titan_score, *speed()]
+    _show(scores)
+    spread = residuals([one for one in found if one.source in _scored()])
+    result = {
+        "scores": scores,
+        "residuals": spread,
+        "titans": {name: {"predicted_s": took, "measured_s": TITANS_S[name]}
+                   for name, took in titan_times.items()},
+        "left_out": [{"source": source, "why": why, "rows": count}
+                     for (source, why), count in sorted(left_out.items())],
+        "groups": groups_of,
+        "pieces": published_pieces.analyse(table, {one.row: one.predicted_s for one in found}),
+        "memory": [*golden, *adapters],
+        "rows": [asdict(one) for one in found],
+    }  # fmt: skip
+    print(json.dumps(spread, indent=1))
+    print(save("planner_accuracy", result))
+    both = json.loads(RESIDUALS.read_text(encoding="utf-8"))
+    both["catalog"] = catalog_residuals(result)
+    RESIDUALS.write_text(json.dumps(both, indent=1) + "\n", encoding="utf-8")
+    import figures_accuracy
+
+    figures_accuracy.draw(result)
+
+
+def _scored() -> set[str]:
+    return {source for sources, _ in TIMES.values() for source in sources}
+
+
+def _last_traces() -> dict[int, dict[str, Any]]:
+    path = RESULTS / "planner_accuracy.json"
+    last = json.loads(path.read_text(encoding="utf-8"))["memory"] if path.exists() else []
+    return {one["row"]: one for one in last if one["source"] == "litgpt-resource-tables"}
+
+
+def _show(scores: Iterable[dict[str, Any]]) -> None:
+    for one in scores:
+        constant = "" if one["constant"] is None else f"constant {one['constant']:.4g}"
+        reached = "yes" if one["reached"] else "NO"
+        line = f"{one['on']:48} {one['figure']:44} {one['rows']:7} {one['value']:10.4g} asked "
+        print(f"{line}{one['target']:<8} {constant:18} {reached}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
