@@ -34,6 +34,7 @@ from outpace.catalog.nodes import NODES
 from outpace.planner import memory
 from outpace.planner.columns import Columns, of_plans
 from outpace.planner.estimate import Question, estimate
+from outpace.planner.finalists import played
 from outpace.planner.machines import of_catalog
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.plans import Job, plans, title
@@ -93,6 +94,7 @@ def predict(row: Row) -> Predicted:
         fits = memory.reserved_bytes(question.outline, question.seq_len, columns) <= room
         step = np.where(fits | ~fits.any(), step, np.inf)
     place = int(np.argmin(step))
+    times = played(question, columns, times, np.array([place]))
     parts = {f.name: float(getattr(times, f.name)[place]) for f in fields(times)}
     total = sum(parts.values())
     peak = question.device.peak_flops_per_s["bf16"]

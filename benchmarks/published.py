@@ -392,7 +392,9 @@ def _product(
     values: dict[str, Any] = {
         "strategy": "3d", "tp": tp, "pp": pp, "cp": cp, "micro_batch": size,
         "checkpointing": mode, "stage_split": "even", "bucket_mib": row.framework.bucket_mib,
-        "sequence_parallel": _sequence_parallel(row), **precision(row),
+        "sequence_parallel": _sequence_parallel(row),
+        "async_tp": "tp-comm-overlap on" in row["notes"],
+        **precision(row),
     }  # fmt: skip
     values |= {"dp_shard": dp, "zero": zero} if zero and dp > 1 else {"dp_replicate": dp}
     if pp > 1:

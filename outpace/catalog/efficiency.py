@@ -113,6 +113,21 @@ ATTENTION: Mapping[Architecture, AttentionRate] = MappingProxyType(
     }
 )
 
+# Of the rate that products reach where a row of an operand is no multiple of 16 bytes. cuBLAS then
+# takes CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, which has
+# no faster ones for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.
+_UNALIGNED = 111.6 / 155.9
+UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
+    {
+        **dict.fromkeys(("pascal", "volta", "turing", "ada"), _UNALIGNED),
+        **dict.fromkeys(("ampere", "hopper", "blackwell", "cdna2", "cdna3"), _UNALIGNED / 2),
+    }
+)
+UNALIGNED_SOURCE = (
+    "RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); half: "
+    "mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS)"
+)
+
 # FlashAttention's first Triton kernels are 1.3 to 2.5 times slower than FlashAttention-2.
 TRITON_SLOWER = 1.9
 TRITON_SOURCE = "Dao, FlashAttention-2, arXiv 2307.08691, section 4.1"

@@ -17,6 +17,7 @@ Tile = tuple[int, int, float]
 _TILE_STEP = 64  # of the inner dimension that a multiprocessor takes at once
 _SPLITS = (1, 2, 4, 8)
 _FP32 = 4
+_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Device:
     `multiprocessors` take a product's tiles, one each at a time. `operator_s` is what one operator
     takes on the host at least, however little it computes. `curve` has points of a product's FLOPs
     and what share of the best rate it reaches, where that was measured; else tiles and waves
-    decide. `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
+    decide. `unaligned` is the share of the rate where rows are no multiple of 16 bytes.
+    `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
     `attention_narrow` the share of that for heads of 64.
     """
 
@@ -46,6 +48,7 @@ class Device:
     host_bytes_per_s: float
     host_memory_bytes_per_s: float
     disk_bytes_per_s: float
+    unaligned: float = 1.0
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -94,6 +97,7 @@ def of_accelerator(chip: Accelerator) -> Device:
         host_bytes_per_s=LINKS[chip.host_link].bytes_per_s * efficiency.HOST_LINK_SHARE,
         host_memory_bytes_per_s=efficiency.HOST_MEMORY_BYTES_PER_S,
         disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
+        unaligned=efficiency.UNALIGNED[chip.architecture],
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE),
     )  # fmt: skip
@@ -118,6 +122,8 @@ def product_s(
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
     if device.curve:
         return device.fixed_s + np.maximum(_by_curve(device, rate, m, n, k, batch), moved)
+    odd = (n * item % _ALIGNMENT != 0) | (k * item % _ALIGNMENT != 0)
+    rate = rate * np.where(odd, device.unaligned, 1.0)
     depth = np.ceil(k / _TILE_STEP) * _TILE_STEP
     best = np.full(np.broadcast(m, n, k, rate, batch).shape, np.inf)
     for height, width, share in device.tiles:
