@@ -114,8 +114,8 @@ ATTENTION: Mapping[Architecture, AttentionRate] = MappingProxyType(
 )
 
 # Of the rate that products reach where a row of an operand is no multiple of 16 bytes. cuBLAS then
-# takes CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, which has
-# no faster ones for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.
+# takes CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, with
+# none faster for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.
 _UNALIGNED = 111.6 / 155.9
 UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
     {
