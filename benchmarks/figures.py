@@ -22,8 +22,10 @@ from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-_DOCS = ("accuracy", "benchmarks", "folklore", "lora", "memory", "offload", "optimizers", "probe",
-         "strategies")  # fmt: skip
+_DOCS = (
+    "accuracy", "benchmarks", "folklore", "lora", "memory", "memory_formula", "offload",
+    "optimizers", "probe", "strategies",
+)  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -334,11 +334,45 @@ def lora(result: dict[str, Any]) -> str:
     return table(head, rows) + f"\n{result['model']}, {shape}, fp32.\n" + stand(result)
 
 
+def planner_memory(result: dict[str, Any]) -> str:
+    """The planner's formula against the trace: by strategy, and the plans that are furthest off."""
+    by_strategy: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        by_strategy.setdefault(row["plan"]["strategy"], []).append(row["error"])
+    lines = [
+        [name, str(len(errors)), f"{statistics.fmean(map(abs, errors)):.2%}",
+         f"{max(errors, key=abs):+.2%}"]
+        for name, errors in by_strategy.items()
+    ]  # fmt: skip
+    furthest = sorted(result["rows"], key=lambda row: -abs(row["error"]))[:8]
+    worst = [
+        [f"{row['error']:+.2%}", f"{row['model']}, {row['seq_len']} tokens, {row['device']}",
+         ", ".join(f"{key} {value}" for key, value in row["plan"].items())
+         + (f", accumulation {row['accumulation']}" if row["accumulation"] > 1 else "")]
+        for row in furthest
+    ]  # fmt: skip
+    speed = result["speed"]["plans_per_s"]
+    about = (
+        f"\n{result['cases']} plans of {result['models']} models, seed {result['seed']}: off by "
+        f"{result['mean_absolute_error']:.2%} in the mean (target {result['target_mean']:.0%}), by "
+        f"{result['worst_error']:.2%} at most (target {result['target_worst']:.0%}); "
+        f"{result['beyond_target']} beyond that. {round(speed, -3):,.0f} plans a second of one "
+        f"processor. Refused by the package: {len(result['refused'])}.\n"
+    )
+    return (
+        table(["strategy", "plans", "mean", "furthest"], lines)
+        + "\n"
+        + table(["off by", "model", "plan"], worst)
+        + about
+        + stand(result)
+    )
+
+
 WRITERS = {
     writer.__name__: writer
     for writer in (
         autocast_cache, checkpointing_price, convergence, forward_backward, lora, low_precision,
         memory_accuracy, memory_loss, memory_shown, mixed_precision_cpu, mixed_precision_speed,
-        mixed_precision_traced, offload, optimizers,
+        mixed_precision_traced, offload, optimizers, planner_memory,
     )
 }  # fmt: skip

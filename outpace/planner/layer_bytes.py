@@ -70,6 +70,7 @@ class Layer:
     gated: bool
     residual: Floats
     norm: Floats
+    scaled: Floats  # what a norm makes, in the dtype that it scales in
     input: Floats
     queries: Floats
     keys: Floats  # of keys; values are as much
@@ -128,8 +129,8 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Gradients of what products and norms make."""
-        made = self.raw + self.norms * (self.output + self.residual)
+        """Gradients of what products and norms make; RMSNorm scales in fp32."""
+        made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
     @property
@@ -188,6 +189,7 @@ def layer(
         gated=gated,
         residual=sizes.part * sizes.stream,
         norm=norm,
+        scaled=sizes.part * (np.maximum(sizes.stream, FP32) if rms else sizes.stream),
         input=sizes.whole * item,
         queries=queries,
         keys=keys,

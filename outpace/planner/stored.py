@@ -1,5 +1,6 @@
 """What lies on a rank for good: weights and the optimizer's state, by elements and bytes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,14 +144,47 @@ def whole_share(outline: Outline, columns: Columns) -> Floats:
     return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
 
 
+def whole_states(outline: Outline, columns: Columns) -> Floats:
+    """Bytes of states on the fullest of dp_shard ranks that get parameters whole (zero1).
+
+    The largest parameter first, each to the rank with the fewest elements.
+    """
+
+    def value(ranks: int, optimizer: int, precision: int) -> float:
+        return _whole_states(outline, ranks, OPTIMIZERS[optimizer], PRECISIONS[precision])
+
+    return by_plans(columns, ("dp_shard", "optimizer", "precision"), value)
+
+
+def _all_shapes(outline: Outline) -> list[tuple[Shape, bool]]:
+    """Of every parameter, and whether a layer has it."""
+    hidden = outline.hidden
+    outside = [(outline.vocab, hidden), (outline.learned_positions, hidden)]
+    outside += [(p.outputs, p.inputs) for p in outline.head_products for _ in range(p.count)]
+    outside += [] if outline.tied else [(outline.outputs, hidden)]
+    found: list[tuple[Shape, bool]] = [(shape, False) for shape in outside if shape[0]]
+    found.append(((outline.outside_parameters,), False))
+    for stack in outline.stacks:
+        found += [(shape, True) for shape in layer_shapes(stack, hidden)] * stack.layers
+    return found
+
+
+@lru_cache(maxsize=256)
+def _shares(outline: Outline, ranks: int) -> tuple[tuple[tuple[Shape, bool], ...], ...]:
+    held = _all_shapes(outline)
+    shares = share_by_size([math.prod(shape) for shape, _ in held], ranks)
+    return tuple(tuple(held[number] for number in share) for share in shares)
+
+
 @lru_cache(maxsize=1024)
 def _whole_share(outline: Outline, ranks: int) -> float:
-    sizes = [outline.vocab * outline.hidden, outline.outside_parameters,
-             outline.learned_positions * outline.hidden,
-             *(p.inputs * p.outputs for p in outline.head_products),
-             *([] if outline.tied else [outline.outputs * outline.hidden])]  # fmt: skip
-    for stack in outline.stacks:
-        shapes = layer_shapes(stack, outline.hidden)
-        sizes += [int(np.prod(shape)) for shape in shapes] * stack.layers
-    most = max(sum(sizes[i] for i in share) for share in share_by_size(sizes, ranks))
-    return most / sum(sizes)
+    sizes = [sum(math.prod(s) for s, _ in share) for share in _shares(outline, ranks)]
+    return max(sizes) / sum(sizes)
+
+
+@lru_cache(maxsize=1024)
+def _whole_states(outline: Outline, ranks: int, name: OptimizerName, precision: Precision) -> float:
+    return max(
+        sum(optimizer_bytes(shape, name, precision, hidden=layered) for shape, layered in share)
+        for share in _shares(outline, ranks)
+    )

@@ -1,7 +1,5 @@
 """What lives in memory, change by change, for many plans at once."""
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from outpace.planner.columns import Floats
@@ -15,9 +13,11 @@ class Tape:
 
     Every change is one number a plan, in bytes. A moment is looked at after what is taken
     (`take`), not after what is given back or moved on by many steps at once (`pass_over`).
+    `finds`: whether `by_kind` is going to be asked for.
     """
 
-    def __init__(self, plans: int) -> None:
+    def __init__(self, plans: int, finds: bool = True) -> None:
+        self._finds = finds
         self.peak: Floats = np.zeros(plans)
         self._live: Floats = np.zeros(plans)
         self._at = np.zeros(plans, dtype=np.int64)
@@ -35,18 +35,25 @@ class Tape:
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:
         """A change without a look at what lives then."""
         self._changes.append((kind, nbytes))
-        self._live = self._live + nbytes
+        if kind != "offloaded":
+            self._live += nbytes
 
     def look(self) -> None:
         """The fullest moment is this one, where it is."""
-        fuller = self._live > self.peak
-        self.peak = np.where(fuller, self._live, self.peak)
-        self._at = np.where(fuller, len(self._changes), self._at)
+        if self._finds:
+            self._at[self._live > self.peak] = len(self._changes)
+        np.maximum(self.peak, self._live, out=self.peak)
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
         """Taken, looked at, given back."""
         self.take(kind, nbytes)
         self.drop(kind, nbytes)
+
+    def clear(self, *kinds: Kind, share: Amount = 1.0) -> None:
+        """Give back all that is left of some kinds, or a share of it."""
+        for kind in kinds:
+            left = sum(nbytes for one, nbytes in self._changes if one == kind)
+            self.drop(kind, share * left)
 
     def by_kind(self) -> dict[Kind, Floats]:
         """What lived at the fullest moment."""
@@ -54,10 +61,3 @@ class Tape:
         for number, (kind, nbytes) in enumerate(self._changes, 1):
             found[kind] += np.where(number <= self._at, nbytes, 0.0)
         return found
-
-
-def fullest(tapes: Iterable[dict[Kind, Floats]], peaks: Iterable[Floats]) -> dict[Kind, Floats]:
-    """Of several ranks the one that needs the most, plan by plan."""
-    held = list(tapes)
-    which = np.argmax(np.stack(list(peaks)), axis=0)
-    return {kind: np.choose(which, [one[kind] for one in held]) for kind in held[0]}

@@ -1,0 +1,150 @@
+"""Memory of the last norm, the head and the loss, whole or in chunks, forward and backward."""
+
+import numpy as np
+
+from outpace.planner.columns import Bools, Floats
+from outpace.planner.layer_bytes import FP32
+from outpace.planner.memory_setup import Setup
+from outpace.planner.places import Place
+from outpace.planner.tape import Tape
+
+_MIB = 2**20
+# nn.loss: rows of a chunk, from how many bytes of fp32 logits chunks are taken, on an accelerator
+# the bytes of a chunk.
+_CHUNK_ROWS = 512
+_CHUNKS_FROM = {"cpu": 32 * _MIB, "cuda": 512 * _MIB}
+_CHUNK_BYTES = 128 * _MIB
+
+
+class Loss(Setup):
+    """From the last hidden state to its gradient."""
+
+    def _loss(self, tape: Tape, place: Place, losses: Floats) -> None:
+        """The last norm and the head; what is left of it is the gradient of the last hidden state.
+
+        `losses` micro-batches have been through it whose backward is not done.
+        """
+        c, s = self.columns, self.s
+        here = place.last
+        many = np.where(self.dp, c.dp_replicate, 1)  # rank 0 has all ranks' outputs
+        rows = s.tokens * many
+        vocab = np.ceil(self.outline.outputs / c.tp)
+        stream = s.part * s.stream
+        # What the norm before the head keeps, and its transform where there is one.
+        rms = self.block.rms
+        before = stream + (self.block.norm if rms else 0) + self._transformed()
+        kept_before = np.maximum(losses, 1) * before * here
+        tape.pass_over("activations", kept_before)
+        tape.pass_over("activations", (many > 1) * rows * self.outline.hidden * s.stream)
+        head = vocab * self.outline.hidden
+        chunked = self._chunked(rows, vocab)
+        more = np.maximum(losses - 1, 0) * here
+        # Where weights stay gathered, the last block's buffer goes as the backward begins.
+        last = self.fsdp * self.s.weight * self.elements * ~self.regathers
+        self._whole_logits(tape, here * ~chunked, rows, vocab, head, more, last * ~chunked)
+        self._in_chunks(tape, here * chunked, rows, vocab, head, more, last * chunked)
+        tape.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
+        self._gradient(tape, here * head)
+        tape.pass_over("temporary", self._tied_waits(place))
+        tape.drop("activations", kept_before - (np.maximum(losses, 1) - 1) * before * here)
+        # From here on there is the gradient of the stream.
+        tape.take("temporary", stream)
+
+    def _head_waits(self, place: Place) -> tuple[Floats, Floats]:
+        """What the head's gradient is made from where backwards are split: of logits, the copy."""
+        s, c = self.s, self.columns
+        vocab = np.ceil(self.outline.outputs / c.tp)
+        here = place.last * ~self._chunked(s.tokens, vocab)
+        copy = here * vocab * self.outline.hidden * s.operand * (s.operand < s.weight)
+        return here * s.tokens * vocab * s.operand, copy
+
+    def _tied_waits(self, place: Place) -> Floats:
+        """A tied head's gradient, which waits for the embedding's where it is not kept as such."""
+        both = place.first * place.last * float(self.outline.tied)
+        both = both * ~self.dp * (self.columns.pp == 1)
+        stays = (1 - self.there) * (1 - self.in_backward)
+        nbytes: Floats = both * (1 - self.fsdp) * (1 - stays) * self.ends.embedding * self.s.weight
+        return nbytes
+
+    def _transformed(self) -> Floats:
+        """BERT's product, activation and norm before the head."""
+        if not self.outline.head_products:
+            return np.zeros(len(self.columns.pp))
+        s = self.s
+        return 2 * s.whole * s.operand + s.casts * s.whole * s.operand
+
+    def _chunked(self, rows: Floats, vocab: Floats) -> Bools:
+        c = self.columns
+        splits = c.scheduled("zb", "zbv", "dualpipev")
+        large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM[self.device])
+        found: Bools = ((large & ~splits) | c.chunked_loss) & (c.tp == 1)
+        return found
+
+    def _whole_logits(
+        self,
+        tape: Tape,
+        here: Floats,
+        rows: Floats,
+        vocab: Floats,
+        head: Floats,
+        more: Floats,
+        last: Floats,
+    ) -> None:
+        s, c = self.s, self.columns
+        logits, wide = here * rows * vocab, np.maximum(s.operand, FP32)
+        low = s.operand < FP32
+        read = here * rows * self.outline.hidden * s.operand
+        copy = here * head * s.operand * (s.operand < s.weight)
+        split = c.tp > 1
+        tape.pass_over("activations", more * (logits * wide + read))
+        tape.pass_over("weight copies", more * copy)
+        tape.pass_over("activations", read)
+        tape.pass_over("weight copies", copy)
+        # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
+        output = here * rows * self.outline.hidden * s.stream * s.casts  # what was cast
+        tape.moment("temporary", output + logits * (s.operand * low + 2 * wide))
+        tape.take("activations", logits * wide)
+        tape.drop("communication", last)
+        # Its gradient, and that of the products; split, it is made at once and cast.
+        made = np.where(split, wide + s.operand * low, 2 * wide)
+        tape.moment("temporary", logits * made)
+        tape.drop("activations", logits * wide)
+        grads = logits * s.operand + here * head * s.operand + read
+        tape.moment("temporary", grads)
+        tape.drop("weight copies", copy)
+        tape.drop("activations", read)
+
+    def _in_chunks(
+        self,
+        tape: Tape,
+        here: Floats,
+        rows: Floats,
+        vocab: Floats,
+        head: Floats,
+        more: Floats,
+        last: Floats,
+    ) -> None:
+        """The gradients of hidden states and head are made in the forward."""
+        s, hidden = self.s, self.outline.hidden
+        own = (self.device == "cuda") & (s.operand < FP32)  # the package's own chunks
+        chunk = np.minimum(_CHUNK_ROWS, rows)
+        large = np.maximum(_CHUNK_ROWS, np.floor(_CHUNK_BYTES / (FP32 * np.maximum(vocab, 1))))
+        chunk = np.where(own, np.minimum(large, rows), chunk)
+        states_grad = here * rows * hidden * np.where(own, s.stream, np.maximum(s.operand, FP32))
+        weights_grad = here * head * np.maximum(FP32, s.weight)
+        raised = here * head * FP32 * (s.weight < FP32) * ~own
+        tape.pass_over("activations", (1 + more) * (states_grad + weights_grad))
+        output = here * rows * hidden * s.stream
+        cast = here * head * s.operand * own
+        # Of the package's own, a chunk's gradient of the head lives while the next one is made.
+        grad, before = head * s.operand, rows > chunk
+        inside = np.where(
+            own,
+            np.maximum(12 * chunk * vocab + grad * before, chunk * vocab * s.operand + grad) * here,
+            FP32 * chunk * (vocab + hidden) * here,
+        )
+        tape.moment("temporary", inside + output + cast + raised)
+        tape.drop("communication", last)
+        # Before they are scaled, torch's operator makes zeros for the ones that nobody asked for.
+        tape.moment("temporary", np.where(own, 0, states_grad + weights_grad))
+        tape.drop("activations", states_grad + weights_grad)

@@ -1,0 +1,154 @@
+"""What a step's memory is reckoned from, for many plans at once: sizes, and what strategies do."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from outpace.planner.columns import OFFLOADS, Columns, Floats
+from outpace.planner.layer_bytes import Layer, Shapes, layer, mean, shapes, share_of
+from outpace.planner.places import Place
+from outpace.planner.stored import Outside, States, outside, states
+from outpace.planner.tape import Tape
+from outpace.records.outline import Outline
+from outpace.records.plan import Checkpointing
+
+Device = Literal["cuda", "cpu"]
+HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
+
+
+class Setup:
+    """What all ranks of a plan have in common.
+
+    `there` is 1 where gradients exist before a backward makes new ones, `waits` where a pipeline's
+    sharded gradients are whole until its last micro-batch. Of modes of recomputation `shares` are
+    of the blocks of the rank that is looked at.
+    """
+
+    there: Floats
+    waits: Floats
+    shares: dict[Checkpointing, Floats]
+    first_mode: dict[Checkpointing, Floats]
+    last_mode: dict[Checkpointing, Floats]
+
+    def __init__(
+        self,
+        outline: Outline,
+        seq_len: int,
+        columns: Columns,
+        device: Device,
+        fused: bool,
+        finds: bool,
+    ) -> None:
+        self.finds = finds
+        self.fused = fused
+        self.outline, self.columns, self.device = outline, columns, device
+        self.seq_len = seq_len
+        c = columns
+        self.s: Shapes = shapes(outline, seq_len, c)
+        self.layers: Sequence[Layer] = [
+            layer(outline, stack, c, self.s, device, fused) for stack in outline.stacks
+        ]
+        # The block that is looked at is of the stack that keeps the most.
+        widest = max(range(len(self.layers)), key=lambda i: float(self.layers[i].kept.mean()))
+        self.block = self.layers[widest]
+        self.kept = {
+            mode: mean([one.kept_in(mode) for one in self.layers], outline.stacks)
+            for mode in HEAVIEST
+        }
+        self.elements = mean([one.elements for one in self.layers], outline.stacks)
+        self.matrices = mean([one.matrices for one in self.layers], outline.stacks)
+        self.ends: Outside = outside(outline, c)
+        self.states: States = states(outline, c)
+        self._strategies()
+
+    def _strategies(self) -> None:
+        c = self.columns
+        product = c.of("3d")
+        away = c.offload_parameters == OFFLOADS.index("cpu")
+        replicas = c.dp_replicate * c.dp_shard * c.cp
+        level = np.where(product & (c.zero == 0), 3, c.zero)
+        gathered = (product & (replicas > 1) & (level >= 2)) | (~product & (c.zero >= 2)) | away
+        self.fsdp = gathered.astype(float)
+        self.regathers = gathered & ~(c.of("zero2") | (product & (level == 2)))
+        shards = np.where(product, c.dp_shard * c.cp, c.dp_shard)
+        self.shards = np.where(gathered, shards, 1).astype(float)
+        self.bucketed = (
+            c.of("ddp", "ring", "horovod", "zero1", "cp")
+            | (product & ~gathered & (replicas > 1))
+        ).astype(float)  # fmt: skip
+        self.dp = c.of("dp")
+        self.fused_buffers = c.of("dp", "ps").astype(float)
+        self.zero1 = (c.of("zero1") | (product & (level == 1))) & (c.dp_shard > 1)
+        self.off_acts = (c.offload_activations > 0).astype(float)
+        self.in_backward = c.in_backward.astype(float)
+
+    def _outside_elements(self, place: Place) -> Floats:
+        e = self.ends
+        head = np.where(e.head > 0, e.head, e.embedding)
+        both = place.first * place.last
+        tied = float(self.outline.tied)
+        return place.first * (e.embedding + e.positions) + place.last * (
+            e.tail + np.where(e.head > 0, head, tied * head * (1 - both))
+        )
+
+    def _largest(self, place: Place) -> Floats:
+        """Elements of the largest parameter: a matrix of a layer, or an end's embedding or head."""
+        ends = np.maximum(place.first, place.last) * self.ends.embedding
+        largest: Floats = np.maximum(self.block.largest, ends) / self.shards
+        return largest
+
+    def _copy_bytes(self) -> Floats:
+        s = self.s
+        casts = (s.operand < s.weight) & ~self.columns.precise("fp8")  # which saves the weight
+        return self.matrices * s.operand * casts
+
+    def _modes(self, place: Place) -> None:
+        """What the blocks of a rank recompute: on average, the last one and the first one."""
+        recomputed = 1 - share_of(self.columns, "none")
+        local = place.again / np.maximum(recomputed, 1e-9)
+        self.shares = {mode: share_of(self.columns, mode) * local for mode in HEAVIEST}
+        self.shares["none"] = 1 - place.again
+        self.last_mode = self._mode_of(place.last_again, HEAVIEST[2::-1])
+        self.first_mode = self._mode_of(place.first_again, HEAVIEST[:3])
+
+    def _mode_of(
+        self, again: Floats, modes: Sequence[Checkpointing]
+    ) -> dict[Checkpointing, Floats]:
+        """1 for the mode of a block: where it recomputes, the first of `modes` that there is."""
+        found: dict[Checkpointing, Floats] = {"none": 1 - again}
+        free = again
+        for mode in modes:
+            found[mode] = free * (share_of(self.columns, mode) > 0)
+            free = free - found[mode]
+        return found
+
+    def _kept_by(self, mode: dict[Checkpointing, Floats]) -> Floats:
+        return sum(
+            (mode[one] * self.kept[one] for one in HEAVIEST), start=np.zeros_like(mode["none"])
+        )
+
+    def _away_by(self, mode: dict[Checkpointing, Floats]) -> Floats:
+        """What of it is offloaded: what autograd saves, not what checkpointing keeps by itself."""
+        saved = mode["none"] * self.kept["none"] + (1 - mode["none"]) * self.kept["full"]
+        away: Floats = self.off_acts * saved
+        return away
+
+    def _gradient(
+        self, tape: Tape, elements: Floats, product: bool = True, copies: Floats | float = 0.0
+    ) -> None:
+        """A weight's gradient: kept, added to what is there, or kept for its exchange.
+
+        That of a `product` is made in its dtype, and cast when the weight's copy is gone.
+        """
+        s = self.s
+        low = elements * s.operand * (s.operand < s.weight) * product
+        nbytes = elements * s.weight
+        stays = (1 - self.there) * (1 - self.in_backward)
+        tape.take("temporary", low)
+        tape.drop("weight copies", copies * elements)
+        tape.moment("gradients", nbytes * (1 - self.fsdp) * (1 - stays))
+        tape.take("gradients", nbytes * (1 - self.fsdp) * stays)
+        tape.moment("communication", nbytes * self.fsdp * self.waits * self.there)
+        tape.take("communication", nbytes * self.fsdp * (1 - self.waits * self.there))
+        tape.drop("temporary", low)

@@ -1,0 +1,318 @@
+"""A step on one rank, moment by moment: what lies there for good, forward, backward, optimizer."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from outpace.planner.columns import OFFLOADS, OPTIMIZERS, Floats, Ints
+from outpace.planner.layer_bytes import FP32
+from outpace.planner.memory_block import Block
+from outpace.planner.memory_loss import Loss
+from outpace.planner.places import Place, places
+from outpace.planner.stored import whole_share, whole_states
+from outpace.planner.tape import Tape
+
+_MIB = 2**20
+# Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
+# handle pool, 4096 KiB × 8).
+_WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
+_UNIT_BYTES = 4 * _MIB  # of parameters that an offloaded optimizer steps together, at least
+
+
+class Step(Loss, Block):
+    """A step of each plan, on the ranks that may be the fullest."""
+
+    def _for_good(self, tape: Tape, place: Place, later: Floats) -> None:
+        c, s = self.columns, self.s
+        ends = self._outside_elements(place)
+        elements = self.elements * place.layers + ends
+        held = s.weight * elements / self.shards
+        on_host = (c.offload_parameters == OFFLOADS.index("cpu")) & (self.device == "cuda")
+        on_disk = c.offload_parameters == OFFLOADS.index("disk")
+        weights_away = (on_host | on_disk).astype(float)
+        kept = self._state_bytes(place)
+        optimizer_away = (
+            (c.offload_optimizer == OFFLOADS.index("disk"))
+            | ((c.offload_optimizer == OFFLOADS.index("cpu")) & (self.device == "cuda"))
+            | on_host
+        ).astype(float)
+        twins = ((c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)) | (
+            (c.offload_optimizer > 0) & (self.device == "cuda") & (c.offload_parameters == 0)
+        )
+        twin = held * twins
+        tape.pass_over("weights", held * (1 - weights_away))
+        tape.pass_over("optimizer state", (kept + twin) * (1 - optimizer_away))
+        tape.pass_over("offloaded", held * weights_away + (kept + twin) * optimizer_away)
+        # States are made before they are moved to a disk, unit after unit.
+        made = kept / np.maximum(elements / self.shards, 1) * self._largest(place)
+        on_way = (c.offload_optimizer == OFFLOADS.index("disk")) & (self.device == "cpu")
+        tape.pass_over("gradients", s.weight * elements * self.bucketed)
+        tape.moment("temporary", made * on_way)
+        tape.pass_over("workspaces", _WORKSPACES[self.device])
+        # Numbers of tokens and their targets, 8 bytes each; under dp rank 0 reads everyone's.
+        readers = np.where(self.dp, c.data_parallel, 1).astype(float)
+        samples: Floats = readers * (c.micro_batch * c.microbatches * c.passes).astype(float)
+        tape.pass_over("inputs", 16.0 * self.seq_len * samples)
+        whole = s.weight * elements
+        tape.pass_over("communication", whole * self.fused_buffers)
+        # What a pipeline sends and receives has a buffer for each micro-batch.
+        stream = s.part * s.stream
+        piped = (c.pp > 1).astype(float)
+        tape.pass_over("communication", piped * place.borders * c.microbatches * stream)
+        tape.pass_over("communication", piped * place.inputs_done * stream * later)
+        # Micro-batches that are not exchanged add up apart from the buckets.
+        apart = c.of("ddp", "zero1", "cp", "ring", "horovod") & (c.passes > 1)
+        tape.pass_over("gradients", whole * apart)
+        again = np.maximum((c.passes > 1) & ~self.dp, later)
+        self.there = np.maximum(self.bucketed, again)
+        # Within a pipeline sharded gradients are whole until the last micro-batch.
+        self.waits = self.fsdp * (c.pp > 1) * (c.microbatches > 1)
+        grown = self.there * (1 - self.bucketed)
+        shards = np.where(self.waits > 0, 1, self.shards)
+        grown = grown * s.weight * elements / shards * (1 - on_host)
+        tape.pass_over("gradients", grown * (1 - self.waits))
+        tape.pass_over("communication", grown * self.waits)
+        tape.look()
+
+    def _state_bytes(self, place: Place) -> Floats:
+        c, t = self.columns, self.states
+        tied_again = float(self.outline.tied) * (1 - place.first) * t.embedding
+        all_of = (
+            place.layers * t.layer
+            + place.first * (t.embedding + t.positions)
+            + place.last * (t.head + t.rest + tied_again)
+        )
+        share = 1 / self.shards
+        if self.zero1.any():
+            whole = whole_states(self.outline, c) * place.layers / self.outline.layers
+            return np.where(self.zero1, whole, all_of * share)
+        # Under dp rank 0, which is looked at, steps all.
+        return all_of * share
+
+    def tapes(self) -> Iterator[tuple[Ints, Tape]]:
+        """Of every rank that may be the fullest, for some of the plans.
+
+        Once gradients are there, unless less is kept then: in that case before, too.
+        """
+        everyone = np.arange(len(self.columns))
+        for place in places(self.outline, self.columns):
+            later = (place.later_chunks >= place.chunks).astype(float)
+            yield everyone, self.tape(place, later)
+            again = np.flatnonzero((place.later_chunks > 0) & (later == 0))
+            if len(again):
+                of_some = self.columns.take(again)
+                some = Step(
+                    self.outline, self.seq_len, of_some, self.device, self.fused, self.finds
+                )
+                yield again, some.tape(place.of(again), np.ones(len(again)))
+
+    def tape(self, place: Place, later: Floats) -> Tape:
+        """A step on one rank; `later`: after a pipeline's first backward."""
+        c, s = self.columns, self.s
+        tape = Tape(len(c.pp), self.finds)
+        self._for_good(tape, place, later)
+        chunks = np.maximum(np.where(later > 0, place.later_chunks, place.chunks), 1)
+        losses = np.where(later > 0, place.later_losses, place.losses)
+        piped = (c.pp > 1).astype(float)
+        count = np.maximum(place.chunk_layers, 1e-9)
+        self._modes(place)
+        mean_kept, away = self._kept_by(self.shares), self._away_by(self.shares)
+        stream = s.part * s.stream
+        # Of a stage that is not the first the input is what was received; the output of one that
+        # is not the last stays until it is sent and backward has come.
+        ends = piped * stream * (1 - place.last / place.stages)
+        ends = ends - piped * stream * (1 - place.first / place.stages)
+        per_chunk = count * mean_kept + ends
+        self._gather_root(tape, place)
+        self._replicate(tape, place)
+        tape.pass_over("activations", chunks * (per_chunk - count * away))
+        tape.pass_over("offloaded", chunks * count * away)
+        self._copies(tape, chunks * count)
+        # Where blocks end with norms the embedding has one too, which keeps the sum.
+        summed = stream * place.first * bool(self.outline.head_products)
+        tape.pass_over("activations", summed)
+        self._tables(tape)
+        self._gathers_forward(tape, count, place)
+        # Of chunks before, the gradients that weights' are still to be made from.
+        before = place.waiting * later
+        waits = before * count * self.block.outputs
+        logits, copy = self._head_waits(place)
+        delayed = np.minimum(before, 1) * c.scheduled("zb")
+        tape.pass_over("temporary", delayed * logits)
+        tape.pass_over("weight copies", delayed * copy)
+        tape.take("temporary", waits)
+        self._loss(tape, place, losses)
+        tape.drop("temporary", waits * c.scheduled("zbv"))
+        self._backward(tape, place, count, per_chunk)
+        self._optimizer(tape, place)
+        return tape
+
+    def _copies(self, tape: Tape, layers: Floats) -> None:
+        """Casts of matrices that backward reads again, of blocks that recompute nothing."""
+        nbytes = layers * self._copy_bytes() * self.shares["none"]
+        tape.pass_over("weight copies", nbytes * (1 - self.off_acts))
+        tape.pass_over("offloaded", nbytes * self.off_acts)
+
+    def _tables(self, tape: Tape) -> None:
+        """Cosines and sines of positions, in fp32."""
+        first = self.outline.stacks[0].attention
+        if self.outline.learned_positions == 0 and first is not None:
+            width = first.rope_dim or first.head_dim
+            tape.pass_over("activations", 2 * FP32 * width * self.seq_len / self.columns.cp)
+
+    def _replicate(self, tape: Tape, place: Place) -> None:
+        """Under dp the weights leave in one message."""
+        leads = self.dp * 1.0
+        elements = self.elements * place.layers + self._outside_elements(place)
+        tape.moment("communication", leads * self.s.weight * elements)
+
+    def _gather_root(self, tape: Tape, place: Place) -> None:
+        root = self.fsdp * self.s.weight * self._outside_elements(place)
+        tape.take("unsharded", root)
+        tape.take("communication", root)  # given back once the first block is gathered
+
+    def _gathers_forward(self, tape: Tape, count: Floats, place: Place) -> None:
+        """Of each block what is gathered is copied out, while the last block's is still there."""
+        unit = self.fsdp * self.s.weight * self.elements
+        root = self.fsdp * self.s.weight * self._outside_elements(place)
+        others = np.where(self.regathers, 0, unit * (count - 1))
+        before = np.where(count > 1.5, unit, root)
+        tape.drop("communication", root)
+        tape.pass_over("unsharded", others + unit)
+        tape.moment("communication", before + unit)
+        tape.pass_over("communication", unit)
+        tape.pass_over("unsharded", -np.where(self.regathers, unit, 0))
+
+    def _backward(self, tape: Tape, place: Place, count: Floats, per_chunk: Floats) -> None:
+        """The last blocks, then the first ones; those between do alike."""
+        c, s = self.columns, self.s
+        unit = self.fsdp * s.weight * self.elements
+        again = self.regathers.astype(float)
+        tape.drop("communication", unit * again)
+        # A split backward keeps what gradients of weights are made from until their turn.
+        # DualPipeV splits only where it fills bubbles, when fewer are under way.
+        splits = c.scheduled("zb", "zbv")
+        tape.take("temporary", splits * count * self.block.outputs)
+        given = np.zeros_like(count)
+        reduced = 0.0 * unit
+        # Where weights are gathered the second and the last but one are looked at, too.
+        sharded = self.fsdp > 0
+        positions = (
+            (count > 0, self.last_mode, count > 1.5),
+            (sharded & (count > 2.5), self.last_mode, count > 2.5),
+            (sharded & (count > 3.5), self.first_mode, count > 3.5),
+            (count > 1.5, self.first_mode, count < 0),
+        )
+        seen = sum(present.astype(float) for present, _, _ in positions)
+        seconds = positions[2][0].astype(float) + positions[3][0]
+        for number, (present, mode, prefetches) in enumerate(positions):
+            p = present.astype(float)
+            if number == 2:
+                left = np.maximum(count - seen, 0)
+                grads = left * s.weight * self.elements
+                stays = (1 - self.there) * (1 - self.in_backward)
+                shards = np.where(self.waits > 0, 1, self.shards)
+                tape.pass_over("gradients", grads / shards * stays)
+                tape.pass_over("unsharded", left * unit * np.where(self.waits > 0, 1, again - 1))
+                between = per_chunk - given - self._kept_by(self.first_mode) * seconds
+                between = np.where(left > 0, np.maximum(between, 0), 0)
+                away = np.minimum(between, left * self._away_by(self.shares))
+                tape.drop("activations", between - away)
+                tape.drop("offloaded", away)
+                self._copies(tape, -left)
+            if not present.any():
+                continue
+            # Gathered: this block's copied out, the next one's on its way.
+            tape.take("communication", p * again * unit)
+            tape.take("unsharded", p * again * unit)
+            tape.drop("communication", p * again * unit)
+            tape.take("communication", p * again * unit * prefetches)
+            self._block(tape, p, mode)
+            tape.drop("communication", p * again * unit * prefetches)
+            given = given + p * self._kept_by(mode)
+            # Reduced and scattered, at once or after a pipeline's last micro-batch.
+            now = 1 - self.waits
+            tape.drop("unsharded", p * unit * now)
+            tape.drop("communication", p * reduced)
+            tape.take("communication", p * unit * now)
+            tape.drop("communication", p * unit * now)  # the block's own gradients
+            reduced = np.where(present, unit * now, reduced)
+            stays = (1 - self.there) * (1 - self.in_backward) * now
+            tape.take("gradients", p * unit / self.shards * stays)
+        tape.drop("temporary", splits * count * self.block.outputs)
+        self._embedding(tape, place, reduced)
+
+    def _embedding(self, tape: Tape, place: Place, reduced: Floats) -> None:
+        """The embedding's gradient has all rows; a tied head's is added to it."""
+        s, e = self.s, self.ends
+        rows = e.embedding * s.weight
+        both = place.first * place.last * float(self.outline.tied)
+        single = place.first * (1 - both)
+        self._gradient(tape, place.first * e.positions, product=False)
+        # Tied: there is the head's, and a third for the sum.
+        alone = self.dp | (self.columns.pp > 1)  # each in a backward of its own
+        tape.moment("temporary", both * rows * np.where(alone, 1, 2))
+        tape.drop("temporary", self._tied_waits(place))
+        self._gradient(tape, single * e.embedding, product=False)
+        tape.drop("communication", reduced)
+        tape.drop("temporary", s.part * s.stream)
+        # The head's own were counted where the loss was; root shards are reduced at the end.
+        root = self.fsdp * s.weight * self._outside_elements(place)
+        tape.moment("communication", self.waits * s.weight * self.elements)
+        tape.drop("unsharded", root + self.waits * s.weight * self.elements * place.chunk_layers)
+        tape.moment("communication", root)
+        once = 1 - self.waits * self.there
+        tape.drop("communication", once * (root - self.fsdp * place.last * e.tail * s.weight))
+        stays = (1 - self.there) * (1 - self.in_backward)
+        tape.take("gradients", root / self.shards * stays)
+        # What pipelines' ends tell each other of a tied embedding.
+        ends = (place.first + place.last - 2 * place.first * place.last) * float(self.outline.tied)
+        tape.moment("communication", ends * rows)
+
+    def _optimizer(self, tape: Tape, place: Place) -> None:
+        """What a step of the optimizer makes for itself."""
+        tape.clear("activations", "temporary", "weight copies", "unsharded")
+        tape.clear("gradients", share=self.fused_buffers)  # they are in the buffers by now
+        c, s = self.columns, self.s
+        elements = (self.elements * place.layers + self._outside_elements(place)) / self.shards
+        # 16-bit gradients are made fp32 one by one.
+        master = c.precise("fp16-master").astype(float)
+        # Where these are views of buffers, which stay, beside them.
+        stay = np.maximum(self.bucketed, self.fused_buffers)
+        tape.take("gradients", master * (FP32 - s.weight * (1 - stay)) * elements)
+        largest = self._largest(place)
+        stepped = elements
+        if self.zero1.any():
+            stepped = elements * np.where(self.zero1, whole_share(self.outline, c), 1)
+        # Offloaded states are stepped unit by unit.
+        unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, largest), elements)
+        by_unit = (c.offload_optimizer > 0) | (c.offload_parameters == OFFLOADS.index("disk"))
+        stepped = np.where(by_unit, np.minimum(unit, stepped), stepped)
+        item = np.maximum(s.weight, FP32)
+        pure, rounds = c.precise("bf16-pure", "fp16-pure"), c.precise("bf16-pure")
+        factors: dict[str, Floats | float] = {
+            "adamw-fused": 0.0,
+            "adamw-foreach": 0.0,
+            "adamw-for-loop": 2.0,
+            # Moments in fp32, random bits, and what is rounded from them (optim.low).
+            "adamw-bf16": np.where(pure, np.where(rounds, 5.5, 4.5), 3.5),
+            "adamw-8bit": np.where(pure, np.where(rounds, 5.5, 5.25), 4.25),
+            "adamw-4bit": np.where(pure, np.where(rounds, 5.5, 5.25), 4.25),
+            "adafactor": 2.0,
+            "muon": 2.0,
+            "sgd": 1.0,
+        }
+        chosen = np.select(
+            [c.optimizer == OPTIMIZERS.index(name) for name in factors],
+            [np.broadcast_to(factor, largest.shape) for factor in factors.values()],
+        )
+        # Copies of gradients on their way to the host, of two units.
+        copied = (c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)
+        copies = copied * (self.device == "cpu") * np.minimum(2 * unit, elements) * s.weight
+        tape.pass_over("temporary", copies)
+        tape.take("temporary", chosen * largest * item)
+        tape.drop("temporary", chosen * largest * item)
+        tape.moment(
+            "temporary", (c.optimizer == OPTIMIZERS.index("adamw-foreach")) * stepped * item
+        )
+        tape.drop("temporary", copies)

@@ -1,0 +1,78 @@
+"""Which ranks of plans' pipelines may be the fullest, for many plans at once."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from outpace.planner.columns import MODES, SCHEDULE_NAMES, Columns, Floats, Ints
+from outpace.planner.in_flight import Rank, alone, ranks_of
+from outpace.planner.outlines import weights
+from outpace.planner.stages import balance
+from outpace.records.outline import Outline
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank of each plan's pipeline (see `in_flight.Rank`); without a pipeline, the rank."""
+
+    layers: Floats
+    chunk_layers: Floats
+    stages: Floats
+    first: Floats
+    last: Floats
+    chunks: Floats
+    later_chunks: Floats
+    losses: Floats
+    later_losses: Floats
+    borders: Floats
+    inputs_done: Floats
+    waiting: Floats
+    again: Floats
+    first_again: Floats
+    last_again: Floats
+
+    def of(self, rows: Ints) -> "Place":
+        """Of some of the plans."""
+        return Place(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+
+def places(outline: Outline, columns: Columns) -> list[Place]:
+    """Without a pipeline one; else the ranks that `in_flight` gives, the last repeated."""
+    names = ("schedule", "pp", "stages_per_rank", "microbatches")
+    kept = [getattr(columns, name) for name in names]
+    rows = np.stack([*kept, every(columns, outline.layers)], axis=1)
+    unique, place = np.unique(rows, axis=0, return_inverse=True)
+    block = sum(w.inputs * w.outputs * max(1, w.active) for s in outline.stacks[:1]
+                for w in weights(s, outline.hidden))  # fmt: skip
+    head = outline.outputs * outline.hidden
+    head += sum(p.inputs * p.outputs * p.count for p in outline.head_products)
+    found = [_ranks(outline.layers, head / max(block, 1), *map(int, row)) for row in unique]
+    return [
+        Place(*np.array([r[min(n, len(r) - 1)] for r in found], float)[place.reshape(-1)].T)
+        for n in range(max(map(len, found)))
+    ]
+
+
+def every(columns: Columns, layers: int) -> Ints:
+    """Of how many blocks one recomputes, from the first on; 0: none.
+
+    Columns have shares: n of L blocks are every (L/n rounded up)-th one.
+    """
+    recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
+    found: Ints = np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(
+        np.int64
+    )
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _ranks(
+    layers: int, head: float, schedule: int, pp: int, each: int, microbatches: int, every: int
+) -> tuple[Rank, ...]:
+    if pp == 1:
+        return (alone(layers, every),)
+    name = SCHEDULE_NAMES[schedule]
+    stages = min(layers, pp * each)
+    counts = balance(layers, stages, head) + (0,) * (pp * each - stages)
+    return ranks_of(name, pp, each, microbatches, counts, every)
