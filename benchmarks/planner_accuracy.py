@@ -10,7 +10,6 @@ writes outpace/catalog/residuals.json and docs/accuracy-*.svg; figures.py fills 
 """
 
 import argparse
-import inspect
 import json
 import math
 import statistics
@@ -265,21 +264,9 @@ def _last_rank(question: Question, columns: Columns) -> tuple[float, str]:
     megatron/training/global_vars.py, _set_tensorboard_writer: args.rank == args.world_size - 1.
     """
     fused = question.kernel != "unfused"
-    if "rank" in inspect.signature(memory.peak_bytes).parameters:
-        peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank="last",
-                                 fused_attention=fused)  # fmt: skip
-        return float(peak[0]), "last"
-    if hasattr(memory, "_places"):
-        step = memory._Step(question.outline, question.seq_len, columns, "cuda", fused)
-        tapes = [
-            step.tape(place, later=later)
-            for place in memory._places(question.outline, columns)
-            for later in (False, True)
-            if place.last[0] and not (later and (place.later_chunks[0] == 0 or columns.pp[0] == 1))
-        ]
-        return max(float(tape.peak[0]) for tape in tapes), "last"
-    peak = memory.peak_bytes(question.outline, question.seq_len, columns, fused_attention=fused)
-    return float(peak[0]), "fullest"
+    peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank="last",
+                             fused_attention=fused)  # fmt: skip
+    return float(peak[0]), "last"
 
 
 _ADAPTERS = {"Llama 2 7B": "llama-2-7b", "Llama 2 13B": "llama-2-13b"}

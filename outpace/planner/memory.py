@@ -6,6 +6,7 @@ model's operators save and what the strategies' buffers hold. Nothing is fitted.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -66,11 +67,12 @@ def peak_bytes(
     device: Device = "cuda",
     *,
     fused_attention: bool = True,
+    rank: Literal["fullest", "last"] = "fullest",
 ) -> Floats:
-    """Bytes of tensors on the fullest rank at its fullest moment, for every plan."""
+    """Bytes of tensors on the fullest rank, or the last, at its fullest moment, for every plan."""
     peak = np.zeros(len(columns))
     for rows, step in _steps(outline, seq_len, columns, device, fused_attention, False):
-        for within, tape in step.tapes():
+        for within, tape in step.tapes(rank == "last"):
             at = rows[within]
             peak[at] = np.maximum(peak[at], tape.peak)
     return peak

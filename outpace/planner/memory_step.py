@@ -89,13 +89,15 @@ class Step(Loss, Block):
         # Under dp rank 0, which is looked at, steps all.
         return all_of * share
 
-    def tapes(self) -> Iterator[tuple[Ints, Tape]]:
-        """Of every rank that may be the fullest, for some of the plans.
+    def tapes(self, last: bool = False) -> Iterator[tuple[Ints, Tape]]:
+        """Of every rank that may be the fullest, for some of the plans; or of the `last` alone.
 
         Once gradients are there, unless less is kept then: in that case before, too.
         """
         everyone = np.arange(len(self.columns))
         for place in places(self.outline, self.columns):
+            if last and not place.last.all():
+                continue
             later = (place.later_chunks >= place.chunks).astype(float)
             yield everyone, self.tape(place, later)
             again = np.flatnonzero((place.later_chunks > 0) & (later == 0))
