@@ -7,7 +7,6 @@ from pathlib import Path
 from outpace.cli.parser import Parser
 from outpace.cli.plan import add_question
 from outpace.records.errors import BadInputError
-from outpace.records.plan import Plan
 
 _ABOUT = "One plan in detail: time, where it goes, memory, and whether it fits."
 _EPILOG = (
@@ -21,6 +20,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     from outpace.launch.planning import Asked, job
     from outpace.planner.plans import one
+    from outpace.records.plan import Plan
 
     plan = Plan.load(arguments.plan)
     asked = Asked(

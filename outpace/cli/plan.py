@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -23,22 +25,24 @@ _MOST_PLANS = 50
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Plan and print the answer; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
+    _check(arguments)
     from outpace.launch.planning import job
     from outpace.planner.plans import plans
 
     asked = _asked(arguments)
     if arguments.compare_nodes:
         return _compare(arguments, asked)
-    answer = plans(job(asked))
     if arguments.what_if is not None:
         return _what_if(arguments, asked)
+    question = job(asked)
+    answer = plans(question)
     number = arguments.explain or 1
     if number > len(answer.plans):
         raise BadInputError(f"--explain {number}: there are {len(answer.plans)} plans.")
     if arguments.out is not None:
         answer.plans[number - 1].plan.save(arguments.out)
     if arguments.emit is not None:
-        return _emit(arguments, asked, number)
+        return _emit(arguments, question, answer.plans[number - 1].plan)
     if arguments.json:
         print(answer.model_dump_json(indent=2), flush=True)
         return 0
@@ -49,6 +53,17 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     text = plans_text(answer) if arguments.explain is None else explained(answer, number)
     Console().print(text)
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options of which one would be passed over in silence."""
+    other = [name for name in ("compare_nodes", "what_if") if getattr(arguments, name) is not None]
+    alone = [name for name in ("explain", "emit", "out") if getattr(arguments, name) is not None]
+    if other and len(other + alone) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in (other + alone)[:2])
+        raise BadInputError(f"{first} and {second} are different answers. Ask for one of them.")
+    if arguments.price is not None and arguments.tokens is None:
+        raise BadInputError("--price is of a device and hour: say how many --tokens to train on.")
 
 
 def _asked(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
@@ -69,6 +84,7 @@ def _asked(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
         price=arguments.price,
         count=arguments.count,
         trained=arguments.trained,
+        idle=arguments.may_idle,
     )
 
 
@@ -77,24 +93,23 @@ def _compare(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-un
     from outpace.launch.planning import job
     from outpace.planner.plans import throughput
 
-    question = job(asked)
-    rows = []
-    for nodes in arguments.compare_nodes:
-        found = throughput(question, nodes)
-        rows.append((nodes, nodes * question.cluster.fabric.per_node, found and found[1]))
+    question = job(replace(asked, nodes=max(asked.nodes, *arguments.compare_nodes)))
+    each = question.cluster.fabric.per_node
+    rows = [(nodes, nodes * each, throughput(question, nodes)) for nodes in arguments.compare_nodes]
     if arguments.json:
         document = [
             {"nodes": nodes, "devices": devices,
              "best": None if best is None else best.model_dump(mode="json")}
             for nodes, devices, best in rows
         ]  # fmt: skip
-        print(json.dumps({"scaling": document}, indent=2), flush=True)
+        batch = question.wanted.global_batch
+        print(json.dumps({"global_batch": batch, "scaling": document}, indent=2), flush=True)
         return 0
     from rich.console import Console
 
     from outpace.report.plan import scaling
 
-    Console().print(scaling(rows))
+    Console().print(scaling(rows, question.wanted.global_batch, question.cluster.notes))
     return 0
 
 
@@ -102,8 +117,11 @@ def _what_if(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-un
     from outpace.launch.planning import changed, job, what_if
     from outpace.planner.plans import plans
 
-    other, numbers = what_if(asked, arguments.what_if)
-    before, after = plans(job(asked)), plans(changed(job(other), numbers))
+    now = job(asked)
+    # The same batch, however many devices there are then.
+    same = replace(asked, global_batch=now.wanted.global_batch)
+    other, numbers = what_if(same, arguments.what_if)
+    before, after = plans(now), plans(changed(job(other), numbers))
     if arguments.json:
         document = {"now": before.model_dump(mode="json"), "then": after.model_dump(mode="json")}
         print(json.dumps(document, indent=2), flush=True)
@@ -116,30 +134,24 @@ def _what_if(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-un
     return 0
 
 
-def _emit(arguments: argparse.Namespace, asked, number: int) -> int:  # type: ignore[no-untyped-def]
+def _emit(arguments: argparse.Namespace, question, plan) -> int:  # type: ignore[no-untyped-def]
     from outpace.interop.emit import emit
     from outpace.launch.outlines import find_outline
-    from outpace.launch.planning import job
-    from outpace.planner.plans import plans
 
-    question = job(asked)
-    planned = plans(question).plans[number - 1]
-    _, _, spec = find_outline(asked.model)
+    _, _, spec = find_outline(arguments.model)
     if spec is None:
         raise BadInputError(
-            f"--emit {arguments.emit}: the dimensions of {asked.model} are known to plan with, but "
-            "not all that a configuration has to say. Name a model that outpace builds."
+            f"--emit {arguments.emit}: of {arguments.model} the dimensions are known to plan with, "
+            "but not all that a configuration has to say. Name a model that outpace builds."
         )
     wanted = question.wanted
-    written = emit(arguments.emit, planned.plan, spec, global_batch=wanted.global_batch,
+    written = emit(arguments.emit, plan, spec, global_batch=wanted.global_batch,
                    seq_len=wanted.seq_len)  # fmt: skip
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.unsaid)}  # fmt: skip
         print(json.dumps(document, indent=2), flush=True)
         return 0
-    import sys
-
     print(written.text.rstrip())
     sys.stdout.flush()
     notes = [f"# {written.file_name}; {written.command}", *(f"# {one}" for one in written.unsaid)]
@@ -193,6 +205,8 @@ def _parser() -> Parser:
         help="settings to insist on (precision=bf16,…), and what each costs")  # fmt: skip
     add("--max-tp", type=whole, default=None, metavar="N", help="tensor parallel at most so wide")
     add("--trained", action="store_true", default=False, help="only what outpace trains itself")
+    add("--may-idle", action="store_true", default=False,
+        help="nodes may stay idle, where fewer are faster or divide the batch")  # fmt: skip
     add("--tokens", type=number_type(int, 1), default=None, metavar="N",
         help="to train on: 1T, 300B; adds the time")  # fmt: skip
     add("--price", type=number_type(float, 0.0), default=None, metavar="X",

@@ -9,10 +9,11 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.launch.outlines import find_outline
 from outpace.launch.planning import KEPT
 from outpace.launch.resolve import resolve_seq_len
-from outpace.launch.traced import fullest
+from outpace.launch.traced import beside_tensors, fullest
 from outpace.planner.machines import Cluster, of_host, of_probe
 from outpace.planner.plans import Job, plans
 from outpace.planner.space import Wanted
+from outpace.probe.limits import anonymous_bytes
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
@@ -200,10 +201,19 @@ def _cluster(settings: TrainSettings, machine: Machine, world: int) -> Cluster:
         if same and found.probed is not None:
             cluster = of_probe(found, world)
     cluster = cluster or of_host(machine, world)
-    if settings.memory_limit is not None:
-        device = replace(cluster.device, memory_bytes=settings.memory_limit)
-        cluster = replace(cluster, device=device)
-    return cluster
+    allowed = settings.memory_limit or cluster.device.memory_bytes
+    if allowed is None:
+        return cluster
+    if cluster.device.kind == "cpu":
+        # On the host the process itself counts, with the libraries that it has loaded.
+        own = anonymous_bytes()
+        if own >= allowed:
+            raise BadInputError(
+                f"--plan auto: a process itself takes {show_bytes(own)} of the "
+                f"{show_bytes(allowed)} that it may have. Raise --memory-limit, or start fewer."
+            )
+        allowed -= own
+    return replace(cluster, device=replace(cluster.device, memory_bytes=allowed))
 
 
 def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[str], None]) -> bool:
@@ -212,7 +222,8 @@ def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[st
     if planned.untrained is not None or limit is None:
         return planned.untrained is None
     try:
-        needed = fullest(planned.plan, settings.model, job).needed_bytes
+        account = fullest(planned.plan, settings.model, job)
+        needed = account.needed_bytes + beside_tensors(planned.plan, job)
     except BadInputError as error:
         say(f"not traced ({error}); its memory is the formula's: {planned.title}")
         return True

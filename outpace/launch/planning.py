@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args
+
+from pydantic import TypeAdapter, ValidationError
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import find_node
@@ -49,6 +51,7 @@ class Asked:
     price: float | None = None
     count: int = 5
     trained: bool = False
+    idle: bool = False
 
 
 def job(asked: Asked) -> Job:
@@ -63,7 +66,7 @@ def job(asked: Asked) -> Job:
             f"most {outline.max_positions}."
         )
     keep = read_keep(asked.keep)
-    precision = asked.precision or keep.get("precision") or _precision(cluster)
+    precision = asked.precision or _precision(cluster)
     return Job(
         outline=outline,
         cluster=cluster,
@@ -82,6 +85,7 @@ def job(asked: Asked) -> Job:
         tokens=asked.tokens,
         price=asked.price,
         count=asked.count,
+        idle=asked.idle,
     )
 
 
@@ -140,18 +144,25 @@ def read_keep(text: str | None) -> dict[str, Any]:
 def _checked(name: str, value: str) -> Any:
     """As a plan has it: its own record says what is allowed."""
     field = Plan.model_fields[name]
-    adapter = _adapter(field.annotation)
+    annotation: Any = field.annotation
+    for bound in field.metadata:
+        annotation = Annotated[annotation, bound]
+    choices = get_args(field.annotation)
+    whole = bool(choices) and all(isinstance(choice, int) for choice in choices)
     try:
-        return adapter.validate_strings(value)
-    except ValueError as error:
-        problem = error.errors()[0]["msg"] if hasattr(error, "errors") else str(error)
+        given = int(value) if whole else value
+        found = TypeAdapter(annotation).validate_python(given, strict=False)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
         raise BadInputError(f"--keep {name}={value}: {problem}.") from None
-
-
-def _adapter(annotation: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(annotation)
+    except ValueError:
+        raise BadInputError(f"--keep {name}={value}: use a whole number.") from None
+    if (name, found) == ("loss", "plain"):
+        raise BadInputError(
+            "--keep loss=plain: the planner reckons with auto, which takes chunks where logits are "
+            "large, and with chunked. Use one of these."
+        )
+    return found
 
 
 def what_if(asked: Asked, text: str) -> tuple[Asked, Mapping[str, float]]:

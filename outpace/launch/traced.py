@@ -3,6 +3,8 @@
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.interop.models import open_model
 from outpace.launch.tracing import Ask, account_of
+from outpace.planner.columns import of_plans
+from outpace.planner.memory import peak_bytes
 from outpace.planner.plans import Job
 from outpace.planner.stages import representatives
 from outpace.records.errors import BadInputError
@@ -22,12 +24,12 @@ def traced(planned: Planned, model: str, job: Job) -> Planned:
             f"--depth trace runs what outpace trains, but {planned.untrained}. Leave it out."
         )
     account = fullest(planned.plan, model, job)
+    needed = account.needed_bytes + beside_tensors(planned.plan, job)
+    kinds = {str(kind): size for kind, size in account.peak.by_kind.items()}
+    inside = sum(size for kind, size in kinds.items() if kind != "offloaded")
+    kinds["allocator and libraries"] = max(0, needed - inside)
     estimate = planned.estimate.model_copy(
-        update={
-            "depth": "trace",
-            "peak_memory_bytes": account.needed_bytes,
-            "memory": {str(kind): size for kind, size in account.peak.by_kind.items()},
-        }
+        update={"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
     )
     return planned.model_copy(update={"estimate": estimate})
 
@@ -51,3 +53,11 @@ def fullest(plan: Plan, model: str, job: Job) -> MemoryAccount:
     )
     accounts = [account_of(ask.model_copy(update={"rank": rank})) for rank in representatives(plan)]
     return max(accounts, key=lambda account: account.needed_bytes)
+
+
+def beside_tensors(plan: Plan, job: Job) -> int:
+    """Bytes that a trace does not see: contexts and buffers of libraries, by the formula."""
+    wanted, kind = job.wanted, job.cluster.device.kind
+    columns = of_plans([plan], wanted.global_batch, job.outline.layers)
+    peak = peak_bytes(job.outline, wanted.seq_len, columns, kind)
+    return round(float(job.needs(columns)[0] - peak[0]))

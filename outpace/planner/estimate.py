@@ -14,7 +14,12 @@ from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats, Ints
 from outpace.planner.device import Device, dtype_of, items
 from outpace.planner.fabric import Fabric
 from outpace.planner.layers import Cells, Kernel, Work, embedding, head, layer
-from outpace.planner.outlines import layer_parameters, outside_elements, weights
+from outpace.planner.outlines import (
+    head_in_layers,
+    layer_parameters,
+    outside_elements,
+    weights,
+)
 from outpace.planner.play import StageTime
 from outpace.planner.stages import balance
 from outpace.records.outline import Outline
@@ -96,6 +101,8 @@ def stages_of(question: Question, columns: Columns) -> Stages:
 class _Pass:
     """Of one micro-batch: seconds on the device, on the host, and waiting for other ranks' parts.
 
+    `weights_s` are the device's for gradients of weights, which some schedules put off.
+
     A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
     both are one (`alone`), it takes what both take.
     """
@@ -105,6 +112,7 @@ class _Pass:
     tensor_s: Floats
     products_s: Floats
     attention_s: Floats
+    weights_s: Floats
     alone: bool
 
     @property
@@ -124,11 +132,17 @@ def _total(passes: Sequence[_Pass], shares: Floats, name: str) -> Floats:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together."""
+    """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together.
+
+    `own_s` is what a rank with the slowest stages computes, `pace_s` with its weights' traffic.
+    `ranks` has seconds and layers of the ranks that may be slowest: the first, those between, the
+    last.
+    """
 
     pace_s: Floats
     way_s: Floats
-    slowest_s: Floats
+    own_s: Floats
+    ranks: tuple[tuple[Floats, Floats], ...]
 
 
 class _Step:
@@ -203,18 +217,18 @@ class _Step:
         moved = moved + self.micro * self._weight_traffic()
         known = products + attention + tensor + moved
         fit = np.minimum(1.0, busy / np.maximum(known, 1e-30))
-        ahead_share = ahead_s / np.maximum(ahead_s + back_s, 1e-30)
+        put_off = _total(backwards, shares, "weights_s") / np.maximum(ahead_s + back_s, 1e-30)
         return Times(
             products_s=products * fit,
             attention_s=attention * fit,
             memory_s=moved * fit,
             host_s=np.maximum(busy - known, 0.0),
-            bubble_s=c.passes * self._bubble(pipeline, ahead_share),
+            bubble_s=c.passes * self._bubble(pipeline, put_off),
             tensor_s=tensor * fit,
-            context_s=self._ring(attention),
+            context_s=self._ring(forwards, backwards, shares, own),
             pipeline_s=self._sends(),
             expert_s=self._experts(),
-            data_s=self._data(ahead_s * own, back_s * own),
+            data_s=self._data(ahead_s, back_s, pipeline),
             optimizer_s=self._optimizer(),
             offload_s=self._offload(busy),
         )
@@ -236,7 +250,8 @@ class _Step:
     def _forward(self, w: Work, sums: float) -> _Pass:
         tensor_s, calls = self._tensor(sums, w.products_s)
         host_s = (w.forward_operators + calls) * self.device.operator_s
-        return _Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, self._alone)
+        none = np.zeros_like(w.forward_s)
+        return _Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self._alone)
 
     def _backward(self, w: Work, sums: float) -> _Pass:
         """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
@@ -258,6 +273,7 @@ class _Step:
             tensor_s + most * again_tensor_s,
             (2 + most) * w.products_s,
             w.attention_back_s + full * w.attention_s,
+            w.weights_s,
             self._alone,
         )
 
@@ -285,12 +301,14 @@ class _Step:
         zero = np.zeros(len(self.c))
         found = []
         for part in (embedding, head):
-            ahead, back, operators = part(self.device, self.outline, self.cells, self.q.seq_len)
-            for seconds, share in ((ahead, 1.0), (back, efficiency.BACKWARD_SHARE)):
-                device_s = self._spread(seconds)
-                host_s = self._spread(operators) * self.device.operator_s * share
-                products = device_s if part is head else zero
-                found.append(_Pass(device_s, host_s, zero, products, zero, self._alone))
+            work = part(self.device, self.outline, self.cells, self.q.seq_len)
+            for seconds, products, share in (
+                (work.forward_s, work.products_s, 1.0),
+                (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
+            ):
+                device_s, products_s = self._spread(seconds), self._spread(products)
+                host_s = self._spread(work.operators) * self.device.operator_s * share
+                found.append(_Pass(device_s, host_s, zero, products_s, zero, zero, self._alone))
         return found[0], found[1], found[2], found[3]
 
     # The pipeline.
@@ -300,25 +318,30 @@ class _Step:
         first_s = ends[0].seconds + ends[1].seconds
         last_s = ends[2].seconds + ends[3].seconds
         stages = c.pp * c.stages_per_rank
-        first, middle, last = self._cut(stages, last_s / np.maximum(layer_s, 1e-30))
+        first, middle, last = self._cut(stages)
         way = layers * layer_s + first_s + last_s
-        slowest = np.maximum(np.maximum(first * layer_s + first_s, middle * layer_s),
-                             last * layer_s + last_s)  # fmt: skip
-        slowest = np.where(stages == 1, way, slowest)
-        # A rank has one slowest stage, and others of the mean beside it.
-        pace = slowest + (c.stages_per_rank - 1) * np.minimum(slowest, way / stages)
-        return _Pipeline(pace + self._weight_traffic(), way, slowest)
+        # A rank has one of the slowest stages, and others of the mean beside it.
+        beside, traffic = c.stages_per_rank - 1, self._weight_traffic()
+        rows, slowest = [], np.zeros_like(way)
+        for count, end_s in ((first, first_s), (middle, 0.0), (last, last_s)):
+            stage = np.where(stages == 1, way, count * layer_s + end_s)
+            slowest = np.maximum(slowest, stage)
+            rows.append((stage + beside * way / stages + traffic, count + beside * layers / stages))
+        own = slowest + beside * way / stages
+        return _Pipeline(own + traffic, way, own, tuple(rows if (stages > 1).any() else rows[:1]))
 
-    def _cut(self, stages: Ints, head: Floats) -> tuple[Floats, Floats, Floats]:
-        """Blocks of the first stage, the fullest of those between, and the last."""
-        layers = self.outline.layers
+    def _cut(self, stages: Ints) -> tuple[Floats, Floats, Floats]:
+        """Blocks of the first stage, the fullest of those between, and the last.
+
+        Cut by multiply-adds, as outpace does (`stages.layers_per_stage`), whatever takes how long.
+        """
+        layers, head = self.outline.layers, head_in_layers(self.outline)
         even = np.where(self.c.even_stages | (stages == 1), layers / stages, 0.0)
         first, middle, last = even.copy(), even.copy(), even.copy()
         balanced = np.nonzero(~self.c.even_stages & (stages > 1) & (stages <= layers))[0]
-        keys = np.stack([stages[balanced], np.round(head[balanced] * 4)], axis=1)
-        unique, places = np.unique(keys, axis=0, return_inverse=True)
+        unique, places = np.unique(stages[balanced], return_inverse=True)
         cuts = np.array(
-            [[*_ends_of(balance(layers, int(count), quarter / 4))] for count, quarter in unique]
+            [[*_ends_of(balance(layers, int(count), head))] for count in unique], float
         ).reshape(-1, 3)
         first[balanced], middle[balanced], last[balanced] = cuts[places].T
         return first, middle, last
@@ -326,7 +349,7 @@ class _Step:
     def stages(self) -> Stages:
         """Of one plan: blocks by stage, with the embedding on the first and the head on the last.
 
-        Of a backward, the weights' part is theirs of the products' by weights.
+        Of a backward, the weights' part is that of their gradients.
         """
         c, layers = self.c, self.outline.layers
         counts = np.array([stack.layers for stack in self.outline.stacks], float)
@@ -334,7 +357,7 @@ class _Step:
         ahead, back, grads = (
             float(_total(passes, counts / counts.sum(), name)[0])
             for passes, name in (
-                (forwards, "seconds"), (backwards, "seconds"), (forwards, "products_s"),
+                (forwards, "seconds"), (backwards, "seconds"), (backwards, "weights_s"),
             )
         )  # fmt: skip
         ends = [float(end.seconds[0]) for end in self._ends()]
@@ -342,7 +365,7 @@ class _Step:
         each, more = divmod(layers, number)
         spread = tuple(each + (place < more) for place in range(number))
         if not c.even_stages[0]:
-            spread = balance(layers, number, (ends[2] + ends[3]) / (ahead + back))
+            spread = balance(layers, number, head_in_layers(self.outline))
         traffic = float(self._weight_traffic()[0]) / float(c.stages_per_rank[0])
         times = []
         for place, count in enumerate(spread):
@@ -354,21 +377,20 @@ class _Step:
         one, posted = self._hop()
         return Stages(tuple(times), float(one[0]), float(posted[0]))
 
-    def _bubble(self, pipeline: _Pipeline, ahead: Floats) -> Floats:
+    def _bubble(self, pipeline: _Pipeline, weights: Floats) -> Floats:
         """Seconds that a pass's ranks wait for each other while the pipeline fills and drains.
 
-        gpipe and 1f1b: a micro-batch's way through all stages but the slowest. With v stages a
-        rank, of these 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left
+        gpipe and 1f1b: a micro-batch's way through all ranks but the slowest. With v stages a
+        rank, of this 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left
         of 1f1b's (p−1)(F+I+W) is (p−1)(F+I−W)/v for zb, and (p−1)(F+I−2W), which is 0 where all
-        are equal, for zbv (Qi et al., arXiv 2401.10241, table 1); dualpipev has as much. `ahead`
-        is F's share of a pass.
+        are equal, for zbv (Qi et al., arXiv 2401.10241, table 1); dualpipev has as much. `weights`
+        is W's share of a pass.
         """
         c = self.c
-        weights_share = (1 - ahead) / 2
-        left = np.where(c.scheduled("zb"), 1 - 2 * weights_share, 1.0)
-        none_left = np.maximum(1 - 3 * weights_share, 0.0)
+        left = np.where(c.scheduled("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
+        none_left = np.maximum(1 - 3 * weights, 0.0)
         left = np.where(c.scheduled("zbv", "dualpipev"), none_left, left)
-        waits = (pipeline.way_s - pipeline.slowest_s) / c.stages_per_rank * left
+        waits = np.maximum(pipeline.way_s - pipeline.own_s, 0.0) / c.stages_per_rank * left
         alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
         return np.where(c.pp > 1, np.where(c.scheduled("mp"), np.maximum(alone, 0.0), waits), 0.0)
 
@@ -399,10 +421,13 @@ class _Step:
         posted = 2.0 * (c.microbatches + c.pp - 1) * c.stages_per_rank * _EXCHANGE_OPERATORS
         return one, (posted * self.device.operator_s).astype(np.float64)
 
-    def _ring(self, attention: Floats) -> Floats:
+    def _ring(
+        self, forwards: list[_Pass], backwards: list[_Pass], shares: Floats, own: Floats
+    ) -> Floats:
         """Keys and values go round while attention is computed; what is left is waited for.
 
-        Forwards once round, backwards with gradients twice as much.
+        Forwards once round, backwards with gradients twice as much; where attention is computed
+        again, they go round again.
         """
         c = self.c
         total, merged = np.zeros(len(c)), np.zeros(len(c))
@@ -418,10 +443,13 @@ class _Step:
             )
             widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
             each = self.fabric.send_s(self.tokens * widths * self.item, c.tp)
-            total = total + stack.layers / c.pp * 3 * (c.cp - 1) * each
-        beside = attention * (c.cp - 1) / c.cp
-        exposed = np.maximum(self.micro * total - beside, 0.0)
-        return np.where(c.cp > 1, exposed + self.micro * merged, 0.0)
+            total = total + stack.layers / c.pp * (c.cp - 1) * each
+        share = (c.cp - 1) / c.cp
+        full = self.c.modes[:, MODES.index("full")]
+        ahead = share * own * _total(forwards, shares, "attention_s")
+        back = share * own * _total(backwards, shares, "attention_s") - full * ahead
+        exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
+        return np.where(c.cp > 1, self.micro * (exposed + merged * (1 + full / 2)), 0.0)
 
     def _experts(self) -> Floats:
         """Tokens to their experts and back, all to all: twice forwards, twice backwards."""
@@ -434,10 +462,11 @@ class _Step:
                 total = total + stack.layers / c.pp * 4 * one
         return np.where(c.ep > 1, self.micro * total, 0.0)
 
-    def _data(self, ahead: Floats, back: Floats) -> Floats:
+    def _data(self, ahead_s: Floats, back_s: Floats, pipeline: _Pipeline) -> Floats:
         """What is exposed of gradients' sums, and of gathering parameters that are sharded.
 
-        `ahead` and `back` are a rank's passes of one micro-batch through its layers.
+        `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
+        differ, one that is not the slowest may be by what it exposes.
         """
         c = self.c
         together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
@@ -458,22 +487,33 @@ class _Step:
         buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
         buckets = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
         units = np.maximum(self.outline.layers / c.pp, 1.0)
-        # Megatron's gathers go on beside the next forward, ZeroRedundancyOptimizer's do not.
-        own_gather = np.where(c.of("3d"), _beside(gather, ahead, units), gather)
-        zero1 = _beside(shard_sum, back, buckets) + _beside(replicas, back, buckets) + own_gather
-        # Layer by layer: a gather before each forward and backward, a sum after; a pipeline's
-        # micro-batches share them.
+        # A pipeline's micro-batches share gathers and sums.
         shared = np.where(c.pp > 1, c.microbatches, 1)
         rounds = np.where(c.pp > 1, c.passes, self.micro)
-        into = _beside(gather + shard_sum + replicas, shared * back, units + 1)
-        zero3 = rounds * (_beside(gather, shared * ahead, units + 1) + into)
-        zero2 = _beside(gather, ahead, units + 1) + rounds * _beside(
-            shard_sum + replicas, shared * back, units + 1
+        # Megatron's gathers go on beside the next forward, ZeroRedundancyOptimizer's do not.
+        product = c.of("3d")
+        sums = shard_sum + replicas
+
+        def exposed_by(ahead: Floats, back: Floats) -> Floats:
+            own_gather = np.where(product, _beside(gather, ahead, units), gather)
+            zero1 = _beside(shard_sum, back, buckets) + _beside(replicas, back, buckets)
+            # Layer by layer: a gather before each forward and backward, a sum after.
+            into = _beside(gather + sums, shared * back, units + 1)
+            zero3 = rounds * (_beside(gather, shared * ahead, units + 1) + into)
+            zero2 = _beside(gather, ahead, units + 1)
+            zero2 = zero2 + rounds * _beside(sums, shared * back, units + 1)
+            plain = _beside(replicas, back, buckets)
+            levels = [c.zero == level for level in (1, 2, 3)]
+            return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
+
+        busy = self.micro * pipeline.pace_s
+        exposed: Floats = np.max(
+            [
+                self.micro * seconds - busy + exposed_by(count * ahead_s, count * back_s)
+                for seconds, count in pipeline.ranks
+            ],
+            axis=0,
         )
-        exposed = np.select(
-            [c.zero == 1, c.zero == 2, c.zero == 3], [zero1, zero2, zero3],
-            _beside(replicas, back, buckets),
-        )  # fmt: skip
         exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
         return np.where(c.of("dp", "ps"), self._one_to_all(grads), exposed)
 

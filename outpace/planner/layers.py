@@ -4,16 +4,17 @@ Products by their shapes on the rank; attention by its kernel; what only moves m
 and the host, which launches every operator: where the device is done sooner, it waits for the host.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device, product_s
-from outpace.planner.outlines import Weight, weights
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.planner.outlines import Weight, seen_length, weights
+from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
 
 # FlashAttention-2 and what came after it; the Triton kernels of before; scores that are written.
 Kernel = Literal["fused", "triton", "unfused"]
@@ -74,16 +75,21 @@ def layer(
 ) -> Work:
     """One layer of `stack`, all phases."""
     length = stack.seq_len or seq_len
+    seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
     forward = backward = into = np.zeros_like(tokens)
-    for weight in weights(stack, outline.hidden):
-        one, inputs, grads = _weight(device, cells, weight, tokens)
+    for weight in weights(stack.model_copy(update={"other": ()}), outline.hidden):
+        rows = cells.samples * seen / cells.cp if weight.name == "cross kv" else tokens
+        one, inputs, grads = _weight(device, cells, weight, rows)
+        forward, backward, into = forward + one, backward + inputs + grads, into + grads
+    for one, inputs, grads in _products(device, cells, stack.other, length):
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
     products = forward
-    mixes = [a for a in (stack.attention, stack.cross_attention) if a is not None]
     inner = inner_back = np.zeros_like(tokens)
-    for attention in mixes:
-        ahead, back = _attention(device, cells, attention, length, kernel)
+    for attention, keys in ((stack.attention, length), (stack.cross_attention, seen)):
+        if attention is None:
+            continue
+        ahead, back = _attention(device, cells, attention, length, keys, kernel)
         inner, inner_back = inner + ahead, inner_back + back
     fused = kernel != "unfused"
     moved, moved_back = _moved(outline, stack, cells, fused)
@@ -125,17 +131,27 @@ def _weight(
     return one, inputs, grads
 
 
+def _products(
+    device: Device, cells: Cells, products: Sequence[Product], length: int
+) -> Iterator[tuple[Floats, Floats, Floats]]:
+    """As of a weight, of products that nothing cuts."""
+    for product in products:
+        tokens = cells.samples * (product.positions or length) / cells.cp
+        weight = Weight(product.name, product.inputs, product.outputs, "none")
+        times = product.count * product.uses
+        one, inputs, grads = _weight(device, cells, weight, tokens)
+        yield times * one, times * inputs, times * grads
+
+
 def _attention(
-    device: Device, cells: Cells, attention: Attention, length: int, kernel: Kernel
+    device: Device, cells: Cells, attention: Attention, length: int, keys: int, kernel: Kernel
 ) -> tuple[Floats, Floats]:
     """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
     own = length / cells.cp  # queries; keys are all, in turns
     widths = attention.head_dim + attention.value_dim
-    seen = length
     if kernel != "unfused":
-        if attention.window is not None:
-            seen = min(length, attention.window)
+        seen = min(keys, attention.window or keys)
         half = 0.5 if attention.causal and seen == length else 1.0
         flops = 2.0 * cells.samples * heads * own * seen * widths * half
         narrow = device.attention_narrow if attention.head_dim <= 64 else 1.0
@@ -146,12 +162,12 @@ def _attention(
         back = 2.5 * flops / (speed * device.attention_backward)
         return ahead + device.fixed_s, back + 2 * device.fixed_s
     batch = cells.samples * heads
-    s = np.full_like(own, float(length))
+    s = np.full_like(own, float(keys))
     scores = product_s(device, cells.rate, own, s, np.full_like(own, attention.head_dim),
                        cells.item, batch)  # fmt: skip
     mix = product_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
                     cells.item, batch)  # fmt: skip
-    entries = batch * own * length
+    entries = batch * own * keys
     # Softmax reads and writes scores; dropout reads, writes and keeps a byte each.
     ahead_bytes = entries * (4 * cells.item + 1)
     # Dropout once more; softmax reads its outputs and their gradients, and writes.
@@ -175,8 +191,9 @@ def _moved(outline: Outline, stack: Stack, cells: Cells, fused: bool) -> tuple[F
         eager = 5.0 if stack.mlp.gated else 2.0
         eager_back = 9.0 if stack.mlp.gated else 3.0
         tight = 3.0 if stack.mlp.gated else 2.0
+        tight_back = 5.0 if stack.mlp.gated else 3.0
         ahead = ahead + width * np.where(cells.compiled > 0, tight, eager)
-        back = back + width * np.where(cells.compiled > 0, tight + 2, eager_back)
+        back = back + width * np.where(cells.compiled > 0, tight_back, eager_back)
     if stack.attention is not None:
         a = stack.attention
         keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
@@ -225,40 +242,56 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
     return float(products + biases + parameters)
 
 
-def head(
-    device: Device, outline: Outline, cells: Cells, seq_len: int
-) -> tuple[Floats, Floats, Floats]:
-    """The head and its loss: forward, backward, and the operators of either."""
+class Ends(NamedTuple):
+    """Device seconds of what lies before the layers, or after them, and of its products alone."""
+
+    forward_s: Floats
+    backward_s: Floats
+    products_s: Floats
+    products_back_s: Floats
+    operators: Floats
+
+
+def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
+    """The head and its loss, and the operators of either direction."""
+    zero = np.zeros_like(cells.samples)
     if not outline.outputs:
-        zero = np.zeros_like(cells.samples)
-        return zero, zero, zero
-    tokens = cells.samples * min(seq_len, outline.predicted or seq_len) / cells.cp
-    weight = Weight("head", outline.hidden, outline.outputs, "outputs")
+        return Ends(zero, zero, zero, zero, zero)
+    length = outline.stacks[-1].seq_len or seq_len
+    length = min(length, outline.predicted or length)
+    tokens = cells.samples * length / cells.cp
+    weight = Weight("head", outline.embedded, outline.outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
-    for product in outline.head_products:
-        more = Weight(product.name, product.inputs, product.outputs, "none")
-        ahead, back, own = _weight(device, cells, more, tokens)
+    for ahead, back, own in _products(device, cells, outline.head_products, length):
         one, inputs, grads = one + ahead, inputs + back, grads + own
     columns = outline.outputs / cells.tp
     low = cells.item < 4
     cast = np.where(low, _CAST, 0.0)
     ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
     rate = device.memory_bytes_per_s
-    return (
+    return Ends(
         one + tokens * ahead_bytes / rate,
         inputs + grads + tokens * back_bytes / rate,
+        one,
+        inputs + grads,
         np.full_like(tokens, 8.0),
     )
 
 
-def embedding(
-    device: Device, outline: Outline, cells: Cells, seq_len: int
-) -> tuple[Floats, Floats, Floats]:
-    """Looking up, and adding gradients up into a table of zeros; and the operators of either."""
-    tokens = cells.samples * seq_len / cells.cp
+def embedding(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
+    """Looking up, and adding gradients up into a table of zeros; patches' and other products.
+
+    And the operators of either direction.
+    """
+    length = outline.stacks[0].seq_len or seq_len
+    tokens = cells.samples * length / cells.cp
     hidden = outline.hidden * cells.wide
     rate = device.memory_bytes_per_s
-    ahead = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
-    table = outline.vocab / cells.tp * outline.hidden * cells.wide
-    back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
-    return ahead, back, np.full_like(tokens, 6.0)
+    one = back_s = np.zeros_like(tokens)
+    for ahead, inputs, grads in _products(device, cells, outline.embed_products, length):
+        one, back_s = one + ahead, back_s + inputs + grads
+    moved = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
+    table = outline.vocab / cells.tp * outline.embedded * cells.wide
+    moved_back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
+    operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_products))
+    return Ends(one + moved, back_s + moved_back, one, back_s, operators)

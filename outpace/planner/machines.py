@@ -12,7 +12,7 @@ from outpace.planner.device import Device, of_accelerator
 from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.networks import of_node
 from outpace.records.errors import BadInputError
-from outpace.records.figure import Figure
+from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Accelerator, Bundle, Node
 from outpace.records.machine import Machine
 from outpace.records.network import Network
@@ -53,8 +53,9 @@ def of_catalog(node: Node, nodes: int, network: Network | None = None) -> Cluste
         )
     across = network or of_node(node)
     notes: tuple[str, ...] = ()
-    if nodes > 1 and across is None:
-        across = default_network(node)
+    assumed = across is None
+    across = across or default_network(node)
+    if nodes > 1 and assumed:
         notes = (
             f"{node.name} is sold without network cards: {across.name} is assumed. Say another "
             "with --network, as in --network 8xinfiniband-ndr.",
@@ -160,7 +161,9 @@ def of_host(machine: Machine, ranks: int) -> Cluster:
             )
         node = Node(name=chip.name, accelerator=chip.name, devices=ranks, host_link=chip.host_link,
                     source="this host")  # fmt: skip
-        return of_catalog(node, 1)
+        found = of_catalog(node, 1)
+        held = first.memory_bytes or found.device.memory_bytes
+        return replace(found, device=replace(found.device, memory_bytes=held))
     each = machine.host_cores / ranks * efficiency.CPU_CLOCK_HZ * efficiency.CPU_SHARE
     rates = {}
     for dtype in ("fp32", "bf16"):
@@ -188,14 +191,14 @@ class _Known:
 
     def __init__(self, probed: Probed) -> None:
         self.probed = probed
-        self._unstable = 0
+        self._unstable: set[Key] = set()
 
     def of(self, figure: Figure | None) -> float | None:
         """Its value; of an unstable one the median of what was measured."""
         if figure is None:
             return None
         if figure.value is None and figure.samples:
-            self._unstable += 1
+            self._unstable.add(figure.key)
             return statistics.median(figure.samples)
         return figure.value
 
@@ -219,8 +222,9 @@ class _Known:
         if not self._unstable:
             return []
         return [
-            f"{self._unstable} figures of the probe were not stable enough to conclude; the median "
-            "of their samples is taken. Probe again on a quiet machine for a better plan."
+            f"figures of the probe that were not stable enough to conclude: {len(self._unstable)}; "
+            "the median of their samples is taken. For a better plan probe again on a quiet "
+            "machine."
         ]
 
 
@@ -240,17 +244,55 @@ def _probed_device(machine: Machine, known: _Known, ranks: int, chip: Accelerato
         base = of_accelerator(chip)
         return replace(
             base,
+            memory_bytes=machine.devices[0].memory_bytes or base.memory_bytes,
             best_flops_per_s={**base.best_flops_per_s, **best},
             memory_bytes_per_s=memory or base.memory_bytes_per_s,
             sources=("outpace probe", *base.sources),
         )
-    share = 1 / ranks
     main = max(curves, key=lambda dtype: len(curves[dtype]))
     curve = sorted((flops, rate / best[main]) for flops, rate in curves[main].items())
+    if machine.devices:
+        return _unknown(machine, best, memory, tuple(curve))
+    share = 1 / ranks
     rates = {dtype: value * share for dtype, value in best.items()}
     found = _cpu(machine, ranks, rates, (memory or 10e9) * share, tuple(curve))
     disk = known.of(known.probed.find("storage", "sequential write"))
     return found if disk is None else replace(found, disk_bytes_per_s=disk)
+
+
+def _unknown(
+    machine: Machine,
+    rates: dict[str, float],
+    bytes_per_s: float | None,
+    curve: tuple[tuple[float, float], ...],
+) -> Device:
+    """An accelerator that the catalog has not: as measured, and for the rest as most are."""
+    if bytes_per_s is None:
+        raise BadInputError(
+            f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
+            "how fast its memory is. Probe it: outpace probe memory --out machine.json."
+        )
+    attention = efficiency.ATTENTION["ampere"]
+    return Device(
+        name=machine.devices[0].name,
+        kind="cuda",
+        memory_bytes=machine.devices[0].memory_bytes,
+        peak_flops_per_s={},
+        best_flops_per_s=rates,
+        multiprocessors=1,
+        tiles=((64, 64, 1.0),),
+        fixed_s=0.0,
+        memory_bytes_per_s=bytes_per_s,
+        operator_s=efficiency.OPERATOR_S,
+        attention_forward=attention.forward / efficiency.PRODUCTS["ampere"].share,
+        attention_backward=attention.backward / efficiency.PRODUCTS["ampere"].share,
+        attention_narrow=attention.narrow,
+        host_bytes_per_s=LINKS["PCIe 4 x16"].bytes_per_s * efficiency.HOST_LINK_SHARE,
+        host_memory_bytes_per_s=efficiency.HOST_MEMORY_BYTES_PER_S,
+        disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
+        curve=curve,
+        sources=("outpace probe", attention.source, efficiency.OPERATOR_SOURCE),
+    )
 
 
 def _cpu(

@@ -6,17 +6,19 @@ from outpace.planner.outlines import Weight, weights
 from outpace.records.outline import Attention, Outline, Product, Stack
 
 
-def forward_flops(outline: Outline, seq_len: int, samples: int) -> int:
+def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    2·m·n·k a product. Attention is counted in full, whatever is masked; of experts those that a
+    2·m·n·k a product. `attention` is counted in full, whatever is masked; of experts those that a
     token goes through, with the router. Stacks with a length of their own keep it; a decoder's
     cross-attention sees what the encoder has.
     """
     total, seen, length = _products(outline.embed_products, seq_len), seq_len, seq_len
     for stack in outline.stacks:
         length = stack.seq_len or seq_len
-        total += stack.layers * layer_flops(stack, outline.hidden, length, seen)
+        total += stack.layers * layer_flops(
+            stack, outline.hidden, length, seen, attention=attention
+        )
         if stack.cross_attention is None:
             seen = length
     predicted = outline.predicted or length
@@ -25,13 +27,17 @@ def forward_flops(outline: Outline, seq_len: int, samples: int) -> int:
     return samples * total
 
 
-def layer_flops(stack: Stack, hidden: int, length: int, seen: int) -> int:
+def layer_flops(
+    stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
+) -> int:
     """Of one layer and sample: `length` tokens, whose cross-attention sees `seen` others."""
     total = _products(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
         rows = seen if weight.name == "cross kv" else length
         total += 2 * rows * _multiplied(weight)
+    if not attention:
+        return total
     if stack.attention is not None:
         total += _scores_and_mix(stack.attention, length, length)
     if stack.cross_attention is not None:

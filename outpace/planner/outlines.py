@@ -143,6 +143,17 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
             yield Weight("shared gate", hidden, 1, "none")
 
 
+def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
+    """Keys of a stack's cross-attention: the length of the last stack before that has none."""
+    seen = seq_len
+    for one in outline.stacks:
+        if one is stack:
+            break
+        if one.cross_attention is None:
+            seen = one.seq_len or seq_len
+    return seen
+
+
 def layer_parameters(stack: Stack, hidden: int) -> int:
     """Of one layer: matrices, biases, norms and what else was traced."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
@@ -166,3 +177,14 @@ def parameters(outline: Outline) -> int:
     """All of the model's."""
     layers = sum(s.layers * layer_parameters(s, outline.hidden) for s in outline.stacks)
     return layers + outside_elements(outline)
+
+
+def head_in_layers(outline: Outline) -> float:
+    """Multiply-adds of the head's products against those of a layer in the mean."""
+    block = sum(
+        stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
+        for stack in outline.stacks
+        for w in weights(stack, outline.hidden)
+    )
+    head = outline.outputs * outline.embedded + sum(p.elements for p in outline.head_products)
+    return head * outline.layers / max(block, 1)

@@ -19,22 +19,23 @@ from outpace.planner.finalists import order, played
 from outpace.planner.machines import Cluster
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
-from outpace.planner.search import FAMILIES, Found, Needs, family, search
+from outpace.planner.search import FAMILIES, Found, family, fits, search
 from outpace.planner.space import Wanted, to_plan
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Insistence, Planned, Plans, Rejected
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
-from outpace.records.units import show_bytes, show_count, show_seconds
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 
 LEVEL = 0.9
 _FINALISTS = 2  # times as many as are shown
+_ALIKE = 5e-4  # what would be shown as 0.0 %
 # Words for where the time goes.
 PARTS: Mapping[str, str] = {
     "products_s": "matrix products",
     "attention_s": "attention",
     "memory_s": "memory-bound operations",
-    "host_s": "waiting for the host and the slowest stage",
+    "host_s": "waiting for host and slowest stage",
     "bubble_s": "pipeline bubble",
     "tensor_s": "tensor-parallel exchange",
     "context_s": "context-parallel exchange",
@@ -48,7 +49,10 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A model, a batch and a machine, and what is asked of the answer."""
+    """A model, a batch and a machine, and what is asked of the answer.
+
+    `idle`: nodes may stay idle, where fewer are faster or all cannot be used.
+    """
 
     outline: Outline
     cluster: Cluster
@@ -56,6 +60,17 @@ class Job:
     tokens: int | None = None
     price: float | None = None  # of a device and hour
     count: int = 5
+    idle: bool = False
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device's memory."""
+        return float(self.cluster.device.memory_bytes or math.inf)
+
+    def on(self, nodes: int) -> "Job":
+        """The same on so many nodes."""
+        cluster = replace(self.cluster, nodes=nodes)
+        return replace(self, cluster=cluster, wanted=replace(self.wanted, world=cluster.devices))
 
     @property
     def question(self) -> Question:
@@ -73,24 +88,28 @@ class Job:
 def plans(job: Job) -> Plans:
     """Every plan considered; raises BadInputError, naming what would do, if none fits."""
     began = time.perf_counter()
-    limit = float(job.cluster.device.memory_bytes or math.inf)
-    found = search(job.question, job.wanted, job.needs, limit, _FINALISTS * job.count)
+    wanted = job.wanted
+    if wanted.trained and job.outline.untrained is not None:
+        raise BadInputError(
+            f"{job.outline.name} is planned for, but outpace does not train it: "
+            f"{job.outline.untrained}."
+        )
+    used, found = _fastest(job)
     if not len(found.ranked):
         raise BadInputError(_infeasible(job, found))
-    found = _played(job, found)
-    planned = [_planned(job, found, int(place), rank) for rank, place in enumerate(found.ranked)]
-    wanted = job.wanted
+    planned = [_planned(used, found, int(place), rank) for rank, place in enumerate(found.ranked)]
     return Plans(
         model=job.outline.name,
         parameters=parameters(job.outline),
         machine=job.cluster.name,
         nodes=job.cluster.nodes,
+        idle_nodes=job.cluster.nodes - used.cluster.nodes,
         devices_per_node=job.cluster.fabric.per_node,
         seq_len=wanted.seq_len,
         global_batch=wanted.global_batch,
         plans=tuple(planned),
-        rejected=tuple(_rejected(job, found)),
-        insistences=tuple(_insistences(job, planned[0].estimate.step_time_s, limit)),
+        rejected=tuple(_rejected(used, found)),
+        insistences=tuple(_insistences(job, planned[0].estimate.step_time_s)),
         considered=found.considered,
         fitting=found.fitting,
         took_s=time.perf_counter() - began,
@@ -104,6 +123,52 @@ def _played(job: Job, found: Found) -> Found:
     times = played(job.question, found.columns, found.times, found.ranked)
     ranked = order(times, found.ranked)[: job.count]
     return replace(found, times=times, ranked=ranked)
+
+
+def _searched(job: Job) -> Found:
+    count = _FINALISTS * job.count
+    return _played(job, search(job.question, job.wanted, job.needs, job.limit, count))
+
+
+def _fastest(job: Job) -> tuple[Job, Found]:
+    """What is found on all nodes; where nodes may stay idle, on those that are fastest."""
+    best = job, _searched(job)
+    for nodes in _fewer(job) if job.idle else ():
+        seconds = _seconds(best[1])
+        if _least_s(job, nodes) >= seconds:
+            break
+        less = job.on(nodes)
+        found = _searched(less)
+        if _seconds(found) < seconds:
+            best = less, found
+    return best
+
+
+def _seconds(found: Found) -> float:
+    return float(found.times.step_s[found.ranked[0]]) if len(found.ranked) else math.inf
+
+
+def _fewer(job: Job) -> list[int]:
+    """Fewer nodes that are worth a look, the most first.
+
+    Halves again and again, powers of two, and those whose devices divide the global batch: all
+    that are looked at of a machine are looked at of one twice as large.
+    """
+    nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
+    batch = job.wanted.global_batch
+    halves = {nodes >> shift for shift in range(nodes.bit_length())}
+    powers = {1 << shift for shift in range(nodes.bit_length())}
+    even = {n for n in range(1, min(nodes, batch // each) + 1) if batch % (n * each) == 0}
+    return sorted((n for n in halves | powers | even if 0 < n < nodes), reverse=True)
+
+
+def _least_s(job: Job, nodes: int) -> float:
+    """Less than any plan's step on so many nodes takes: its products at the best rate."""
+    wanted = job.wanted
+    flops = 3 * forward_flops(job.outline, wanted.seq_len, wanted.global_batch, attention=False)
+    precision = wanted.keep.get("precision", wanted.precision)
+    rate = job.cluster.device.rate(dtype_of(precision))
+    return flops / (rate * nodes * job.cluster.fabric.per_node)
 
 
 def one(job: Job, plan: Plan) -> Planned:
@@ -246,17 +311,17 @@ def _why(found: Found, place: int, rank: int) -> str:
     against = title(to_plan(found.columns, other)).split(", micro-batch")[0]
     if rank == 0:
         name = max(gaps, key=lambda key: gaps[key])
-        if gaps[name] <= 0:
-            return f"as fast as the next ({against}), with fewer levers pulled"
+        if gaps[name] <= 0 or theirs / mine - 1 < _ALIKE:
+            return f"as fast as the next ({against}), and no harder to set up"
         return (
-            f"{theirs / mine - 1:.1%} faster than the next ({against}), which takes "
+            f"{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
             f"{show_seconds(gaps[name])} more for {PARTS[name]}"
         )
     name = min(gaps, key=lambda key: gaps[key])
-    return (
-        f"{mine / theirs - 1:.1%} slower than the fastest: {show_seconds(max(0.0, -gaps[name]))} "
-        f"more for {PARTS[name]}"
-    )
+    if mine / theirs - 1 < _ALIKE:
+        return f"as fast as the fastest ({against})"
+    more = show_seconds(max(0.0, -gaps[name]))
+    return f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
 
 
 def _rejected(job: Job, found: Found) -> list[Rejected]:
@@ -290,7 +355,7 @@ def _rejected(job: Job, found: Found) -> list[Rejected]:
     return rows
 
 
-def _insistences(job: Job, fastest_s: float, limit: float) -> list[Insistence]:
+def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
     """What each thing that a person insists on costs: the time without it, all else kept."""
     rows = []
     wanted = job.wanted
@@ -302,9 +367,9 @@ def _insistences(job: Job, fastest_s: float, limit: float) -> list[Insistence]:
     if wanted.most_tp is not None:
         asked.append((f"max-tp {wanted.most_tp}", replace(wanted, most_tp=None)))
     for setting, freer in asked:
-        found = search(job.question, freer, job.needs, limit, 1)
+        _, found = _fastest(replace(job, wanted=freer, count=1))
         if len(found.ranked):
-            free_s = float(found.times.step_s[found.ranked[0]])
+            free_s = _seconds(found)
             rows.append(Insistence(setting=setting, slowdown=max(0.0, fastest_s / free_s - 1)))
     return rows
 
@@ -336,34 +401,36 @@ _MOST_NODES = 4096
 
 
 def _enough(fits: Callable[[int], bool]) -> int | None:
-    """The fewest nodes, of powers of two, that are enough."""
-    nodes = 1
-    while nodes <= _MOST_NODES:
-        if fits(nodes):
-            return nodes
-        nodes *= 2
-    return None
+    """The fewest nodes that are enough, if more never are too many."""
+    enough = 1
+    while not fits(enough):
+        enough *= 2
+        if enough > _MOST_NODES:
+            return None
+    less = enough // 2
+    while enough - less > 1:
+        middle = (less + enough) // 2
+        if fits(middle):
+            enough = middle
+        else:
+            less = middle
+    return enough
 
 
 def _fits_on(job: Job, nodes: int) -> bool:
+    """Whether so many nodes are enough, with a global batch that they can share out."""
     if nodes <= job.cluster.nodes:
         return False
-    world = nodes * job.cluster.fabric.per_node
+    other = job.on(nodes)
+    world = other.wanted.world
     batch = math.ceil(job.wanted.global_batch / world) * world
-    wanted = replace(job.wanted, world=world, global_batch=batch)
-    limit = float(job.cluster.device.memory_bytes or math.inf)
-    needs: Needs = job.needs
-    return bool(len(search(job.question, wanted, needs, limit, 1).ranked))
+    wanted = replace(other.wanted, global_batch=batch)
+    return fits(wanted, job.needs, job.limit)
 
 
-def throughput(job: Job, nodes: int) -> tuple[float, Planned] | None:
-    """Tokens/s of the best plan on so many nodes, and that plan; None where none fits."""
-    cluster = replace(job.cluster, nodes=nodes)
-    world = nodes * cluster.fabric.per_node
-    other = replace(job, cluster=cluster, wanted=replace(job.wanted, world=world))
-    limit = float(cluster.device.memory_bytes or np.inf)
-    found = search(other.question, other.wanted, other.needs, limit, 1)
+def throughput(job: Job, nodes: int) -> Planned | None:
+    """The best plan on so many nodes; None where none fits."""
+    used, found = _fastest(replace(job.on(nodes), count=2))
     if not len(found.ranked):
         return None
-    planned = _planned(other, found, int(found.ranked[0]), 0)
-    return planned.estimate.tokens_per_s, planned
+    return _planned(used, found, int(found.ranked[0]), 0)

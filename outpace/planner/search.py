@@ -64,6 +64,8 @@ def search(
     """
     plain = layouts(wanted)
     chosen = list(levers(wanted))
+    if not chosen:
+        return _nothing(plain, question)
     bound = estimate(question, plain).step_s
     of_family = family(plain)
     kind = _kinds(plain)
@@ -177,6 +179,22 @@ def _found(
         best[name] = int(able[np.argmin(seconds[able])]) if len(able) else -1
         smallest[name] = int(mine[np.argmin(need[mine])])
     return Found(columns, times, need, ranked[:count], best, smallest, considered, int(fits.sum()))
+
+
+def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
+    """Whether any plan does: all of the smallest micro-batch that recompute the most are tried."""
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    if not chosen or not len(plain):
+        return False
+    chosen = [lever for lever in chosen if lever["modes"] == chosen[-1]["modes"]]
+    plain = plain.take(plain.micro_batch == plain.micro_batch.min())
+    # Those that share out the most among the ranks first.
+    order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
+    for begin in range(0, len(order), _BATCH):
+        part = expand(plain.take(order[begin : begin + _BATCH]), chosen)
+        if len(part) and (needs(part) <= memory_bytes).any():
+            return True
+    return False
 
 
 def _nothing(plain: Columns, question: Question) -> Found:

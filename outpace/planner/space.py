@@ -19,10 +19,17 @@ from outpace.planner.columns import (
     Ints,
 )
 from outpace.planner.outlines import weights
-from outpace.records.optimizers import OptimizerName, Precision, default_optimizer
+from outpace.records.optimizers import (
+    LOW,
+    PURE,
+    SCALED,
+    OptimizerName,
+    Precision,
+    default_optimizer,
+)
 from outpace.records.outline import Outline
 from outpace.records.pipelines import SCHEDULES
-from outpace.records.plan import Offload, Plan, Strategy
+from outpace.records.plan import IN_BACKWARD, Offload, Plan, Strategy
 
 # Layers that are all computed again, or every second; the other modes are of all layers.
 _MODES: tuple[tuple[str, int], ...] = (
@@ -77,14 +84,10 @@ Lever = dict[str, Any]
 
 
 def layouts(wanted: Wanted) -> Columns:
-    """Every layout, each with the least of all levers: it takes no longer with any others."""
+    """Every layout without any lever, kept or not: it takes no longer than with some."""
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
-    plain = next(iter(levers(wanted)), None)
-    if plain is None:
-        rows = rows[:0]
-        values = dict(zip(_COLUMNS, rows.T, strict=True))
-        plain = _lever(("none", 1), _OFFLOADS[0], False, wanted)
+    plain = _lever(("none", 1), _OFFLOADS[0], False, wanted)
     count = len(rows)
     keep = wanted.keep
     found = Columns(
@@ -95,7 +98,10 @@ def layouts(wanted: Wanted) -> Columns:
         even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
     )
-    return found.take(_kept(found, keep) & _goes(found))
+    fine = _kept(found, keep) & _goes(found)
+    if wanted.trained:
+        fine &= ~(found.async_tp & (found.tp > 1))
+    return found.take(fine)
 
 
 def _repeated(value: Any, count: int) -> Any:
@@ -134,6 +140,9 @@ def levers(wanted: Wanted) -> Iterator[Lever]:
         for mode, every in _MODES
         if keep.get("checkpointing", mode) == mode and keep.get("checkpoint_every", every) == every
     ]
+    every = keep.get("checkpoint_every", 1)
+    if every > 2 and keep.get("checkpointing") != "none":
+        modes = [(mode, every) for mode in MODES[1:] if keep.get("checkpointing", mode) == mode]
     names = ("offload_activations", "offload_parameters", "offload_optimizer")
     places = [
         three
@@ -152,9 +161,10 @@ def _lever(
     keep = wanted.keep
     precision = keep.get("precision", wanted.precision)
     optimizer = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
-    shares = [0.0] * len(MODES)
-    shares[[*MODES].index(mode[0])] += 1 / mode[1]  # type: ignore[arg-type]
-    shares[0] += 1 - 1 / mode[1]
+    shares, layers = [0.0] * len(MODES), wanted.outline.layers
+    again = math.ceil(layers / mode[1])  # each so-many-th layer from the first
+    shares[[*MODES].index(mode[0])] += again / layers  # type: ignore[arg-type]
+    shares[0] += (layers - again) / layers
     activations, parameters, state = (OFFLOADS.index(place) for place in places)
     return {
         "modes": shares,
@@ -172,6 +182,9 @@ def _lever(
 def _goes(c: Columns) -> Any:
     """Which layouts go with what is the same in all of their plans."""
     fine = ~(c.precise("fp8") & (c.tp > 1))
+    low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
+    fine &= low | ~c.precise(*PURE)
+    fine &= ~c.in_backward | (c.of(*IN_BACKWARD) & ~c.precise(*SCALED))
     return fine & ~(c.scheduled(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
 
 
@@ -184,6 +197,7 @@ def _possible(c: Columns) -> Any:
     elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
     fine &= ~(elsewhere & (~adamw | c.in_backward | c.precise("fp16-master")))
     fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))
+    fine &= ~((c.offload_parameters == OFFLOADS.index("disk")) & c.compile)
     fine &= ~(elsewhere & (c.pp > 1))
     naive = c.of("dp", "ps", "ring", "mp")
     return fine & ~(naive & (elsewhere | (c.offload_activations > 0)))
@@ -196,7 +210,7 @@ def _layouts(wanted: Wanted) -> Iterator[_Row]:
         if wanted.global_batch % replicas:
             continue
         share = wanted.global_batch // replicas
-        sizes = _micro_batches(share)
+        sizes = _micro_batches(share, wanted.keep)
         for rep, shard, zero in _data_axes(replicas, tp, cp, wanted):
             strategy = _name(rep, shard, zero, tp, cp, pp)
             if wanted.trained and strategy == "3d" and zero in (1, 2):
@@ -245,7 +259,9 @@ def _data_axes(replicas: int, tp: int, cp: int, wanted: Wanted) -> Iterator[tupl
     for zero in (1, 2, 3):
         yield 1, replicas, zero
     inside = wanted.per_node // (tp * cp)
-    for size in {inside, inside * 2, inside * 4, inside * 8}:
+    for size in sorted(
+        {inside, inside * 2, inside * 4, inside * 8, wanted.keep.get("dp_shard", 0)}
+    ):
         if 1 < size < replicas and replicas % size == 0:
             yield replicas // size, size, 3
 
@@ -269,8 +285,13 @@ def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strateg
     return names[zero]
 
 
-def _micro_batches(share: int) -> list[int]:
-    """Divisors of a rank's samples: the powers of two, and all of them where they are few."""
+def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
+    """Divisors of a rank's samples: the powers of two, and all of them where they are few.
+
+    What a person insists on is among them.
+    """
+    if "micro_batch" in keep or "pp_microbatches" in keep:
+        return _divisors(share)
     found = [n for n in _divisors(share) if n <= _MOST_MICRO_BATCH]
     powers = [n for n in found if n & (n - 1) == 0]
     return found if len(found) <= 6 else sorted({*powers, found[-1]})
@@ -281,6 +302,8 @@ def _scheduled(
 ) -> Iterator[_Row]:
     """With every schedule for `parts` micro-batches; without a pipeline they are accumulated."""
     layers, pp = wanted.outline.layers, axes[5]
+    if wanted.trained and pp > 1 and wanted.keep.get("stage_split", "cost") != "cost":
+        return
     if pp == 1:
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
         return
@@ -290,7 +313,7 @@ def _scheduled(
         own = SCHEDULES[schedule].stages_per_rank
         many = range(own, own + 1)
         if schedule in _LOOPS and not wanted.trained:
-            many = range(own, _MOST_VIRTUAL + 1)
+            many = range(own, max(_MOST_VIRTUAL, wanted.keep.get("virtual_stages", 0)) + 1)
         name: Strategy = schedule if strategy == "1f1b" else strategy  # type: ignore[assignment]
         for count in many:
             even = layers % (pp * count) == 0 or count == own
@@ -313,8 +336,9 @@ def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
 def _naive(wanted: Wanted) -> Iterator[_Row]:
     """What is there to compare with: one process for all, servers, a ring, one after another."""
     world, batch = wanted.world, wanted.global_batch
-    if 1 < world <= wanted.outline.layers:
-        for micro in _micro_batches(batch):
+    uneven = wanted.trained and wanted.keep.get("stage_split", "cost") != "cost"
+    if 1 < world <= wanted.outline.layers and not uneven:
+        for micro in _micro_batches(batch, wanted.keep):
             axes = (1, 1, 0, 1, 1, world, 1)
             yield (STRATEGIES.index("mp"), *axes, 1, 1, micro, 1, batch // micro, 0)
     named: tuple[tuple[Strategy, int], ...] = (("dp", 0), ("ring", 0), ("ps", 1))
@@ -322,7 +346,7 @@ def _naive(wanted: Wanted) -> Iterator[_Row]:
         ranks = world - servers
         if ranks < 2 or batch % ranks or (strategy == "dp" and world > wanted.per_node):
             continue
-        for micro in _micro_batches(batch // ranks):
+        for micro in _micro_batches(batch // ranks, wanted.keep):
             passes = batch // ranks // micro
             axes = (ranks, 1, 0, 1, 1, 1, 1)
             yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, passes, servers)

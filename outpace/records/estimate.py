@@ -70,6 +70,7 @@ class Plans(Record):
     parameters: PositiveInt
     machine: str
     nodes: PositiveInt
+    idle_nodes: NonNegativeInt = Field(default=0, description="of these, that no plan uses")
     devices_per_node: PositiveInt
     seq_len: PositiveInt
     global_batch: PositiveInt

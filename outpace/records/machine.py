@@ -11,7 +11,7 @@ class Device(Record):
     """A device present in a machine. `accelerator` is its catalog name, None if not there."""
 
     name: str
-    memory_bytes: int | None = None
+    memory_bytes: PositiveInt | None = None
     accelerator: str | None = None
 
 

@@ -19,20 +19,30 @@ def plans_text(answer: Plans) -> Group:
     parts: list[RenderableType] = [Text(_head(answer)), _ranked(answer.plans)]
     for number, planned in enumerate(answer.plans, 1):
         mark = f" Not trained by outpace: {planned.untrained}." if planned.untrained else ""
-        parts.append(Text(f"{number}. {planned.title}: {planned.why}.{mark}"))
+        budget = _budget(planned.estimate)
+        parts.append(_item(f"{number}.", f"{planned.why}.{budget}{mark}"))
     parts += [Text(""), *_detail(answer.plans[0])]
     if answer.insistences:
         parts.append(Text("\nWhat is insisted on costs, against the optimum without it:"))
-        parts += [
-            Text(f"  {one.setting}: {'nothing' if one.slowdown < 5e-4 else f'{one.slowdown:.1%}'}")
-            for one in answer.insistences
-        ]
+        parts += [Text(f"  {one.setting}: {_slower(one.slowdown)}") for one in answer.insistences]
     if answer.rejected:
         parts.append(Text("\nNot taken:"))
-        parts += [Text(f"  {one.family}: {one.reason}") for one in answer.rejected]
-    parts += [Text(f"• {note}") for note in answer.notes]
-    parts.append(Text(f"• {_surely(answer)}"))
+        parts += [_item("  •", f"{one.family}: {one.reason}") for one in answer.rejected]
+    parts += [Text(""), *(_item("•", note) for note in (*answer.notes, _surely(answer)))]
     return Group(*parts)
+
+
+def _item(mark: str, text: str) -> Table:
+    """A mark, and a text whose further lines begin below its first."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row(mark, text)
+    return table
+
+
+def _slower(slowdown: float) -> str:
+    return "nothing" if slowdown < 5e-4 else f"{show_share(slowdown)} more time"
 
 
 def _surely(answer: Plans) -> str:
@@ -41,17 +51,22 @@ def _surely(answer: Plans) -> str:
         f"Estimated in {answer.took_s:.1f} s from "
         f"{'a probe' if answer.source == 'probed' else 'published rates'}: the true time lies "
         f"between {first.low_s / first.step_time_s:.2f} and {first.high_s / first.step_time_s:.2f} "
-        f"of the estimate with {first.level:.0%} (docs/accuracy.md). outpace plan --explain N "
-        "walks through one; outpace estimate --depth trace checks its memory."
+        f"of the estimate with {first.level * 100:.0f} % (docs/accuracy.md). "
+        "outpace plan --explain N walks through one; outpace estimate --depth trace checks its "
+        "memory."
     )
 
 
 def _head(answer: Plans) -> str:
     world = answer.nodes * answer.devices_per_node
+    idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
+    spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
+    memory = answer.plans[0].estimate.memory_bytes
+    each = "" if memory is None else f" of {show_bytes(memory)}"
     return (
         f"{answer.model}, {show_count(answer.parameters)} parameters, on {answer.nodes} × "
-        f"{answer.devices_per_node} = {world} devices ({answer.machine}); sequences of "
-        f"{answer.seq_len:,}, global batch {answer.global_batch:,}. "
+        f"{answer.devices_per_node} = {world} devices{each} ({answer.machine}); sequences of "
+        f"{answer.seq_len:,}, global batch {answer.global_batch:,}.{spare} "
         f"{answer.considered:,} plans considered."
     )
 
@@ -59,31 +74,40 @@ def _head(answer: Plans) -> str:
 def _ranked(plans: Sequence[Planned]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("", justify="right")
-    table.add_column("plan", overflow="fold")
-    names = ["step", "tokens/s", "MFU", "HFU", "memory"]
-    budget = any(planned.estimate.time_s is not None for planned in plans)
-    costs = any(planned.estimate.cost is not None for planned in plans)
-    for name in [*names, *(["days"] if budget else []), *(["cost"] if costs else [])]:
+    table.add_column("plan", overflow="fold", min_width=24)
+    columns = _figures([planned.estimate for planned in plans])
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for number, planned in enumerate(plans, 1):
-        one = planned.estimate
-        row = [
-            str(number),
-            planned.title + (" †" if planned.untrained else ""),
-            show_seconds(one.step_time_s),
-            show_count(one.tokens_per_s),
-            show_share(one.mfu),
-            show_share(one.hfu),
-            show_bytes(one.peak_memory_bytes),
-        ]
-        if budget:
-            row.append("n/a" if one.time_s is None else f"{one.time_s / 86400:,.1f}")
-        if costs:
-            row.append("n/a" if one.cost is None else f"{one.cost:,.0f}")
-        table.add_row(*row)
+        title = planned.title + (" †" if planned.untrained else "")
+        table.add_row(str(number), title, *(column[number - 1] for column in columns.values()))
     if any(planned.untrained for planned in plans):
         table.caption, table.caption_justify = "† outpace itself does not train it.", "left"
     return table
+
+
+def _figures(plans: Sequence[Estimate]) -> dict[str, list[str]]:
+    """Columns of the ranking: those that tell something of these plans."""
+    found = {
+        "step": [show_seconds(one.step_time_s) for one in plans],
+        "tokens/s": [show_count(one.tokens_per_s) for one in plans],
+    }
+    if any(one.mfu is not None for one in plans):
+        found["MFU"] = [show_share(one.mfu) for one in plans]
+    if any(one.hfu != one.mfu for one in plans):
+        found["HFU"] = [show_share(one.hfu) for one in plans]
+    found["memory"] = [show_bytes(one.peak_memory_bytes) for one in plans]
+    return found
+
+
+def _budget(one: Estimate) -> str:
+    """Time and cost to a budget of tokens, where one was given."""
+    if one.tokens is None or one.time_s is None:
+        return ""
+    days = one.time_s / 86400
+    took = f"{days:,.1f} days" if days >= 1 else show_seconds(one.time_s)
+    cost = "" if one.cost is None else f", at a cost of {one.cost:,.0f}"
+    return f" {show_count(one.tokens)} tokens: {took}{cost}."
 
 
 def _detail(planned: Planned) -> list[RenderableType]:
@@ -91,7 +115,8 @@ def _detail(planned: Planned) -> list[RenderableType]:
     lines: list[RenderableType] = [
         Text(
             f"{planned.title}\n  {planned.identity}\n  step {show_seconds(one.step_time_s)}, "
-            f"{one.level:.0%} between {show_seconds(one.low_s)} and {show_seconds(one.high_s)}"
+            f"{one.level * 100:.0f} % between {show_seconds(one.low_s)} and "
+            f"{show_seconds(one.high_s)}"
         ),
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
         _bars("  where the memory goes", _memory(one), show_bytes),
@@ -107,6 +132,9 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
     """The parts that are a thousandth of the whole or more, largest first, with their shares."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), title=title, title_justify="left",
                   title_style="", show_header=False)  # fmt: skip
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="crop", no_wrap=True)
     whole = sum(values.values()) or 1.0
     for name, value in sorted(values.items(), key=lambda pair: -pair[1]):
         if value / whole < 1e-3:
@@ -114,6 +142,14 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
         filled = "█" * max(1, round(_BAR * value / whole))
         table.add_row(f"    {name}", show(value), show_share(value / whole), filled)  # type: ignore[operator]
     return table
+
+
+def _rates(one: Estimate) -> str:
+    ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
+    used = "" if one.mfu is None else (
+        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (attention in full)"
+    )  # fmt: skip
+    return f"{show_count(one.tokens_per_s)} tokens/s on {ranks}{used}"
 
 
 def explained(answer: Plans, number: int) -> Group:
@@ -127,8 +163,7 @@ def explained(answer: Plans, number: int) -> Group:
         *_detail(planned),
         Text(
             f"  The fullest rank needs {show_bytes(one.peak_memory_bytes)} of {fits}.\n"
-            f"  {show_count(one.tokens_per_s)} tokens/s on {one.ranks} ranks; MFU "
-            f"{show_share(one.mfu)}, HFU {show_share(one.hfu)} (attention in full)."
+            f"  {_rates(one)}.{_budget(one)}"
         ),
     ]
     if planned.untrained:
@@ -148,18 +183,15 @@ def one_plan(planned: Planned) -> Group:
                 f"({one.depth})"
             )
         )
-    lines.append(
-        Text(
-            f"  {show_count(one.tokens_per_s)} tokens/s; MFU {show_share(one.mfu)}, HFU "
-            f"{show_share(one.hfu)}"
-        )
-    )
+    lines.append(Text(f"  {_rates(one)}."))
     if planned.untrained:
         lines.append(Text(f"  Not trained by outpace: {planned.untrained}."))
     return Group(*lines)
 
 
-def scaling(rows: Sequence[tuple[int, int, Planned | None]]) -> Table:
+def scaling(
+    rows: Sequence[tuple[int, int, Planned | None]], global_batch: int, notes: Sequence[str]
+) -> Group:
     """Throughput on so many nodes: nodes, devices, and the best plan there."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for name in ("nodes", "devices", "tokens/s", "efficiency", "network"):
@@ -169,7 +201,7 @@ def scaling(rows: Sequence[tuple[int, int, Planned | None]]) -> Table:
     over = None
     for nodes, devices, planned in rows:
         if planned is None:
-            table.add_row(f"{nodes:,}", f"{devices:,}", "does not fit", "", "", "")
+            table.add_row(f"{nodes:,}", f"{devices:,}", "–", "", "", "no plan fits")
             continue
         one = planned.estimate
         each = one.tokens_per_s / devices
@@ -181,13 +213,13 @@ def scaling(rows: Sequence[tuple[int, int, Planned | None]]) -> Table:
             f"{nodes:,}", f"{devices:,}", show_count(one.tokens_per_s), show_share(each / first),
             show_share(exposed), planned.title,
         )  # fmt: skip
-    table.caption = (
-        "efficiency: of a device, against the first row. network: the exposed share of a step."
+    caption = (
+        f"Global batch {global_batch:,} throughout. efficiency: tokens/s of a device, against the "
+        "first row that fits. network: the exposed share of a step."
         + (f" The network takes over at {over:,} nodes: more than half of computing." if over
            else " Nowhere does the network take over (half of computing).")
     )  # fmt: skip
-    table.caption_justify = "left"
-    return table
+    return Group(table, Text(caption), *(_item("•", note) for note in notes))
 
 
 _EXCHANGES = ("tensor_s", "context_s", "pipeline_s", "expert_s", "data_s")
@@ -206,7 +238,7 @@ def _computed(one: Estimate) -> float:
 def compared(before: Planned, after: Planned, changes: str) -> Group:
     """The best plan with something of the machine changed, beside the best without."""
     gain = before.estimate.step_time_s / after.estimate.step_time_s - 1
-    word = f"{gain:.1%} faster" if gain >= 0 else f"{-gain:.1%} slower"
+    word = f"{show_share(abs(gain))} {'more' if gain >= 0 else 'less'} throughput"
     return Group(
         Text(f"What if {changes}: {word}."),
         Text(f"  now:  {show_seconds(before.estimate.step_time_s)}  {before.title}"),

@@ -1,0 +1,225 @@
+"""`outpace plan`."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from outpace.cli.emitted import FORMATS
+from outpace.cli.main import main
+from outpace.records.figure import Figure, Key
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+from outpace.records.probed import Probed
+
+LLAMA = ("plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=4096",
+         "--global-batch=64")  # fmt: skip
+TINY = ("plan", "--model=outpace-tiny", "--machine=2x-titan-rtx", "--global-batch=16")
+FIGURES = {"step_time_s", "tokens_per_s", "mfu", "hfu", "peak_memory_bytes", "memory", "parts_s",
+           "low_s", "high_s", "level"}  # fmt: skip
+
+
+def said(capsys, *words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def shown(capsys, monkeypatch, *words, columns=80):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*words]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns and "…" not in text
+    return " ".join(text.split())
+
+
+def refused(capsys, *words):
+    assert main([*words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    sentences = captured.err.strip()
+    assert sentences.startswith("outpace: ") and "\n" not in sentences
+    return sentences
+
+
+def test_the_document_is_as_it_is_told(capsys):
+    answer = said(capsys, *LLAMA, "--tokens=1T", "--price=2.5", "--keep=precision=bf16")
+    assert set(answer) >= {"plans", "rejected", "insistences", "considered", "notes", "model"}
+    assert len(answer["plans"]) == 5 and answer["considered"] > 10_000
+    for one in answer["plans"]:
+        assert set(one) >= {"plan", "estimate", "why"} and one["why"]
+        assert set(one["estimate"]) >= FIGURES
+        assert one["estimate"]["depth"] == "estimate"
+        plan = Plan.parse(one["plan"], "the document")
+        assert plan.world_size == 8
+        assert one["estimate"]["cost"] == pytest.approx(one["estimate"]["time_s"] / 3600 * 8 * 2.5)
+    assert all(row["family"] and row["reason"] for row in answer["rejected"])
+    assert any("GiB of 80.00 GiB" in row["reason"] for row in answer["rejected"])
+
+
+def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, *LLAMA, "--tokens=1T", "--price=2.5", "--max-tp=4",
+                 "--keep=micro_batch=1")  # fmt: skip
+    for part in ("llama-3-8b, 8.03 G parameters", "8 devices of 80.00 GiB (hgx-h100)", "tokens/s",
+                 "MFU", "where the time goes", "where the memory goes", "matrix products",
+                 "faster than the next", "slower than the fastest", "Not taken:", "1.00 T tokens:",
+                 "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
+                 "the true time lies between", "with 90 %"):  # fmt: skip
+        assert part in text, part
+
+
+def test_what_is_not_known_has_no_column(capsys, monkeypatch, tmp_path):
+    path = machine_file(tmp_path / "machine.json")
+    text = shown(capsys, monkeypatch, "plan", "--model=outpace-tiny", f"--machine={path}")
+    assert "MFU" not in text and "n/a" not in text
+    assert "a probe" in text and "a CPU" in text
+
+
+def machine_file(path, **values):
+    key = Key(kind="matmul", what="curve", of={"dtype": "fp32", "m": 512, "n": 512, "k": 512})
+    figure = Figure(key=key, unit="FLOP/s", value=80e9, origin="measured")
+    probed = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+                    figures=(figure,), fits=(), world_size=1, hosts=1)  # fmt: skip
+    made = Machine(host_cores=4, host_memory_bytes=2**34, cpu="a CPU", probed=probed)
+    document = {**made.model_dump(mode="json"), **values}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_one_plan_is_walked_through_and_written(capsys, monkeypatch, tmp_path):
+    ranked = said(capsys, *LLAMA)["plans"]
+    file = tmp_path / "plan.json"
+    text = shown(capsys, monkeypatch, *LLAMA, "--explain=3", f"--out={file}")
+    assert f"Plan 3 of {len(ranked)}" in text and ranked[2]["title"] in text
+    assert "The fullest rank needs" in text and "tokens/s on 8 ranks" in text
+    assert Plan.load(file) == Plan.parse(ranked[2]["plan"], "the document")
+
+
+def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):
+    words = [*LLAMA[:3], "--network=25Gbit/s", "--global-batch=512", "--compare-nodes=1,2,4,64"]
+    rows = said(capsys, *words)["scaling"]
+    assert [row["devices"] for row in rows] == [8, 16, 32, 512]
+    speed = [row["best"]["estimate"]["tokens_per_s"] for row in rows]
+    assert speed == sorted(speed) and speed[3] < 64 * speed[0]
+    text = shown(capsys, monkeypatch, *words)
+    assert "Global batch 512 throughout" in text and "efficiency" in text
+    assert "The network takes over at" in text
+
+
+def test_nodes_that_are_compared_have_a_network(capsys):
+    """As hgx-h100 alone has none, the same is assumed as for several."""
+    words = [*LLAMA[:3], "--global-batch=512", "--compare-nodes=2,4"]
+    rows = said(capsys, *words)["scaling"]
+    for row in rows:
+        alone = said(capsys, *LLAMA[:3], "--global-batch=512", f"--nodes={row['nodes']}")
+        assert row["best"]["estimate"] == alone["plans"][0]["estimate"]
+
+
+def test_what_if_something_were_else(capsys, monkeypatch):
+    words = [*LLAMA, "--nodes=2", "--network=10Gbit/s"]
+    both = said(capsys, *words, "--what-if=link=400Gbps")
+    now, then = (both[name]["plans"][0]["estimate"]["step_time_s"] for name in ("now", "then"))
+    assert then < now
+    assert "more throughput" in shown(capsys, monkeypatch, *words, "--what-if=link=400Gbps")
+    assert "less throughput" in shown(capsys, monkeypatch, *words, "--what-if=memory=16GiB")
+    # The same batch on more nodes, though nobody said which.
+    more = said(capsys, *LLAMA[:3], "--what-if=nodes=2")
+    assert more["now"]["global_batch"] == more["then"]["global_batch"]
+    speed = [more[name]["plans"][0]["estimate"]["tokens_per_s"] for name in ("now", "then")]
+    assert 1.5 < speed[1] / speed[0] < 2.5
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_best_is_written_for_every_trainer(name, capsys):
+    words = [*LLAMA, "--keep=strategy=zero3", f"--emit={name}"]
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    written = said(capsys, *words)
+    assert captured.out.rstrip() == written["text"].rstrip() != ""
+    assert written["file_name"] in captured.err and written["command"] in captured.err
+
+
+def test_nodes_may_stay_idle(capsys, monkeypatch):
+    words = [*TINY, "--nodes=3", "--may-idle"]
+    answer = said(capsys, *words)
+    assert answer["nodes"] == 3 and answer["idle_nodes"] > 0
+    used = 3 - answer["idle_nodes"]
+    assert {one["plan"]["strategy"] for one in answer["plans"]}
+    assert f"{used} of the 3 nodes are used, {answer['idle_nodes']} stay idle" in shown(
+        capsys, monkeypatch, *words
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--machine=hgx-h10"], "machine 'hgx-h10' is not in the catalog. Did you mean 'hgx-h100'"),
+        (["--machine=laptop"], "has no accelerator of the catalog"),
+        (["--machine=nowhere.json"], "nowhere.json"),
+        (["--model=llama-3-8c"], "no preset, directory or file named 'llama-3-8c'. Did you mean"),
+        (["--nodes=0"], "--nodes: 0 is not at least 1"),
+        (["--seq-len=0"], "--seq-len: 0 is not at least 1"),
+        (["--model=gpt2", "--seq-len=4096"], "gpt2 has 1024 positions"),
+        (["--devices-per-node=9"], "--devices-per-node 9: 2x-titan-rtx has 2"),
+        (["--network=fast"], "link 'fast' is not in the catalog"),
+        (["--keep=tpp=2"], "Did you mean 'tp'"),
+        (["--keep=tp"], "write setting=value"),
+        (["--keep=tp=x"], "--keep tp=x: "),
+        (["--keep=tp=0"], "--keep tp=0: "),
+        (["--keep=zero=4"], "--keep zero=4: "),
+        (["--keep=precision=int8"], "--keep precision=int8: "),
+        (["--keep=loss=plain"], "Use one of these"),
+        (["--keep=tp=3"], "no plan can be laid out: 2 devices"),
+        (["--keep=checkpointing=none,checkpoint_every=2"], "no plan can be laid out"),
+        (["--explain=9"], "--explain 9: there are "),
+        (["--price=3"], "say how many --tokens"),
+        (["--tokens=0"], "--tokens: 0 is not at least 1"),
+        (["--what-if=speed=2"], "--what-if speed=2: write link="),
+        (["--what-if=memory=-1GiB"], "--what-if memory=-1GiB: "),
+        (["--what-if=nodes=0"], "--what-if nodes=0: "),
+        (["--what-if=memory=1GiB", "--emit=fsdp"], "--what-if and --emit are different answers"),
+        (["--compare-nodes=1,x"], "write numbers of nodes"),
+        (["--emit=keras"], "invalid choice"),
+        (["--model=mixtral-8x7b", "--machine=hgx-h100", "--emit=fsdp"], "of mixtral-8x7b the dim"),
+        (["--model=mixtral-8x7b", "--trained"], "outpace does not train it"),
+        (["--model=llama-3.1-405b"], "does not fit: its smallest plan ("),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_sentence(words, sentence, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sentence in refused(capsys, *TINY, *words)
+
+
+def test_nonsense_in_files_is_told(capsys, tmp_path):
+    spec = {"family": "llama", "layers": 2, "hidden": 64, "heads": 0, "ffn": 128, "vocab": 512,
+            "max_positions": 64}  # fmt: skip
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(spec))
+    assert main(["plan", f"--model={file}", "--machine=l4"]) == 2
+    problems = capsys.readouterr().err
+    assert "heads = 0: Input should be greater than 0" in problems and "Trace" not in problems
+    path = machine_file(tmp_path / "machine.json", host_memory_bytes=-5)
+    assert "host_memory_bytes" in refused(capsys, "plan", "--model=gpt2", f"--machine={path}")
+    device = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": -1}
+    path = machine_file(tmp_path / "machine.json", devices=[device])
+    assert "memory_bytes" in refused(capsys, "plan", "--model=gpt2", f"--machine={path}")
+    path = machine_file(tmp_path / "machine.json", probed=None)
+    assert "outpace probe" in refused(capsys, "plan", "--model=gpt2", f"--machine={path}")
+    words = ["plan", "--model=gpt2", f"--machine={path}", "--network=100Gbit/s"]
+    assert "has measured its own links" in refused(capsys, *words)
+
+
+def test_an_architecture_that_nobody_knows_says_what_is_missing(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "frobnicator", "layers": 3}))
+    sentence = refused(capsys, "plan", f"--model={tmp_path}", "--machine=l4")
+    assert "frobnicator" in sentence
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom outpace.cli.main import main\n"
+        "try:\n    main(['plan', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'numpy', 'pydantic', 'rich', 'torch'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

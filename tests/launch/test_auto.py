@@ -1,0 +1,168 @@
+"""`outpace train --plan`: the planner's pick is trained, and what a person said is kept."""
+
+import json
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.launch import auto
+from outpace.launch.auto import settle
+from outpace.probe.machine import identify
+from outpace.records.errors import BadInputError
+from outpace.records.figure import Figure, Key
+from outpace.records.memory import MemoryAccount
+from outpace.records.plan import Plan
+from outpace.records.probed import Probed
+from outpace.records.settings import TrainSettings
+
+# Of torch itself, where its sharded optimizer is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+TINY = {"model": "outpace-tiny", "seq_len": 32, "global_batch": 8, "steps": 2, "eval_batches": 2,
+        "sample_tokens": 8, "device": "cpu"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _empty(tmp_path, monkeypatch):
+    """No machine.json but what a test puts there."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def train(corpus, token_cache, tmp_path, capfd):
+    """Runs the command, and gives its exit code, its record and what it said."""
+
+    def run(*words, out="run", **values):
+        given = {**TINY, "data": corpus, "cache_dir": token_cache, "out": tmp_path / out, **values}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+        code = main(["train", *flags, *words])
+        record = tmp_path / out / "run.json"
+        said = " ".join(capfd.readouterr().err.split())
+        return code, json.loads(record.read_text()) if code == 0 else {}, said
+
+    return run
+
+
+def picked(**values):
+    """The settings that --plan gives, where each is from, and what was said."""
+    said: list[str] = []
+    given = {**TINY, "plan": "auto", **values}
+    origins = dict.fromkeys(given, "command line")
+    settings = TrainSettings.parse(given, "test")
+    found, told = settle(settings, origins, None, said.append)
+    return found, told, said
+
+
+@pytest.mark.gloo
+def test_the_planners_pick_is_trained_and_what_was_said_is_kept(train):
+    code, record, said = train("--plan=auto", "--nproc=2", "--micro-batch=2")
+    assert code == 0
+    assert "outpace: plan: " in said and "micro-batch 2" in said and "considered" in said
+    assert record["plan"]["micro_batch"] == 2
+    plan = Plan.parse(record["plan"], "the record")
+    assert plan.world_size == 2
+    code, _, said = train("--resume", steps=3)
+    assert code == 0 and "from step 2" in said and "2 processes" in said
+
+
+@pytest.mark.gloo
+def test_a_plan_of_a_file_is_trained(train, tmp_path):
+    Plan(strategy="zero3", dp_shard=2, micro_batch=4, checkpointing="full").save(
+        tmp_path / "plan.json"
+    )
+    code, record, _ = train("--plan=plan.json")
+    assert code == 0 and record["plan"]["strategy"] == "zero3"
+    assert record["plan"]["checkpointing"] == "full" and record["plan"]["dp_shard"] == 2
+    code, _, said = train("--plan=plan.json", "--nproc=3", out="other")
+    assert code == 2 and "--plan plan.json is for 2 processes, but there are 3" in said
+    code, _, said = train("--plan=plan.json", "--micro-batch=2", out="other")
+    assert code == 2 and "--micro-batch 2, but --plan plan.json has 4" in said
+
+
+def test_a_small_memory_gets_a_plan_that_needs_less():
+    batch = {"nproc": 1, "global_batch": 512, "seq_len": 64}
+    free, _, _ = picked(**batch)
+    limit = auto.anonymous_bytes() + 24 * 2**20
+    held, _, _ = picked(**batch, memory_limit=limit)
+    # Fewer samples at once, or blocks that are computed again.
+    assert held.memory_limit == limit and held.micro_batch <= free.micro_batch
+    assert (held.micro_batch, held.checkpointing) != (free.micro_batch, free.checkpointing)
+
+
+def test_less_than_the_process_itself_needs_is_told():
+    with pytest.raises(BadInputError, match="a process itself takes"):
+        picked(nproc=1, memory_limit=2**20)
+
+
+@pytest.mark.parametrize("words", [{"micro_batch": 2}, {"strategy": "zero3"}, {"compile": False},
+                                   {"precision": "fp32"}, {"checkpointing": "full"},
+                                   {"optimizer": "adamw-for-loop"}])  # fmt: skip
+def test_what_a_person_says_is_kept(words):
+    found, told, _ = picked(nproc=2, **words)
+    (name,) = words
+    assert getattr(found, name) == words[name] and told[name] == "command line"
+    assert found.plan is None and found.nproc == 2
+    assert "plan auto" in told.values()
+
+
+def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
+    real, asked = auto.fullest, []
+
+    def fullest(plan, model, job):
+        account: MemoryAccount = real(plan, model, job)
+        asked.append(plan)
+        if len(asked) < 3:
+            return account.model_copy(update={"reserved_bytes": 2**50})
+        return account
+
+    monkeypatch.setattr(auto, "fullest", fullest)
+    found, _, said = picked(nproc=2)
+    over = [line for line in said if line.startswith("passed over: ")]
+    assert len(over) == 2 and "when traced (the formula says" in over[0]
+    assert any(line.startswith("plan: ") for line in said)
+    assert found.strategy == asked[2].strategy
+
+    monkeypatch.setattr(auto, "fullest", lambda *_: real(*_).model_copy(
+        update={"reserved_bytes": 2**50}))  # fmt: skip
+    with pytest.raises(BadInputError, match="none of the planner's picks fits"):
+        picked(nproc=2)
+
+
+def probe(path, rate, **values):
+    key = Key(kind="matmul", what="curve", of={"dtype": "fp32", "m": 512, "n": 512, "k": 512})
+    figure = Figure(key=key, unit="FLOP/s", value=rate, origin="measured")
+    probed = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+                    figures=(figure,), fits=(), world_size=1, hosts=1)  # fmt: skip
+    here = identify(lambda name, memory: None)
+    here.model_copy(update={"probed": probed, **values}).save(path)
+
+
+def test_a_probe_of_this_machine_is_used(tmp_path):
+    _, _, said = picked(nproc=1)
+    assert "catalog rates" in said[0] and "note: " in said[1]
+    probe(tmp_path / "machine.json", 1e9)
+    found, _, said = picked(nproc=1)
+    assert "probed rates" in said[0] and found.precision == "fp32"
+    probe(tmp_path / "machine.json", 1e9, cpu="another one")
+    _, _, said = picked(nproc=1)
+    assert "catalog rates" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"lora_rank": 4}, "--plan auto does not reckon with adapters"),
+        ({"task": "classify"}, "does not reckon with classifiers"),
+        ({"global_batch": 7, "nproc": 2, "strategy": "ddp"}, "no plan can be laid out"),
+        ({"nproc": 2, "pp_schedule": "zb"}, "no plan can be laid out"),
+        ({"plan": "nowhere.json"}, "nowhere.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_sentence(values, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        picked(**values)
+
+
+def test_a_plan_that_nobody_trains_is_refused(tmp_path):
+    Plan(strategy="3d", dp_shard=2, pp=2, pp_microbatches=2, zero=1).save(tmp_path / "plan.json")
+    with pytest.raises(BadInputError, match="outpace does not train it: zero 1"):
+        picked(plan="plan.json")

@@ -1,0 +1,309 @@
+"""Seconds of a step by closed forms: hand-computed cases, and laws that hold for every plan."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.models import preset
+from outpace.catalog.nodes import NODES, find_node
+from outpace.catalog.outlines import OUTLINES
+from outpace.planner.columns import Columns, of_plans
+from outpace.planner.device import Device
+from outpace.planner.estimate import Question, Times, estimate, stages_of
+from outpace.planner.fabric import Fabric, Protocol
+from outpace.planner.finalists import played
+from outpace.planner.machines import of_catalog
+from outpace.planner.outline_flops import forward_flops
+from outpace.planner.outlines import outline, parameters
+from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.plan import Plan
+
+RATE = 1e14
+NEVER = 1e40
+# Every product at RATE, whatever its size; nothing else takes any time.
+FLAT = Device(
+    name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
+    best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
+    memory_bytes_per_s=NEVER, operator_s=0.0, attention_forward=1.0, attention_backward=1.25,
+    attention_narrow=1.0, host_bytes_per_s=NEVER, host_memory_bytes_per_s=NEVER,
+    disk_bytes_per_s=NEVER, curve=((1.0, 1.0), (2.0, 1.0)),
+)  # fmt: skip
+AT_ONCE = replace(FLAT, best_flops_per_s={"bf16": NEVER})  # it computes in no time
+PLAIN = Protocol(0.0, 0.0, 0.0, 1.0)
+FREE = Fabric(8, NEVER, NEVER, NEVER, (PLAIN,))
+WIRED = Fabric(8, 100e9, 80e9, 50e9, (PLAIN,))
+# Products alone: no embedding, no head, no attention.
+BLOCKS = Outline(
+    name="blocks", hidden=1024, stacks=(Stack(layers=16, mlp=Mlp(width=4096), norms=0),),
+    vocab=0, max_positions=1 << 20,
+)  # fmt: skip
+
+
+def of(name):
+    return OUTLINES[name] if name in OUTLINES else outline(preset(name), name)
+
+
+def step(question, batch, **values):
+    plan = Plan.parse({"precision": "bf16", **values}, "test")
+    columns = of_plans([plan], batch, question.outline.layers)
+    return {f.name: float(getattr(estimate(question, columns), f.name)[0]) for f in fields(Times)}
+
+
+def pipeline(schedule, pp, parts, **values):
+    question = Question(BLOCKS, 512, FLAT, FREE)
+    return step(question, parts, strategy=schedule, pp=pp, pp_microbatches=parts,
+                stage_split="even", **values)  # fmt: skip
+
+
+def in_use(times):
+    return times["products_s"] / sum(times.values())
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "bert-base", "mixtral-8x7b", "deepseek-v3",
+                                  "t5-11b", "vit-b-16", "gemma-2-9b"])  # fmt: skip
+def test_on_an_ideal_device_a_step_is_its_flops(name):
+    model, batch = of(name), 8
+    seq_len = min(512, model.max_positions)
+    question = Question(model, seq_len, FLAT, FREE, "unfused")
+    flops = forward_flops(model, seq_len, batch)
+    times = step(question, batch, micro_batch=2)
+    assert sum(times.values()) * RATE == pytest.approx(3 * flops)
+    products = forward_flops(model, seq_len, batch, attention=False)
+    assert times["products_s"] * RATE == pytest.approx(3 * products)
+    shared = step(question, batch, strategy="zero3", dp_shard=8)
+    assert sum(shared.values()) * RATE * 8 == pytest.approx(3 * flops)
+    again = step(question, batch, checkpointing="full")
+    outside = model.outputs * model.embedded * 2 * (model.predicted or seq_len) * batch
+    outside += sum(2 * p.inputs * p.outputs * (p.positions or seq_len) * p.count * batch
+                   for p in (*model.head_products, *model.embed_products))  # fmt: skip
+    assert sum(again.values()) * RATE == pytest.approx(4 * flops - outside)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("pp", "parts"), [(2, 2), (4, 8), (8, 64)])
+def test_a_pipeline_is_in_use_for_m_of_m_plus_n_minus_1(schedule, pp, parts):
+    assert in_use(pipeline(schedule, pp, parts)) == pytest.approx(parts / (parts + pp - 1))
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_naive_model_parallelism_is_in_use_for_one_of_n(pp):
+    question = Question(BLOCKS, 512, FLAT, FREE)
+    times = step(question, 6, strategy="mp", pp=pp, stage_split="even")
+    assert in_use(times) == pytest.approx(1 / pp)
+
+
+def test_virtual_stages_and_split_backwards_fill_the_bubble():
+    bubble = {v: pipeline("interleaved", 4, 8, virtual_stages=v)["bubble_s"] for v in (2, 4)}
+    plain = pipeline("1f1b", 4, 8)["bubble_s"]
+    assert bubble[2] == pytest.approx(plain / 2) and bubble[4] == pytest.approx(plain / 4)
+    # F = I = W: of 1f1b's (p − 1)(F + I + W) a third, over the stages of a rank.
+    assert pipeline("zb", 4, 8)["bubble_s"] == pytest.approx(plain / 3 / 2)
+    assert pipeline("zbv", 4, 8)["bubble_s"] == pytest.approx(0, abs=1e-12)
+    assert pipeline("dualpipev", 4, 8)["bubble_s"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("values", "seconds"),
+    [
+        # 8 replicas: 2 · 7/8 of the gradients, in fp32.
+        ({"strategy": "ddp", "dp_replicate": 8}, 2 * 7 / 8 * 4 / 100e9),
+        ({"strategy": "zero1", "dp_shard": 8}, 7 / 8 * (4 + 2) / 100e9),
+        # Two gathers in 16 bits and one sum, a micro-batch.
+        ({"strategy": "zero3", "dp_shard": 8}, 7 / 8 * 2 * (2 * 2 + 2) / 100e9),
+        ({"strategy": "zero2", "dp_shard": 8}, 7 / 8 * (2 + 2 * 2) / 100e9),
+        # Groups of 8 in a node; the eighths between two nodes, 8 rings on its cards.
+        ({"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 8},
+         2 * (7 / 8 * (2 * 2 + 2) / 100e9 + 2 * 1 / 2 * 2 / 8 / 10e9)),
+        # One device to seven others and back, each micro-batch.
+        ({"strategy": "dp", "dp_replicate": 8}, 2 * 2 * 7 * 4 / 50e9),
+        ({"strategy": "ps", "dp_replicate": 8, "servers": 2}, 8 * 4 / 2 / 50e9),
+    ],
+    ids=lambda value: value["strategy"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_what_is_exposed_where_nothing_computes_beside_it(values, seconds):
+    question = Question(BLOCKS, 512, AT_ONCE, WIRED)
+    ranks = values.get("dp_replicate", 1) * values.get("dp_shard", 1)
+    precision = "bf16" if values["strategy"] in ("ddp", "zero1", "dp", "ps") else "bf16-pure"
+    optimizer = {"optimizer": "adamw-bf16"} if precision == "bf16-pure" else {}
+    times = step(question, 2 * ranks, precision=precision, **optimizer, **values)
+    assert times["data_s"] == pytest.approx(parameters(BLOCKS) * seconds)
+
+
+def test_an_exchange_beside_enough_computing_is_its_last_bucket():
+    values = {"strategy": "ddp", "dp_replicate": 8}
+    whole = parameters(BLOCKS) * 4
+    slow = replace(FLAT, best_flops_per_s={"bf16": 1e9})
+    times = step(Question(BLOCKS, 512, slow, WIRED), 8, **values)
+    buckets = whole // (25 * 2**20)
+    assert times["data_s"] == pytest.approx(2 * 7 / 8 * whole / 100e9 / buckets)
+
+
+def test_tensor_parallel_sums_are_counted_and_more_of_it_never_exchange_less():
+    question = Question(of("llama-3-8b"), 4096, FLAT, WIRED)
+    nbytes = 4096 * 4096 * 2  # tokens × hidden, in bf16
+    found = [
+        step(question, 1, strategy="tp", tp=tp, sequence_parallel=sequence)["tensor_s"]
+        for tp in (1, 2, 4, 8)
+        for sequence in (False, True)
+    ]
+    # 32 layers, two sums forwards and two backwards, 2 (n − 1)/n of the bytes each.
+    hand = [32 * 4 * 2 * (tp - 1) / tp * nbytes / 100e9 for tp in (1, 2, 4, 8) for _ in range(2)]
+    assert found == pytest.approx(hand)
+    assert found == sorted(found)
+    again = step(question, 1, strategy="tp", tp=8, checkpointing="full")["tensor_s"]
+    assert again == pytest.approx(1.5 * found[-1])
+
+
+def test_a_host_that_is_slower_than_its_device_is_what_is_waited_for():
+    slow = replace(FLAT, operator_s=1.0)
+    times = step(Question(BLOCKS, 512, slow, FREE), 1)
+    assert times["host_s"] > 0.99 * (sum(times.values()) - times["optimizer_s"])
+    alone = replace(slow, kind="cpu")  # computes and launches with the same cores
+    both = step(Question(BLOCKS, 512, alone, FREE), 1)
+    assert sum(both.values()) == pytest.approx(sum(times.values()) + both["products_s"])
+
+
+def test_the_ring_goes_round_again_where_attention_is_computed_again():
+    question = Question(of("llama-3-8b"), 8192, AT_ONCE, WIRED)
+    plain, full, selective = (
+        step(question, 1, strategy="cp", cp=4, checkpointing=mode)["context_s"]
+        for mode in ("none", "full", "selective")
+    )
+    assert full == pytest.approx(plain * 4 / 3)
+    assert selective == plain
+
+
+# Laws, on the catalog's models and machines and on any outline.
+
+MACHINES = sorted(name for name, node in NODES.items() if node.accelerator is not None)
+MODELS = ["outpace-tiny", "gpt2", "bert-base", "llama-3-8b", "mixtral-8x7b", "deepseek-v2",
+          "t5-11b", "vit-b-16", "gemma-2-9b"]  # fmt: skip
+
+
+@st.composite
+def outlines(draw):
+    """Any stack of transformers' layers, small and large, dense or of experts."""
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = kv_heads * draw(st.integers(1, 4))
+    attention = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from([16, 64, 80, 128])),
+        causal=draw(st.booleans()), window=draw(st.sampled_from([None, 64, 2048])),
+    )  # fmt: skip
+    experts = draw(st.sampled_from([0, 0, 4, 8]))
+    mlp = Mlp(width=draw(st.sampled_from([64, 1000, 8192])), gated=draw(st.booleans()),
+              experts=experts, active=min(2, experts) or 1)  # fmt: skip
+    stack = Stack(layers=draw(st.integers(1, 9)), attention=attention, mlp=mlp,
+                  dropout=draw(st.booleans()))  # fmt: skip
+    vocab = draw(st.sampled_from([0, 512, 250_000]))
+    return Outline(
+        name="any", hidden=draw(st.sampled_from([64, 1024, 12288])), stacks=(stack,), vocab=vocab,
+        outputs=vocab, tied=draw(st.booleans()), max_positions=1 << 20,
+    )  # fmt: skip
+
+
+@st.composite
+def spaces(draw):
+    """A question, and up to 60 plans of its space, with all that can be set about them."""
+    model = draw(outlines() | st.sampled_from(MODELS).map(of))
+    machine = find_node(draw(st.sampled_from(MACHINES)), ACCELERATORS)
+    nodes = draw(st.sampled_from([1, 2, 3]))
+    cluster = of_catalog(machine, nodes)
+    seq_len = min(draw(st.sampled_from([16, 512, 4096])), model.max_positions)
+    keep = draw(st.sampled_from([
+        {}, {"compile": True}, {"sequence_parallel": False}, {"stage_split": "even"},
+        {"optimizer_in_backward": True}, {"bucket_mib": 1}, {"async_tp": True},
+    ]))  # fmt: skip
+    wanted = Wanted(
+        outline=model, seq_len=seq_len, global_batch=draw(st.sampled_from([1, 6, 16, 64])),
+        world=cluster.devices, per_node=cluster.fabric.per_node, keep=keep,
+        precision=draw(st.sampled_from(["bf16", "fp32", "fp16-master", "bf16-pure", "fp8"])),
+    )  # fmt: skip
+    kernel = draw(st.sampled_from(["fused", "triton", "unfused"]))
+    question = Question(model, seq_len, cluster.device, cluster.fabric, kernel)
+    bare = layouts(wanted)
+    seed = draw(st.integers(0, 2**32 - 1))
+    chosen = np.random.default_rng(seed).permutation(len(bare))[:60]
+    return question, wanted, bare.take(chosen)
+
+
+LAWS = settings(
+    max_examples=40, deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+
+
+@LAWS
+@given(spaces())
+def test_estimates_are_finite_and_not_negative_and_parts_are_the_step(space):
+    question, wanted, bare = space
+    plans = expand(bare, list(levers(wanted)))
+    times = estimate(question, plans)
+    parts = np.stack([getattr(times, f.name) for f in fields(Times)])
+    assert np.isfinite(parts).all() and (parts >= 0).all()
+    assert times.step_s == pytest.approx(parts.sum(axis=0))
+    assert (times.step_s > 0).all()
+
+
+@LAWS
+@given(spaces())
+def test_no_lever_makes_a_plan_faster(space):
+    """What the search's pruning rests on."""
+    question, wanted, bare = space
+    without = estimate(question, bare).step_s
+    for lever in levers(wanted):
+        for place in range(0, len(bare), 20):
+            one = bare.take(slice(place, place + 20))
+            levered = expand(one, [lever])
+            if len(levered) == len(one):
+                seconds = estimate(question, levered).step_s
+                assert (seconds >= without[place : place + 20] * (1 - 1e-9)).all(), lever
+
+
+@LAWS
+@given(
+    spaces(),
+    st.sampled_from(["inside_bytes_per_s", "across_bytes_per_s", "pair_bytes_per_s"]),
+    st.floats(1, 1e4),
+)
+def test_a_faster_link_never_makes_a_plan_slower(space, name, faster):
+    question, _, bare = space
+    better = replace(question.fabric, **{name: getattr(question.fabric, name) * faster})
+    before = estimate(question, bare).step_s
+    after = estimate(replace(question, fabric=better), bare).step_s
+    assert (after <= before * (1 + 1e-9)).all()
+
+
+@LAWS
+@given(spaces())
+def test_many_at_once_are_each_by_itself(space):
+    question, wanted, bare = space
+    plans = expand(bare, list(levers(wanted)))
+    plans = plans.take(slice(0, None, max(1, len(plans) // 12)))
+    together = estimate(question, plans)
+    for place in range(len(plans)):
+        alone = estimate(question, plans.take([place]))
+        for field in fields(Times):
+            found = getattr(alone, field.name)[0]
+            assert found == pytest.approx(getattr(together, field.name)[place], rel=1e-12)
+
+
+def test_no_plans_take_no_time():
+    question = Question(of("gpt2"), 1024, FLAT, FREE)
+    none = of_plans([Plan()], 1, 12).take(slice(0, 0))
+    assert len(estimate(question, none).step_s) == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb", "zbv", "dualpipev"])
+def test_a_pipeline_that_is_played_takes_what_the_closed_form_says(schedule):
+    question = Question(BLOCKS, 512, FLAT, FREE)
+    plan = Plan(strategy=schedule, pp=4, pp_microbatches=16, precision="bf16")
+    columns: Columns = of_plans([plan], 16, BLOCKS.layers)
+    closed = estimate(question, columns)
+    table = played(question, columns, closed, np.array([0]))
+    assert table.step_s[0] == pytest.approx(closed.step_s[0], rel=0.05)
+    assert len(stages_of(question, columns).times) == plan.stages

@@ -1,0 +1,94 @@
+"""How long collectives and messages take on the links that they cross."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.planner.fabric import Fabric, Protocol
+
+# 8 devices a node: 100 GB/s to each other, 80 GB/s out of the node, no latency.
+PLAIN = Protocol(0.0, 0.0, 0.0, 1.0)
+FABRIC = Fabric(8, 100e9, 80e9, 50e9, (PLAIN,))
+LATE = Protocol(1e-5, 1e-6, 1e-5, 1.0)
+POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24])
+
+
+def collective(fabric, nbytes, size, stride=1, rounds=2):
+    arrays = np.array([float(nbytes)]), np.array([size]), np.array([stride])
+    return float(fabric.collective_s(*arrays, rounds)[0])
+
+
+def send(fabric, nbytes, stride):
+    return float(fabric.send_s(np.array([float(nbytes)]), np.array([stride]))[0])
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "rounds", "seconds"),
+    [
+        (8, 1, 2, 2 * 7 / 8 * 1 / 100),  # an all-reduce of 1 GB in a node
+        (8, 1, 1, 7 / 8 * 1 / 100),  # a gather
+        (4, 2, 1, 3 / 4 * 1 / 100),  # every second device
+        (16, 1, 1, 15 / 16 * 1 / 80),  # two whole nodes: one ring, all cards
+        (2, 8, 2, 2 * 1 / 2 * 1 / 10),  # the same place on two nodes: 8 rings share the cards
+        (4, 4, 1, 3 / 4 * 1 / 20),  # two devices on each of two nodes: 4 rings
+        (1, 1, 2, 0.0),
+    ],
+)
+def test_a_ring_is_as_fast_as_its_slowest_link(size, stride, rounds, seconds):
+    assert collective(FABRIC, 1e9, size, stride, rounds) == pytest.approx(seconds)
+
+
+def test_what_leaves_a_node_is_no_faster_than_what_stays():
+    slow_inside = replace(FABRIC, inside_bytes_per_s=10e9)
+    assert collective(slow_inside, 1e9, 16, 1, 1) == pytest.approx(15 / 16 * 1 / 10)
+
+
+def test_steps_are_counted_inside_and_across():
+    late = replace(FABRIC, protocols=(LATE,))
+    # 8 ranks: 7 steps; twice of an all-reduce.
+    assert collective(late, 1, 8, 1, 1) == pytest.approx(1e-5 + 7e-6, rel=1e-4)
+    assert collective(late, 1, 8, 1, 2) == pytest.approx(1e-5 + 14e-6, rel=1e-4)
+    # 16 ranks on two nodes: two of the 15 steps cross.
+    assert collective(late, 1, 16, 1, 1) == pytest.approx(1e-5 + 13e-6 + 2e-5, rel=1e-4)
+
+
+def test_the_protocol_that_is_faster_is_taken():
+    quick = Protocol(0.0, 1e-7, 1e-6, 0.25)
+    both = replace(FABRIC, protocols=(quick, LATE))
+    for nbytes in (1, 1e3, 1e6, 1e9):
+        each = [collective(replace(FABRIC, protocols=(one,)), nbytes, 8) for one in (quick, LATE)]
+        assert collective(both, nbytes, 8) == min(each)
+    assert collective(both, 1, 8) < collective(replace(FABRIC, protocols=(LATE,)), 1, 8)
+
+
+def test_a_message_goes_to_the_neighbour_or_out_of_the_node():
+    assert send(FABRIC, 1e9, 4) == pytest.approx(1 / 50)
+    assert send(FABRIC, 1e9, 8) == pytest.approx(1 / 10)  # 8 devices share 80 GB/s
+    late = replace(FABRIC, protocols=(PLAIN, LATE))
+    assert send(late, 0, 4) == pytest.approx(11e-6)
+    assert send(late, 0, 8) == pytest.approx(20e-6)
+
+
+@given(
+    nbytes=st.floats(0, 1e12), size=POWERS, stride=POWERS, rounds=st.sampled_from([1, 2]),
+    faster=st.floats(1, 1e3), which=st.integers(0, 2),
+)  # fmt: skip
+def test_a_faster_link_never_makes_a_collective_slower(nbytes, size, stride, rounds, faster, which):
+    name = ("inside_bytes_per_s", "across_bytes_per_s", "pair_bytes_per_s")[which]
+    fabric = replace(FABRIC, protocols=(PLAIN, LATE))
+    better = replace(fabric, **{name: getattr(fabric, name) * faster})
+    before = collective(fabric, nbytes, size, stride, rounds)
+    assert 0 <= collective(better, nbytes, size, stride, rounds) <= before < math.inf
+    assert send(better, nbytes, stride) <= send(fabric, nbytes, stride)
+
+
+@given(nbytes=st.floats(1, 1e12), more=st.floats(0, 1e12), size=POWERS, stride=POWERS)
+def test_more_bytes_never_take_less(nbytes, more, size, stride):
+    fabric = replace(FABRIC, protocols=(PLAIN, LATE))
+    assert collective(fabric, nbytes + more, size, stride) >= collective(
+        fabric, nbytes, size, stride
+    )

@@ -1,0 +1,153 @@
+"""What a layer, the embedding and the head take on one rank."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.models import PRESETS, preset
+from outpace.catalog.outlines import OUTLINES
+from outpace.planner.device import Device, of_accelerator
+from outpace.planner.flops import block_weights, head_weights
+from outpace.planner.layers import Cells, embedding, head, layer
+from outpace.planner.outline_flops import forward_flops
+from outpace.planner.outlines import head_in_layers, outline
+from outpace.records.outline import Outline
+
+RATE = 1e14
+# Every product at RATE, whatever its size; nothing else takes any time.
+FLAT = Device(
+    name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
+    best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
+    memory_bytes_per_s=1e40, operator_s=0.0, attention_forward=1.0, attention_backward=1.25,
+    attention_narrow=1.0, host_bytes_per_s=1e40, host_memory_bytes_per_s=1e40,
+    disk_bytes_per_s=1e40, curve=((1.0, 1.0), (2.0, 1.0)),
+)  # fmt: skip
+H100 = of_accelerator(ACCELERATORS["H100 SXM"])
+MODELS = [*OUTLINES, "gpt2", "llama-3-8b", "mistral-7b", "bert-base", "qwen3-8b"]
+
+
+def of(name):
+    return OUTLINES[name] if name in OUTLINES else outline(preset(name), name)
+
+
+def cells(**values):
+    given = {"rate": RATE, "item": 2, "wide": 2, "samples": 1, "tp": 1, "cp": 1, "ep": 1,
+             "norm_split": 1, "compiled": 0, **values}  # fmt: skip
+    return Cells(**{name: np.array([float(value)]) for name, value in given.items()})
+
+
+def works(device, model, seq_len, kernel="unfused", **values):
+    shape = cells(**values)
+    return [
+        (stack.layers, layer(device, model, stack, shape, seq_len, kernel))
+        for stack in model.stacks
+    ]
+
+
+def short_encoder():
+    t5 = OUTLINES["t5-11b"]
+    encoder, decoder = t5.stacks
+    return t5.model_copy(update={"stacks": (encoder.model_copy(update={"seq_len": 64}), decoder)})
+
+
+@pytest.mark.parametrize("name", [*MODELS, "t5-11b, short"])
+def test_products_are_the_flops_of_the_outline(name):
+    model = short_encoder() if name.endswith("short") else of(name)
+    seq_len, samples = min(512, model.max_positions), 3
+    shape = cells(samples=samples)
+    found = works(FLAT, model, seq_len, samples=samples)
+    ends = [part(FLAT, model, shape, seq_len) for part in (embedding, head)]
+    ahead = sum(count * work.forward_s for count, work in found) + sum(e.forward_s for e in ends)
+    back = sum(count * work.backward_s for count, work in found) + sum(e.backward_s for e in ends)
+    flops = forward_flops(model, seq_len, samples)
+    assert ahead * RATE == pytest.approx(flops, rel=1e-9)
+    assert back * RATE == pytest.approx(2 * flops, rel=1e-9)
+    products = sum(n * w.products_s for n, w in found) + sum(e.products_s for e in ends)
+    alone = forward_flops(model, seq_len, samples, attention=False)
+    assert products * RATE == pytest.approx(alone, rel=1e-9)
+
+
+def test_fused_causal_attention_is_half_and_a_window_less():
+    model = of("llama-3-8b")
+    (_, fused), (_, whole) = (works(FLAT, model, 4096, kernel)[0] for kernel in
+                              ("fused", "unfused"))  # fmt: skip
+    assert fused.attention_s == pytest.approx(whole.attention_s / 2)
+    assert fused.attention_back_s == pytest.approx(2 * fused.attention_s)
+    triton = works(FLAT, model, 4096, "triton")[0][1]
+    assert triton.attention_s > 1.5 * fused.attention_s
+    bert = of("bert-base")
+    both = [works(FLAT, bert, 512, kernel)[0][1].attention_s for kernel in ("fused", "unfused")]
+    assert both[0] == pytest.approx(both[1])
+    windowed = of("mistral-7b")
+    short = works(FLAT, windowed, 16384, "fused")[0][1].attention_s
+    stack = windowed.stacks[0]
+    assert stack.attention.window == 4096
+    bare = stack.model_copy(update={"attention": stack.attention.model_copy(
+        update={"window": None})})  # fmt: skip
+    free = layer(FLAT, windowed, bare, cells(), 16384, "fused").attention_s
+    assert short == pytest.approx(free / 2)  # 4096 of 16384 keys, but no half
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "bloom-176b", "deepseek-v2", "t5-11b"])
+def test_tensor_parallel_shares_out_what_it_cuts(name):
+    model = of(name)
+    for one, four in zip(works(FLAT, model, 1024), works(FLAT, model, 1024, tp=4), strict=True):
+        assert four[1].forward_s < one[1].forward_s / 2
+        if name in ("llama-3-8b", "bloom-176b"):
+            assert four[1].forward_s == pytest.approx(one[1].forward_s / 4)
+    ends = [head(FLAT, model, cells(tp=tp), 1024).forward_s for tp in (1, 4)]
+    assert ends[1] == pytest.approx(ends[0] / 4)
+
+
+def test_parts_of_a_sequence_are_shared_out_and_norms_with_them():
+    model = of("llama-3-8b")
+    one, two = (works(FLAT, model, 8192, cp=cp)[0][1] for cp in (1, 2))
+    assert two.forward_s == pytest.approx(one.forward_s / 2)
+    moving = replace(FLAT, memory_bytes_per_s=1e12, best_flops_per_s={"bf16": 1e40})
+    whole, split = (
+        works(moving, model, 8192, "fused", rate=1e40, tp=8, norm_split=n)[0][1] for n in (1, 8)
+    )
+    assert split.forward_s < 0.6 * whole.forward_s
+
+
+def test_experts_are_products_of_their_tokens():
+    model = of("mixtral-8x7b")
+    flat = {ep: works(FLAT, model, 1024, ep=ep)[0][1].forward_s for ep in (1, 8)}
+    assert flat[8] == pytest.approx(flat[1])  # as many tokens come as go
+    # On a real chip fewer and larger products are faster.
+    real = {ep: works(H100, model, 128, "fused", rate=H100.rate("bf16"), ep=ep)[0][1].forward_s
+            for ep in (1, 8)}  # fmt: skip
+    assert real[8] < real[1]
+
+
+def test_the_host_launches_fewer_operators_when_compiled_or_fused():
+    model = of("gpt2")
+    eager = works(H100, model, 1024, "fused")[0][1]
+    tight = works(H100, model, 1024, "fused", compiled=1)[0][1]
+    plain = works(H100, model, 1024, "unfused")[0][1]
+    assert tight.forward_operators < eager.forward_operators < plain.forward_operators
+    assert eager.backward_operators > eager.forward_operators
+    assert tight.forward_s <= eager.forward_s and tight.backward_s <= eager.backward_s
+    gated = [works(H100, of("llama-3-8b"), 1024, "fused", compiled=n)[0][1] for n in (0, 1)]
+    assert gated[1].forward_s < gated[0].forward_s and gated[1].backward_s < gated[0].backward_s
+
+
+def test_a_model_without_a_head_has_none():
+    vit = of("vit-b-16").model_copy(update={"outputs": 0})
+    assert all(value == 0 for value in head(H100, vit, cells(), 197))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_head_weighs_what_the_trainer_takes(name):
+    spec = preset(name)
+    weighed = head_weights(spec) / block_weights(spec)
+    assert head_in_layers(outline(spec, name)) == pytest.approx(weighed)
+
+
+def test_a_head_is_over_the_positions_that_are_predicted():
+    t5: Outline = of("t5-11b")
+    one = t5.model_copy(update={"predicted": 1})
+    ends = [head(FLAT, m, cells(), 512).forward_s for m in (t5, one)]
+    assert ends[0] == pytest.approx(512 * ends[1])

@@ -1,0 +1,174 @@
+"""Device and links of the catalog's machines, of a probe's record and of a host."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import NODES, find_node
+from outpace.planner.machines import of_catalog, of_host, of_probe
+from outpace.planner.networks import read_network
+from outpace.records.errors import BadInputError
+from outpace.records.figure import Figure, Key
+from outpace.records.machine import Device, Machine
+from outpace.records.probed import LinkFit, Probed
+
+MACHINES = sorted(name for name, node in NODES.items() if node.accelerator is not None)
+GIB = 2**30
+
+
+@pytest.mark.parametrize("name", [*MACHINES, *(one.replace(" ", "-") for one in ACCELERATORS)])
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_every_machine_of_the_catalog_can_be_planned_for(name, nodes):
+    node = find_node(name, ACCELERATORS)
+    found = of_catalog(node, nodes)
+    chip = ACCELERATORS[node.accelerator]
+    assert found.devices == nodes * node.processes and not found.probed
+    assert found.device.memory_bytes == chip.memory_bytes and found.device.kind == "cuda"
+    fabric = found.fabric
+    assert fabric.protocols and fabric.sources and 0 < fabric.across_bytes_per_s < 1e13
+    if node.processes > 1:
+        assert 0 < fabric.pair_bytes_per_s <= fabric.inside_bytes_per_s < chip.memory_bytes_per_s
+    else:
+        assert fabric.inside_bytes_per_s == math.inf
+    assumed = nodes > 1 and not node.nics
+    assert len(found.notes) == assumed
+    assert all("--network" in note and "is assumed" in note for note in found.notes)
+
+
+def test_devices_without_links_of_their_own_go_through_the_host():
+    bare, bridged = (
+        of_catalog(find_node(name, ACCELERATORS), 1).fabric
+        for name in ("2x-titan-rtx", "2x-titan-rtx-nv2")
+    )
+    assert bare.inside_bytes_per_s < bridged.inside_bytes_per_s
+    assert bare.protocols[0].inside_s > bridged.protocols[0].inside_s
+
+
+def test_direct_links_are_shared_out_among_the_others():
+    mesh = of_catalog(find_node("4x-v100", ACCELERATORS), 1).fabric
+    assert mesh.pair_bytes_per_s == pytest.approx(mesh.inside_bytes_per_s / 3)
+    switch = of_catalog(find_node("hgx-h100", ACCELERATORS), 1).fabric
+    assert switch.pair_bytes_per_s == switch.inside_bytes_per_s
+
+
+def test_another_network_may_be_said():
+    node = find_node("hgx-h100", ACCELERATORS)
+    said = of_catalog(node, 2, read_network("400Gbit/s"))
+    assert said.fabric.across_bytes_per_s <= 50e9 and not said.notes
+    own = of_catalog(find_node("dgx-h100", ACCELERATORS), 2)
+    assert said.fabric.across_bytes_per_s < own.fabric.across_bytes_per_s / 4
+
+
+def test_a_machine_without_accelerators_has_to_be_measured():
+    with pytest.raises(BadInputError, match="outpace probe"):
+        of_catalog(NODES["laptop"], 1)
+
+
+def figure(kind, what, unit, value, samples=(), **of):
+    unstable = None if value is not None else "its samples differ"
+    return Figure(key=Key(kind=kind, what=what, of=of), unit=unit, value=value, unstable=unstable,
+                  origin="measured", rounds=(samples,) if samples else ())  # fmt: skip
+
+
+def product(size, rate, dtype="fp32", what="curve", samples=()):
+    return figure("matmul", what, "FLOP/s", rate, samples, dtype=dtype, m=size, n=size, k=size)
+
+
+PRODUCTS = (
+    product(64, 20e9), product(512, 80e9), product(2048, 100e9),
+    product(512, 60e9, what="candidate"),
+)  # fmt: skip
+COPIES = (
+    figure("memory", "copy", "B/s", 60e9, bytes=2**15),
+    figure("memory", "copy", "B/s", 12e9, bytes=2**30),
+)
+
+
+def link(rate, ranks=2, axis="all"):
+    return LinkFit(
+        collective="all-reduce", axis=axis, backend="gloo", device="cpu", ranks=ranks,
+        latency=figure("all-reduce", "latency", "s", 1e-4, axis=axis),
+        bandwidth=figure("all-reduce", "bandwidth", "B/s", rate, axis=axis), residual=0.01,
+    )  # fmt: skip
+
+
+def machine(figures=(*PRODUCTS, *COPIES), fits=(), devices=(), probed=True, **values):
+    record = Probed(date="", versions={}, command="", sections=(), quick=True, took_s=1.0,
+                    figures=figures, fits=fits, world_size=2 if fits else 1, hosts=1)  # fmt: skip
+    return Machine(
+        host_cores=4, host_memory_bytes=16 * GIB, cpu="a CPU", devices=devices,
+        cpu_features=("avx2",), probed=record if probed else None, **values,
+    )  # fmt: skip
+
+
+def test_a_probed_cpu_is_shared_by_its_ranks(tmp_path):
+    machine(fits=(link(3e9),)).save(tmp_path / "machine.json")
+    read = Machine.load(tmp_path / "machine.json")
+    one, two = (of_probe(read, ranks) for ranks in (1, 2))
+    assert one.probed and one.nodes == 1 and two.devices == 2
+    assert one.device.kind == "cpu" and one.device.rate("fp32") == 100e9
+    assert two.device.rate("fp32") == 50e9 and two.device.memory_bytes == 8 * GIB
+    assert one.device.memory_bytes_per_s == 12e9  # of the largest copy: no cache holds it
+    sizes, shares = zip(*one.device.curve, strict=True)
+    assert sizes == (2 * 64**3, 2 * 512**3, 2 * 2048**3) and shares == (0.2, 0.8, 1.0)
+    assert two.fabric.inside_bytes_per_s == 3e9
+    assert two.fabric.protocols[0].base_s == pytest.approx(5e-5)
+    assert not one.notes
+
+
+def test_unsteady_figures_count_with_their_median_and_are_told():
+    figures = (product(512, None, samples=(10e9, 30e9, 20e9)), *COPIES)
+    found = of_probe(machine(figures), 1)
+    assert found.device.rate("fp32") == 20e9
+    (note,) = found.notes
+    assert "not stable enough to conclude: 1;" in note
+
+
+def test_an_accelerator_of_the_catalog_keeps_its_measured_rates():
+    figures = (product(4096, 600e12, "bf16"), figure("memory", "copy", "B/s", 3e12, bytes=2**30))
+    held = 79 * GIB
+    device = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=held)
+    found = of_probe(machine(figures, devices=(device,) * 2), 2)
+    assert found.device.kind == "cuda" and found.device.rate("bf16") == 600e12
+    assert found.device.memory_bytes_per_s == 3e12 and found.device.memory_bytes == held
+    assert found.device.peak_flops_per_s["bf16"] == pytest.approx(989.5e12, rel=0.01)
+
+
+def test_an_accelerator_that_the_catalog_has_not_is_as_it_was_measured():
+    figures = (product(4096, 90e12, "bf16"), figure("memory", "copy", "B/s", 1e12, bytes=2**30))
+    device = Device(name="Some Accelerator 9000", memory_bytes=24 * GIB)
+    found = of_probe(machine(figures, devices=(device,) * 2), 2)
+    assert found.device.kind == "cuda" and found.device.memory_bytes == 24 * GIB
+    assert found.device.rate("bf16") == 90e12  # each rank has one of its own
+    with pytest.raises(BadInputError, match="Some Accelerator 9000 is not in the catalog"):
+        of_host(machine(devices=(device,)), 1)
+    with pytest.raises(BadInputError, match="outpace probe memory"):
+        of_probe(machine(figures[:1], devices=(device,)), 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (machine(probed=False), "has no measurements"),
+        (machine(figures=COPIES), "has no matrix products"),
+    ],
+)
+def test_what_was_not_measured_is_asked_for(record, sentence):
+    with pytest.raises(BadInputError, match=sentence):
+        of_probe(record, 1)
+
+
+def test_a_host_that_nothing_was_measured_on():
+    host = machine(probed=False)
+    whole, half = (of_host(host, ranks) for ranks in (1, 2))
+    assert whole.device.kind == "cpu" and whole.device.rate("fp32") > 1e9
+    assert half.device.rate("fp32") == pytest.approx(whole.device.rate("fp32") / 2)
+    assert "outpace probe" in whole.notes[0]
+    bare = of_host(Machine(host_cores=1, host_memory_bytes=GIB, cpu="?"), 1)
+    assert bare.device.rate("fp32") > 1e9
+    cards = (Device(name="NVIDIA GeForce RTX 4090", memory_bytes=23 * GIB),) * 2
+    two = of_host(machine(probed=False, devices=cards), 2)
+    assert two.devices == 2 and two.device.memory_bytes == 23 * GIB and not two.probed
+    assert replace(two.device, memory_bytes=None).name == "RTX 4090"

@@ -1,0 +1,147 @@
+"""The planner's answer: what is said of plans, of nodes that stay idle, and where nothing fits."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outpace.launch.planning import Asked, job
+from outpace.planner.outline_flops import forward_flops
+from outpace.planner.plans import one, plans, throughput
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+
+
+def asked(model, machine="hgx-h100", **values):
+    return job(Asked(model=model, machine=machine, **values))
+
+
+def best(question):
+    """Tokens/s of the best plan; 0 where there is none."""
+    try:
+        return plans(question).plans[0].estimate.tokens_per_s
+    except BadInputError:
+        return 0.0
+
+
+def test_an_answer_adds_up():
+    question = asked("llama-3-8b", seq_len=4096, global_batch=64, tokens=10**12, price=2.0)
+    answer = plans(question)
+    assert [p.estimate.step_time_s for p in answer.plans] == sorted(
+        p.estimate.step_time_s for p in answer.plans
+    )
+    assert len({p.title.split(", micro-batch")[0] for p in answer.plans}) == len(answer.plans)
+    for planned in answer.plans:
+        said = planned.estimate
+        assert sum(said.parts_s.values()) == pytest.approx(said.step_time_s)
+        inside = sum(size for name, size in said.memory.items() if name != "offloaded")
+        assert said.peak_memory_bytes == pytest.approx(inside, abs=2)
+        assert said.peak_memory_bytes <= said.memory_bytes
+        assert said.low_s < said.step_time_s < said.high_s
+        assert said.tokens_per_s == pytest.approx(64 * 4096 / said.step_time_s)
+        flops = 3 * forward_flops(question.outline, 4096, 64)
+        assert said.mfu == pytest.approx(flops / said.step_time_s / 8 / 989.5e12, rel=1e-3)
+        assert said.mfu <= said.hfu < 1
+        assert said.time_s == pytest.approx(10**12 / said.tokens_per_s)
+        assert said.cost == pytest.approx(said.time_s / 3600 * 8 * 2.0)
+        assert "global batch 64 = " in planned.identity
+    assert answer.rejected and answer.idle_nodes == 0
+
+
+def test_a_plan_is_estimated_the_same_when_it_is_given():
+    question = asked("llama-3-8b", nodes=2, global_batch=64)
+    first = plans(question).plans[0]
+    again = one(question, first.plan)
+    assert again.estimate.step_time_s == pytest.approx(first.estimate.step_time_s)
+    assert again.identity == first.identity
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(["outpace-tiny", "gpt2", "llama-3-8b"]),
+    machine=st.sampled_from(["hgx-h100", "2x-titan-rtx", "l4", "4x-gtx-1080-ti"]),
+    network=st.sampled_from([None, "1Gbit/s", "100Gbit/s"]),
+    nodes=st.integers(1, 6),
+    batch=st.sampled_from([1, 6, 16, 64]),
+)
+def test_doubling_the_machine_never_lowers_the_best_where_ranks_may_stay_idle(
+    model, machine, network, nodes, batch
+):
+    question = asked(model, machine, nodes=nodes, network=network, global_batch=batch, seq_len=256)
+    idle = replace(question, idle=True)
+    assert best(idle.on(2 * nodes)) >= best(idle) * (1 - 1e-9)
+    assert best(idle) >= best(question)
+
+
+def test_nodes_that_cannot_be_used_stay_idle_and_are_told():
+    question = asked("gpt2", nodes=5, global_batch=64, seq_len=512, network="1Gbit/s")
+    with_all = plans(question) if best(question) else None
+    answer = plans(replace(question, idle=True))
+    assert answer.nodes == 5 and 0 < answer.idle_nodes < 5
+    used = 5 - answer.idle_nodes
+    assert {p.plan.world_size for p in answer.plans} == {8 * used}
+    if with_all is not None:
+        assert answer.plans[0].estimate.step_time_s < with_all.plans[0].estimate.step_time_s
+    scaled = throughput(replace(question, idle=True), 5)
+    assert scaled.estimate.tokens_per_s == answer.plans[0].estimate.tokens_per_s
+
+
+def test_any_half_of_the_nodes_is_looked_at():
+    """Three of six: no power of two, and the batch is no multiple of it."""
+    keep = "pp=3,tp=1,cp=1,dp_replicate=1,dp_shard=1"
+    question = asked("gpt2", "l4", nodes=6, global_batch=16, seq_len=256, keep=keep)
+    assert best(question) == 0
+    answer = plans(replace(question, idle=True))
+    assert answer.idle_nodes == 3 and answer.plans[0].plan.pp == 3
+
+
+def test_what_is_infeasible_names_the_fewest_nodes_that_do():
+    question = asked("llama-3-70b", "dgx-a100", seq_len=4096, keep="offload_optimizer=none")
+    with pytest.raises(BadInputError) as caught:
+        plans(question)
+    sentence = str(caught.value)
+    assert "70.55 G parameters) does not fit" in sentence
+    assert "of 80.00 GiB on every device" in sentence
+    nodes = int(sentence.split("It fits on ")[1].split()[0])
+
+    def fits(count):
+        other = question.on(count)
+        world = other.wanted.world
+        batch = -(-question.wanted.global_batch // world) * world
+        return best(replace(other, wanted=replace(other.wanted, global_batch=batch))) > 0
+
+    assert nodes > 1 and fits(nodes) and not fits(nodes - 1)
+
+
+def test_what_never_fits_asks_for_other_devices():
+    with pytest.raises(BadInputError, match=r"Use devices with more memory, a shorter --seq-len"):
+        plans(asked("llama-3.1-405b", "4x-gtx-1080-ti", keep="strategy=ddp", seq_len=4096))
+
+
+def test_what_nobody_trains_is_not_planned_for_as_trained():
+    with pytest.raises(BadInputError, match="mixtral-8x7b is planned for, but outpace does not"):
+        plans(asked("mixtral-8x7b", trained=True))
+    answer = plans(asked("llama-3-8b", trained=True, nodes=2, global_batch=64))
+    assert not any(planned.untrained for planned in answer.plans)
+
+
+@pytest.mark.parametrize("keep", ["precision=fp32", "tp=8", "micro_batch=1,checkpointing=full"])
+def test_what_is_insisted_on_costs_what_it_costs(keep):
+    free = plans(asked("llama-3-8b", global_batch=64))
+    held = plans(asked("llama-3-8b", global_batch=64, keep=keep))
+    names = [one.setting for one in held.insistences]
+    assert names == keep.split(",")
+    if len(names) == 1:
+        slower = held.plans[0].estimate.step_time_s / free.plans[0].estimate.step_time_s - 1
+        assert held.insistences[0].slowdown == pytest.approx(slower) and slower > 0.01
+
+
+def test_the_width_of_tensor_parallelism_may_be_held_down():
+    (row,) = plans(asked("llama-3-8b", global_batch=8, most_tp=1)).insistences
+    assert row.setting == "max-tp 1" and row.slowdown >= 0
+
+
+def test_a_plan_for_another_batch_is_refused():
+    with pytest.raises(BadInputError, match="is not a multiple of"):
+        one(asked("gpt2", global_batch=9), Plan(strategy="ddp", dp_replicate=8))
