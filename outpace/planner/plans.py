@@ -111,7 +111,6 @@ def plans(job: Job) -> Plans:
         rejected=tuple(_rejected(used, found)),
         insistences=tuple(_insistences(job, planned[0].estimate.step_time_s)),
         considered=found.considered,
-        fitting=found.fitting,
         took_s=time.perf_counter() - began,
         source="probed" if job.cluster.probed else "catalog",
         notes=job.cluster.notes,

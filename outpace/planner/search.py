@@ -43,7 +43,6 @@ class Found:
     best: dict[str, int]
     smallest: dict[str, int]
     considered: int
-    fitting: int
 
 
 def family(columns: Columns) -> Ints:
@@ -178,7 +177,7 @@ def _found(
         name = FAMILIES[place]
         best[name] = int(able[np.argmin(seconds[able])]) if len(able) else -1
         smallest[name] = int(mine[np.argmin(need[mine])])
-    return Found(columns, times, need, ranked[:count], best, smallest, considered, int(fits.sum()))
+    return Found(columns, times, need, ranked[:count], best, smallest, considered)
 
 
 def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
@@ -200,6 +199,4 @@ def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
 def _nothing(plain: Columns, question: Question) -> Found:
     none = plain.take(slice(0, 0))
     empty = np.zeros(0)
-    return Found(
-        none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain), 0
-    )
+    return Found(none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain))

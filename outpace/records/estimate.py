@@ -78,7 +78,6 @@ class Plans(Record):
     rejected: tuple[Rejected, ...] = ()
     insistences: tuple[Insistence, ...] = ()
     considered: NonNegativeInt
-    fitting: NonNegativeInt
     took_s: NonNegativeFloat
     source: str = Field(description="of the rates: probed, or the catalog's")
     notes: tuple[str, ...] = ()

