@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats
-from outpace.planner.outlines import layer_parameters, weights
+from outpace.planner.outlines import Weight, layer_parameters, weights
 from outpace.records.outline import Attention, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 
@@ -145,15 +145,14 @@ def layer(
     """A stack's layer for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
     zero = np.zeros_like(tokens)
+    fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout
     mixing = [
-        _attention(one, columns, sizes, device, fused and not (stack.dropout and device == "cpu"),
-                   stack.dropout)
+        _attention(one, columns, sizes, device, fused, stack.dropout)
         for one in (stack.attention, stack.cross_attention)
         if one is not None
-    ]  # fmt: skip
-    queries, keys, mixed, raw, apart, scores = (
-        sum(parts, start=zero) for parts in zip(*mixing, strict=True)
-    ) if mixing else (zero,) * 6  # fmt: skip
+    ]
+    sums = [sum(parts, start=zero) for parts in zip(*mixing, strict=True)] or [zero] * 6
+    queries, keys, mixed, raw, apart, scores = sums
     mlp = stack.mlp
     gated = mlp is not None and mlp.gated
     inner, experts = (zero, zero) if mlp is None else _mlp(mlp, columns, sizes)
@@ -162,8 +161,6 @@ def layer(
         w.elements / np.where(w.cut == "none", 1, split) / (columns.ep if w.experts else 1)
         for w in parts
     ]
-    each = [share / max(1, w.experts) * columns.ep if w.experts else share
-            for share, w in zip(cut, parts, strict=True)]  # fmt: skip
     matrices = sum(cut, start=zero)
     up, down = (
         sum((s for s, w in zip(cut, parts, strict=True) if w.name in names), start=zero)
@@ -205,10 +202,19 @@ def layer(
         vectors=zero + vectors,
         up=up / (2 if gated else 1),
         down=down,
-        largest=np.maximum.reduce([zero, *(e / (3 if w.name.endswith("qkv") else 2 if gated and
-                                    w.name.endswith("up") else 1)
-                                  for e, w in zip(each, parts, strict=True))]),
-    )  # fmt: skip
+        largest=_largest(stack, parts, cut, columns),
+    )
+
+
+def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Columns) -> Floats:
+    """Elements of a layer's largest matrix: of one expert, and not of several that are one here."""
+    gated = stack.mlp is not None and stack.mlp.gated
+    most = np.zeros(len(columns))
+    for weight, share in zip(parts, cut, strict=True):
+        joined = 3 if weight.name.endswith("qkv") else 2 if gated and weight.name == "up" else 1
+        matrices = joined * np.maximum(weight.experts / columns.ep, 1)
+        most = np.maximum(most, share / matrices)
+    return most
 
 
 def _attention(
