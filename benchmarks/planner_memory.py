@@ -8,9 +8,9 @@ lever's every setting occurs often enough. Each is traced as `outpace memory` do
 of the ranks that differ, and reckoned by `outpace.planner.memory`. Both are of the package, but
 share no formula: the trace runs the real model under fake tensors. The seed that is recorded was
 not looked at while the formulas were written (1 to 3 were, and 20261122, the first that was kept
-for the end: it had 9 plans of 249 off by more than 10 %. The causes of seven were put right; two, of
-parameters on disk in a pipeline that recomputes, where the trace itself seems to count too much, are
-not drawn any more).
+for the end: it had 9 plans of 249 off by more than 10 %. The causes of seven were put right; two,
+of parameters on disk in a pipeline that recomputes, where the trace itself seems to count too much,
+are not drawn any more).
 """
 
 import argparse
