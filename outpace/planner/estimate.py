@@ -565,13 +565,43 @@ class _Step:
         gathers = np.where(c.pp > 1, c.passes, self.micro)
         lent = 2 * gathers * own * self.kept / rate
         weights_s = np.where(c.offload_parameters > 0, np.maximum(lent - busy, 0.0) + host_steps, 0)
-        kept = 2 * self.tokens * self.outline.hidden * self.item * self.outline.layers / c.pp
-        kept = self.micro * 2 * kept / rate
-        acts = np.where(c.offload_activations > 0, np.maximum(kept - busy, 0.0), 0.0)
+        there_and_back = 2 * self.micro * self._saved() / rate
+        acts = np.where(c.offload_activations > 0, np.maximum(there_and_back - busy, 0.0), 0.0)
         disk = np.maximum(c.offload_optimizer, c.offload_parameters) > 1
         slow = np.where(disk, own * 2 * 3 * _FP32 / self.device.disk_bytes_per_s, 0.0)
         total: Floats = state + weights_s + acts + slow
         return total
+
+    def _saved(self) -> Floats:
+        """Bytes that a rank's blocks keep of a micro-batch for the backward.
+
+        Inputs and outputs of norms and what products read: queries, keys, values and their mix,
+        and of the MLP what its activation reads and gives (Korthikanti et al., arXiv 2205.05198,
+        §4.1, without scores). A block that is computed again keeps its input alone; with
+        "attention" the mix as well, with "selective" what products gave.
+        """
+        c, hidden = self.c, self.outline.hidden
+        modes = {name: c.modes[:, place] for place, name in enumerate(MODES)}
+        total = np.zeros(len(c))
+        for stack in self.outline.stacks:
+            a, m = stack.attention, stack.mlp
+            mix = 0 if a is None else a.heads * a.value_dim
+            read = (
+                0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
+            )
+            inner = 0 if m is None else m.width * (m.active if m.experts else 1) + m.shared
+            products = (read + mix + inner * (2 if m is not None and m.gated else 1)) / c.tp
+            activated = inner * (2 if m is not None and m.gated else 1) / c.tp
+            everything = 4 * hidden + products + activated
+            each = (
+                modes["none"] * everything
+                + modes["selective"] * (2 * hidden + products)
+                + modes["attention"] * (hidden + mix / c.tp)
+                + modes["full"] * hidden
+            )
+            total = total + stack.layers / c.pp * each
+        saved: Floats = total * self.tokens * self.item
+        return saved
 
 
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
