@@ -224,7 +224,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
         level=LEVEL,
         tokens_per_s=tokens / seconds,
         mfu=mfu,
-        hfu=None if mfu is None else mfu * (3 + float(full)) / 3,
+        hfu=None if mfu is None else mfu * (1 + float(full) / 3),
         peak_memory_bytes=inside + kinds["allocator and libraries"],
         memory_bytes=device.memory_bytes,
         memory=kinds,
