@@ -189,6 +189,7 @@ def main() -> int:
     parser.add_argument("--course", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick-probe", action="store_true", help="a minute for each probe")
     arguments = parser.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker, arguments.course, arguments.rounds)
@@ -199,7 +200,7 @@ def main() -> int:
     courses = range(1 if arguments.quick else len(COURSES))
     worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
     for world in worlds:
-        machines[world] = probe(world, arguments.quick)
+        machines[world] = probe(world, arguments.quick or arguments.quick_probe)
         for course in courses:
             for row in measured(world, course, arguments.rounds):
                 estimate = predicted(machines[world], world, course, row["plan"])
