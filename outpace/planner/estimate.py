@@ -161,14 +161,18 @@ class _Step:
         self.autocast = c.precise("bf16", "fp16", "fp8") & ~shards_cast
         self.wide = np.where(self.autocast, _FP32, self.item)
         self.kept = np.where(c.precise("fp16-master", "bf16-pure", "fp16-pure"), 2.0, _FP32)
-        layers = np.zeros(len(c))
+        layers, more = np.zeros(len(c)), np.zeros(len(c))
         for stack in self.outline.stacks:
             experts = sum(w.elements for w in weights(stack, self.outline.hidden) if w.experts)
             rest = layer_parameters(stack, self.outline.hidden) - experts
             layers = layers + stack.layers * (rest / c.tp + experts / c.ep)
+            # Who shares out experts shards as well: of what is sharded ep is a part.
+            alone = np.where(c.zero > 0, c.ep, 1)
+            more = more + stack.layers * experts * (alone - 1) / c.ep
         ends = outside_elements(self.outline) / c.tp
         # A pipeline's ends have the embedding and the head; the fuller one decides.
         self.parameters = layers / c.pp + np.where(c.pp > 1, ends / (1 if self._tied else 2), ends)
+        self.owned = self.parameters + more / c.pp
 
     @property
     def _alone(self) -> bool:
@@ -550,7 +554,7 @@ class _Step:
         c = self.c
         shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
         masters = np.where(c.precise("fp16-master"), 12.0, 0.0)
-        moved = self.parameters / shards * (7 * _FP32 + 3 * _FP32 + masters)
+        moved = self.owned / shards * (7 * _FP32 + 3 * _FP32 + masters)
         launched = _OPTIMIZER_OPERATORS * self.device.operator_s
         return moved / self.device.memory_bytes_per_s + launched
 
@@ -558,7 +562,7 @@ class _Step:
         """What lies in host memory goes over the host's link: what passes do not hide."""
         c = self.c
         shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
-        own = self.parameters / shards
+        own = self.owned / shards
         rate = self.device.host_bytes_per_s
         host_steps = own * 7 * _FP32 / self.device.host_memory_bytes_per_s
         state = np.where(c.offload_optimizer > 0, own * (self.kept + _FP32) / rate + host_steps, 0)

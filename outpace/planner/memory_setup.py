@@ -1,6 +1,7 @@
 """What a step's memory is reckoned from, for many plans at once: sizes, and what strategies do."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ from outpace.planner.layer_bytes import Layer, Shapes, layer, mean, shapes, shar
 from outpace.planner.places import Place
 from outpace.planner.stored import Outside, States, outside, states
 from outpace.planner.tape import Tape
-from outpace.records.outline import Outline
+from outpace.records.outline import Outline, Stack
 from outpace.records.plan import Checkpointing
 
 Device = Literal["cuda", "cpu"]
@@ -49,8 +50,8 @@ class Setup:
         self.layers: Sequence[Layer] = [
             layer(outline, stack, c, self.s, device, fused) for stack in outline.stacks
         ]
-        # The block that is looked at is of the stack that keeps the most.
-        widest = max(range(len(self.layers)), key=lambda i: float(self.layers[i].kept.mean()))
+        # The block that is looked at is of the stack that keeps the most, whatever the plan.
+        widest = max(range(len(self.layers)), key=lambda i: _width(outline.stacks[i]))
         self.block = self.layers[widest]
         self.kept = {
             mode: mean([one.kept_in(mode) for one in self.layers], outline.stacks)
@@ -59,8 +60,8 @@ class Setup:
         self.elements = mean([one.elements for one in self.layers], outline.stacks)
         self.matrices = mean([one.matrices for one in self.layers], outline.stacks)
         self.ends: Outside = outside(outline, c)
-        self.states: States = states(outline, c)
         self._strategies()
+        self._experts()
 
     def _strategies(self) -> None:
         c = self.columns
@@ -82,6 +83,24 @@ class Setup:
         self.zero1 = (c.of("zero1") | (product & (level == 1))) & (c.dp_shard > 1)
         self.off_acts = (c.offload_activations > 0).astype(float)
         self.in_backward = c.in_backward.astype(float)
+
+    def _experts(self) -> None:
+        """Experts are shared out by ranks that shard as well: of what is sharded, ep is a part.
+
+        `stored` are a layer's elements that are cut into shards; `more` is how many times as many
+        as a rank computes with.
+        """
+        c = self.columns
+        whole = replace(c, ep=np.where((self.shards > 1) | self.zero1, 1, c.ep))
+        self.states: States = states(self.outline, whole)
+        self.stored = self.elements
+        if (whole.ep < c.ep).any():
+            layers = [
+                layer(self.outline, stack, whole, self.s, self.device, self.fused)
+                for stack in self.outline.stacks
+            ]
+            self.stored = mean([one.elements for one in layers], self.outline.stacks)
+        self.more = self.stored / np.maximum(self.elements, 1)
 
     def _outside_elements(self, place: Place) -> Floats:
         e = self.ends
@@ -152,3 +171,16 @@ class Setup:
         tape.moment("communication", nbytes * self.fsdp * self.waits * self.there)
         tape.take("communication", nbytes * self.fsdp * (1 - self.waits * self.there))
         tape.drop("temporary", low)
+
+
+def _width(stack: Stack) -> int:
+    """Of all that a token passes in a layer."""
+    width = 0
+    if stack.mlp is not None:
+        times = 2 if stack.mlp.gated else 1
+        active = stack.mlp.active if stack.mlp.experts else 1
+        width += times * (stack.mlp.width * active + stack.mlp.shared)
+    for attention in (stack.attention, stack.cross_attention):
+        if attention is not None:
+            width += attention.heads * (attention.head_dim + attention.value_dim)
+    return width + sum(product.outputs * product.count for product in stack.other)

@@ -26,7 +26,8 @@ class Step(Loss, Block):
         c, s = self.columns, self.s
         ends = self._outside_elements(place)
         elements = self.elements * place.layers + ends
-        held = s.weight * elements / self.shards
+        stored = (self.stored * place.layers + ends) / self.shards
+        held = s.weight * stored
         on_host = (c.offload_parameters == OFFLOADS.index("cpu")) & (self.device == "cuda")
         on_disk = c.offload_parameters == OFFLOADS.index("disk")
         weights_away = (on_host | on_disk).astype(float)
@@ -44,7 +45,7 @@ class Step(Loss, Block):
         tape.pass_over("optimizer state", (kept + twin) * (1 - optimizer_away))
         tape.pass_over("offloaded", held * weights_away + (kept + twin) * optimizer_away)
         # States are made before they are moved to a disk, unit after unit.
-        made = kept / np.maximum(elements / self.shards, 1) * self._largest(place)
+        made = kept / np.maximum(stored, 1) * self._largest(place)
         on_way = (c.offload_optimizer == OFFLOADS.index("disk")) & (self.device == "cpu")
         tape.pass_over("gradients", s.weight * elements * self.bucketed)
         tape.moment("temporary", made * on_way)
@@ -214,7 +215,7 @@ class Step(Loss, Block):
                 grads = left * s.weight * self.elements
                 stays = (1 - self.there) * (1 - self.in_backward)
                 shards = np.where(self.waits > 0, 1, self.shards)
-                tape.pass_over("gradients", grads / shards * stays)
+                tape.pass_over("gradients", grads * self.more / shards * stays)
                 tape.pass_over("unsharded", left * unit * np.where(self.waits > 0, 1, again - 1))
                 between = per_chunk - given - self._kept_by(self.first_mode) * seconds
                 between = np.where(left > 0, np.maximum(between, 0), 0)
@@ -240,7 +241,7 @@ class Step(Loss, Block):
             tape.drop("communication", p * unit * now)  # the block's own gradients
             reduced = np.where(present, unit * now, reduced)
             stays = (1 - self.there) * (1 - self.in_backward) * now
-            tape.take("gradients", p * unit / self.shards * stays)
+            tape.take("gradients", p * unit * self.more / self.shards * stays)
         tape.drop("temporary", splits * count * self.block.outputs)
         self._embedding(tape, place, reduced)
 
@@ -276,7 +277,7 @@ class Step(Loss, Block):
         tape.clear("activations", "temporary", "weight copies", "unsharded")
         tape.clear("gradients", share=self.fused_buffers)  # they are in the buffers by now
         c, s = self.columns, self.s
-        elements = (self.elements * place.layers + self._outside_elements(place)) / self.shards
+        elements = (self.stored * place.layers + self._outside_elements(place)) / self.shards
         # 16-bit gradients are made fp32 one by one.
         master = c.precise("fp16-master").astype(float)
         # Where these are views of buffers, which stay, beside them.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.outlines import OUTLINES
 from outpace.planner.columns import Columns, of_plans
 from outpace.planner.in_flight import ranks_of
 from outpace.planner.layer_bytes import layer, shapes
@@ -261,3 +262,12 @@ def test_as_traced(spec, plan, seq_len, passes, accelerator):
     assert peak_bytes(outline(spec, "x"), seq_len, columns, device)[0] == pytest.approx(
         traced, rel=0.03
     )
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_ranks_that_share_out_experts_hold_the_model_once_together(ep):
+    model = OUTLINES["mixtral-8x7b"]
+    plan = Plan(strategy="3d", dp_shard=16, ep=ep, precision="bf16", checkpointing="full")
+    found = anatomy(model, 4096, of_plans([plan], 16, model.layers))
+    assert 16 * found["weights"][0] == pytest.approx(4 * parameters(model), rel=1e-6)
+    assert 16 * found["optimizer state"][0] == pytest.approx(8 * parameters(model), rel=1e-6)
