@@ -381,8 +381,8 @@ def _infeasible(job: Job, found: Found) -> str:
         return (
             f"no plan can be laid out: {wanted.world} devices and a global batch of "
             f"{wanted.global_batch}{f', with {kept}' if kept else ''}. The axes have to multiply "
-            "to the devices, tp has to divide the heads, and what is left of the devices the batch. "
-            f"Insist on less, or use a global batch that is a multiple of {wanted.world}."
+            "to the devices, tp has to divide the heads, and what is left of the devices the batch."
+            f" Insist on less, or use a global batch that is a multiple of {wanted.world}."
         )
     place = min(found.smallest.values(), key=lambda spot: float(found.needs[spot]))
     least = float(found.needs[place])
