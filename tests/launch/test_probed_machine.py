@@ -1,6 +1,9 @@
 """The record that a probe makes of a machine."""
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from outpace.launch import probing
 from outpace.launch.probe_wishes import Wishes
@@ -19,7 +22,8 @@ def record(monkeypatch, devices):
     monkeypatch.setattr(probing, "identify", lambda find: machine)
     monkeypatch.setattr(probing, "read_if_there", lambda timeout_s: topology)
     wishes = Wishes(("matmul",), True, TrainSettings(), "outpace probe matmul", None)
-    return probing._machine(wishes, Section(), Steadiness(), 1.0, 1)
+    here = SimpleNamespace(wishes=wishes, device=torch.device("cpu"))
+    return probing._machine(here, Section(), Steadiness(), 1.0, 1)
 
 
 def test_links_between_devices_are_in_it(monkeypatch):
