@@ -101,8 +101,15 @@ def test_few_and_noisy_rounds_name_nobody_either():
 
 @pytest.mark.gloo
 def test_a_rank_slowed_down_in_a_real_world_is_named(on_ranks):
-    """Rank 2 sleeps in its work and in its exchanges, of a world that talks over gloo."""
-    said = on_ranks(4, RANKS, 2)
+    """Rank 2 sleeps in its work and in its exchanges, of a world that talks over gloo.
+
+    Beside other tests a world may be too restless to conclude; then it names nobody, and is asked
+    again. Whoever is named has to be the right one at once.
+    """
+    for _ in range(3):
+        said = on_ranks(4, RANKS, 2)
+        if said["stragglers"] and said["slow links"]["ranks"]:
+            break
     assert [rank for rank, _ in said["stragglers"]] == [2, 2]  # in products, and in memory
     assert said["slow links"] == {"ranks": [2], "links": []}
     assert any("rank 2 is a straggler" in text for text in said["advice"])
