@@ -248,7 +248,9 @@ def interval(probed: bool) -> tuple[float, float]:
 
     They are quantiles of real comparisons, written by benchmarks/planner_accuracy.py.
     """
-    row = _residuals()["probed" if probed else "catalog"]
+    table = _residuals()
+    # Until steps on probed machines are recorded, they are taken as no surer than the catalog's.
+    row = (table["probed"] if probed else None) or table["catalog"]
     return float(row["low"]), float(row["high"])
 
 
