@@ -6,11 +6,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import Precision
+
+if TYPE_CHECKING:
+    from outpace.launch.planning import Asked
+    from outpace.planner.plans import Job
+    from outpace.records.plan import Plan
 
 _ABOUT = "The fastest ways to train a model on given machines: which fit, why, and how sure."
 _EPILOG = (
@@ -66,7 +71,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise BadInputError("--price is of a device and hour: say how many --tokens to train on.")
 
 
-def _asked(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _asked(arguments: argparse.Namespace) -> "Asked":
     from outpace.launch.planning import Asked
 
     return Asked(
@@ -88,7 +93,7 @@ def _asked(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
     )
 
 
-def _compare(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-untyped-def]
+def _compare(arguments: argparse.Namespace, asked: "Asked") -> int:
     """The best plan on each number of nodes, the global batch the same."""
     from outpace.launch.planning import job
     from outpace.planner.plans import throughput
@@ -113,7 +118,7 @@ def _compare(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-un
     return 0
 
 
-def _what_if(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-untyped-def]
+def _what_if(arguments: argparse.Namespace, asked: "Asked") -> int:
     from outpace.launch.planning import changed, job, what_if
     from outpace.planner.plans import plans
 
@@ -134,7 +139,7 @@ def _what_if(arguments: argparse.Namespace, asked) -> int:  # type: ignore[no-un
     return 0
 
 
-def _emit(arguments: argparse.Namespace, question, plan) -> int:  # type: ignore[no-untyped-def]
+def _emit(arguments: argparse.Namespace, question: "Job", plan: "Plan") -> int:
     from outpace.interop.emit import emit
     from outpace.launch.outlines import find_outline
 

@@ -272,25 +272,17 @@ def _unknown(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
             "how fast its memory is. Probe it: outpace probe memory --out machine.json."
         )
-    attention = efficiency.ATTENTION["ampere"]
-    return Device(
-        name=machine.devices[0].name,
+    attention, share = efficiency.ATTENTION["ampere"], efficiency.PRODUCTS["ampere"].share
+    first = machine.devices[0]
+    return replace(
+        _as_measured(first.name, first.memory_bytes, rates, bytes_per_s, curve),
         kind="cuda",
-        memory_bytes=machine.devices[0].memory_bytes,
-        peak_flops_per_s={},
-        best_flops_per_s=rates,
-        multiprocessors=1,
-        tiles=((64, 64, 1.0),),
-        fixed_s=0.0,
-        memory_bytes_per_s=bytes_per_s,
         operator_s=efficiency.OPERATOR_S,
-        attention_forward=attention.forward / efficiency.PRODUCTS["ampere"].share,
-        attention_backward=attention.backward / efficiency.PRODUCTS["ampere"].share,
+        attention_forward=attention.forward / share,
+        attention_backward=attention.backward / share,
         attention_narrow=attention.narrow,
         host_bytes_per_s=LINKS["PCIe 4 x16"].bytes_per_s * efficiency.HOST_LINK_SHARE,
         host_memory_bytes_per_s=efficiency.HOST_MEMORY_BYTES_PER_S,
-        disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
-        curve=curve,
         sources=("outpace probe", attention.source, efficiency.OPERATOR_SOURCE),
     )
 
@@ -303,10 +295,22 @@ def _cpu(
     curve: tuple[tuple[float, float], ...],
 ) -> Device:
     """One of `ranks` processes on a host's cores and memory."""
+    share = machine.host_memory_bytes // ranks
+    return _as_measured(machine.cpu, share, rates, bytes_per_s, curve)
+
+
+def _as_measured(
+    name: str,
+    memory_bytes: int | None,
+    rates: dict[str, float],
+    bytes_per_s: float,
+    curve: tuple[tuple[float, float], ...],
+) -> Device:
+    """A device of which no tiles are known: a CPU, unless what calls this says otherwise."""
     return Device(
-        name=machine.cpu,
+        name=name,
         kind="cpu",
-        memory_bytes=machine.host_memory_bytes // ranks,
+        memory_bytes=memory_bytes,
         peak_flops_per_s={},
         best_flops_per_s=rates,
         multiprocessors=1,

@@ -24,7 +24,7 @@ from outpace.catalog.models import preset
 from outpace.cli import options
 from outpace.cli.train import _parser
 from outpace.interop.emit import FORMATS, Emitted, Request, emit
-from outpace.interop.emit.request import ep, folded, hosts
+from outpace.interop.emit.request import folded, hosts
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.plan import SPLITS, Plan
@@ -434,6 +434,5 @@ def test_mistakes_get_sentences() -> None:
         emit("torchtitan", deep, LLAMA, global_batch=32, seq_len=SEQ_LEN)
 
 
-def test_ep_is_read_where_there_is_one() -> None:
-    """Until every plan has `ep`: a default of 1."""
-    assert ep(Plan()) == 1
+def test_a_plan_shares_out_no_experts_by_itself() -> None:
+    assert Plan().ep == 1

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from outpace.interop.emit import deepspeed, levers
-from outpace.interop.emit.request import Emitted, Request, ep, hosts, stages_per_rank
+from outpace.interop.emit.request import Emitted, Request, hosts
 from outpace.interop.emit.texts import HEAD, as_yaml, heading
 from outpace.records.plan import Plan
 
@@ -193,7 +193,7 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
         unsaid.append(levers.sharding(request, tool, "the distributed optimizer (ZeRO-1)"))
     if request.stage and plan.dp_replicate > 1:
         unsaid.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
-    if plan.schedule != "1f1b" or stages_per_rank(plan) > 1:
+    if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         unsaid.append(levers.schedule(request, tool, "1F1B with one stage a rank"))
     # Megatron wants the other stages alike.
     each = -(-request.spec.layers // plan.pp)
@@ -202,7 +202,7 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "megatron_lm_tp_degree": plan.tp,
         "megatron_lm_pp_degree": plan.pp,
         "megatron_lm_context_parallel_size": plan.cp,
-        "megatron_lm_expert_model_parallel_size": ep(plan),
+        "megatron_lm_expert_model_parallel_size": plan.ep,
         "megatron_lm_num_micro_batches": request.passes,
         "megatron_lm_sequence_parallelism": plan.sequence_parallel and plan.tp > 1,
         "megatron_lm_use_distributed_optimizer": request.stage > 0,

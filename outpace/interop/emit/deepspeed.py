@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request, ep, hosts, stages_per_rank
+from outpace.interop.emit.request import Emitted, Request, hosts
 from outpace.interop.emit.texts import as_json
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
@@ -203,8 +203,8 @@ def _axes(request: Request, unsaid: list[str]) -> dict[str, Any]:
             f"cp {plan.cp}: DeepSpeed exchanges heads for parts of the sequence (Ulysses), in the "
             "place of a ring; the script has to split sequences."
         )
-    if ep(plan) > 1:
-        values["expert_parallel"] = {"enabled": True, "autoep_size": ep(plan)}
+    if plan.ep > 1:
+        values["expert_parallel"] = {"enabled": True, "autoep_size": plan.ep}
     return values
 
 
@@ -217,6 +217,6 @@ def _pipeline(request: Request) -> list[str]:
         f"pp {plan.pp}: the script has to cut the model, "
         f"deepspeed.pipe.PipelineModule(layers, num_stages={plan.pp}); the JSON has nothing for it."
     ]
-    if plan.schedule != "1f1b" or stages_per_rank(plan) > 1:
+    if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         sentences.append(levers.schedule(request, _TOOL, "1F1B with one stage a rank"))
     return sentences + levers.all_under_way(request, _TOOL)

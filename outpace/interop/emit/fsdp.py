@@ -5,7 +5,7 @@ from typing import Any
 
 from outpace.interop.emit import levers
 from outpace.interop.emit.accelerate import axes
-from outpace.interop.emit.request import Emitted, Request, ep, folded
+from outpace.interop.emit.request import Emitted, Request, folded
 from outpace.interop.emit.texts import as_json, torchrun
 from outpace.records.model import Family
 from outpace.records.optimizers import OptimizerName
@@ -84,8 +84,8 @@ def write(request: Request) -> Emitted:
         values["fsdp_config"] = _fsdp(request, written, unsaid, _BLOCKS[spec.family])
     elif written.ranks > 1:
         values["ddp_bucket_cap_mb"] = plan.bucket_mib
-    if ep(plan) > 1:
-        unsaid.append(f"ep {ep(plan)}: the Trainer shards experts like other parameters.")
+    if plan.ep > 1:
+        unsaid.append(f"ep {plan.ep}: the Trainer shards experts like other parameters.")
     unsaid += levers.rest(plan, _TOOL, _said(request, written))
     unsaid += levers.not_in_a_plan(
         request,

@@ -7,7 +7,7 @@ its default becomes a sentence here, so that none is lost silently.
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-from outpace.interop.emit.request import Request, ep, hosts, stages_per_rank
+from outpace.interop.emit.request import Request, hosts
 from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan, Strategy
@@ -85,7 +85,7 @@ def all_under_way(request: Request, tool: str) -> list[str]:
 def schedule(request: Request, tool: str, written: str) -> str:
     """That another schedule is written than the plan's."""
     plan = request.plan
-    several = stages_per_rank(plan)
+    several = plan.stages_per_rank
     of = f" of {several} stages a rank" if several > 1 else ""
     return _instead(f"schedule {plan.schedule}{of}", tool, written)
 
@@ -124,10 +124,10 @@ def _instead(what: str, tool: str, written: str) -> str:
 
 def experts(request: Request) -> list[str]:
     """That a number of experts belongs to expert parallelism."""
-    if ep(request.plan) == 1:
+    if request.plan.ep == 1:
         return []
     return [
-        f"ep {ep(request.plan)} shares out experts: their number, width and routing belong to the "
+        f"ep {request.plan.ep} shares out experts: their number, width and routing belong to the "
         "model, of which only the dense dimensions are known here."
     ]
 

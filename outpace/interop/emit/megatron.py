@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request, ep, stages_per_rank
+from outpace.interop.emit.request import Emitted, Request
 from outpace.interop.emit.texts import heading, torchrun
 from outpace.planner.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
@@ -82,7 +82,7 @@ def _fsdp(request: Request) -> bool:
 def _virtual(request: Request, unsaid: list[str]) -> int:
     """Stages that a rank of the pipeline gets."""
     plan = request.plan
-    several = stages_per_rank(plan)
+    several = plan.stages_per_rank
     if plan.pp == 1:
         return 1
     known = plan.schedule in ("1f1b", "interleaved", "mp")
@@ -107,7 +107,7 @@ def _axes(request: Request, unsaid: list[str]) -> list[Argument]:
         ("--pipeline-model-parallel-size", str(plan.pp)),
         *_stages(request, unsaid),
         ("--context-parallel-size", str(plan.cp)),
-        ("--expert-model-parallel-size", str(ep(plan))),
+        ("--expert-model-parallel-size", str(plan.ep)),
     ]
     if plan.tp > 1 and plan.sequence_parallel:
         found.append(("--sequence-parallel",))
@@ -216,7 +216,7 @@ def _recompute(request: Request, unsaid: list[str]) -> list[Argument]:
         full: Argument = ("--recompute-granularity", "full")
         if done.count == layers and done.alike:
             return [full, ("--recompute-method", "uniform"), ("--recompute-num-layers", "1")]
-        stages = request.plan.pp * stages_per_rank(request.plan)
+        stages = request.plan.pp * request.plan.stages_per_rank
         each = max(1, round(done.count / stages))
         unsaid.append(
             levers.checkpointing(request, _TOOL, f"the first {each} blocks of each stage, full")

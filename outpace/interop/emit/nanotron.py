@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request, ep, stages_per_rank
+from outpace.interop.emit.request import Emitted, Request
 from outpace.interop.emit.texts import as_yaml, heading, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -72,7 +72,7 @@ def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "tp_linear_async_communication": split,
         "recompute_layer": _recompute(request, unsaid),
         "context_parallel_size": plan.cp,
-        "expert_parallel_size": ep(plan),
+        "expert_parallel_size": plan.ep,
     }
 
 
@@ -80,7 +80,7 @@ def _engine(request: Request, unsaid: list[str]) -> str:
     plan = request.plan
     all_forward = plan.schedule in ("mp", "gpipe", "loopedbfs")
     engine = "afab" if all_forward else "1f1b"
-    if plan.pp > 1 and (stages_per_rank(plan) > 1 or levers.splits_backward(plan)):
+    if plan.pp > 1 and (plan.stages_per_rank > 1 or levers.splits_backward(plan)):
         unsaid.append(levers.schedule(request, _TOOL, f"{engine} with one stage a rank"))
     return engine
 

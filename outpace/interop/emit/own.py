@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.catalog.models import PRESETS
-from outpace.interop.emit.request import HOST, Emitted, Request, untrained
+from outpace.interop.emit.request import HOST, Emitted, Request
 from outpace.interop.emit.texts import quote, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.plan import AXES, SPLITS, Plan
@@ -20,7 +20,7 @@ def write(request: Request) -> Emitted:
     unsaid = []
     if model is None:
         unsaid.append(f"The model is no preset: save its ModelSpec as {_SPEC}.")
-    why_not = untrained(plan)
+    why_not = plan.untrained
     if why_not is not None:
         unsaid.append(f"{why_not}. The command leaves it out.")
     if plan.precision == "fp64":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outpace.records.model import ModelSpec
-from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Checkpointing, Plan
 
 Stage = Literal[0, 1, 2, 3]
@@ -31,29 +30,6 @@ class Emitted:
     file_name: str
     command: str
     unsaid: tuple[str, ...]
-
-
-def ep(plan: Plan) -> int:
-    """The ranks that share out a layer's experts."""
-    return getattr(plan, "ep", 1)
-
-
-def zero(plan: Plan) -> Stage:
-    """What dp_shard of a product of axes shards."""
-    return getattr(plan, "zero", 3)
-
-
-def stages_per_rank(plan: Plan) -> int:
-    """The parts of the model that a rank of the pipeline has; 1 where there is no pipeline."""
-    schedule = SCHEDULES.get(plan.schedule)
-    if schedule is None:
-        return 1
-    return getattr(plan, "virtual_stages", None) or schedule.stages_per_rank
-
-
-def untrained(plan: Plan) -> str | None:
-    """Why outpace itself only plans with it; None where it trains it."""
-    return getattr(plan, "untrained", None)
 
 
 @dataclass(frozen=True)
@@ -99,7 +75,7 @@ class Request:
         """What is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
         if self.plan.strategy != "3d":
             return _SHARDS.get(self.plan.strategy, 0)
-        return zero(self.plan) if self.plan.dp_shard * self.plan.cp > 1 else 0
+        return self.plan.zero if self.plan.dp_shard * self.plan.cp > 1 else 0
 
     @property
     def recomputed(self) -> Recomputed:

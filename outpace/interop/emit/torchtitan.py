@@ -7,7 +7,7 @@ configuration, and flags change it. Those flags stand at the file's end.
 from typing import Any
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request, ep, stages_per_rank
+from outpace.interop.emit.request import Emitted, Request
 from outpace.interop.emit.texts import as_toml, comments, heading, torchrun
 from outpace.planner.stages import layers_per_stage
 from outpace.records.model import ModelSpec
@@ -179,7 +179,7 @@ def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "tensor_parallel_degree": plan.tp,
         "context_parallel_degree": plan.cp,
         "pipeline_parallel_degree": plan.pp,
-        "expert_parallel_degree": ep(plan),
+        "expert_parallel_degree": plan.ep,
     }
     if plan.pp > 1:
         values |= _pipeline(request)
@@ -202,7 +202,7 @@ def _pipeline(request: Request) -> dict[str, Any]:
         "pipeline_parallel_schedule": _SCHEDULES[plan.schedule],
         "pipeline_parallel_microbatch_size": plan.micro_batch,
     }
-    counts = layers_per_stage(spec, plan.pp * stages_per_rank(plan))
+    counts = layers_per_stage(spec, plan.pp * plan.stages_per_rank)
     if len(set(counts)) == 1:
         return values | {
             "pipeline_parallel_layers_per_stage": counts[0],
