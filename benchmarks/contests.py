@@ -51,12 +51,13 @@ def main(path: Path, rounds: int) -> None:
     import torch
 
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.contender import Contender, Course, everyone, plans
+    from outpace.experiment.contender import Contender, everyone, plans
     from outpace.launch.environment import ranks_from
     from outpace.launch.group import process_groups
     from outpace.probe.machine import identify
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
+    from outpace.train.synthetic import Course
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)

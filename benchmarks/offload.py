@@ -46,9 +46,10 @@ PAIRS, QUICK_PAIRS = 16, 4
 
 def contender(levers: dict[str, str], quick: bool, groups):
     """A plan on one process, ready to take steps."""
-    from outpace.experiment.contender import Contender, Course
+    from outpace.experiment.contender import Contender
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
+    from outpace.train.synthetic import Course
 
     shape = dict(SHAPES[quick])
     batch, seq_len = shape.pop("batch"), shape.pop("seq_len")

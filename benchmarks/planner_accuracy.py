@@ -19,9 +19,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
+import coverage_intervals as coverage
 import numpy as np
 import published
 import published_pieces
@@ -41,8 +41,6 @@ from outpace.planner.space import Wanted, expand, layouts, levers
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
-RESIDUALS = Path(__file__).parent.parent / "outpace" / "catalog" / "residuals.json"
-LEVEL = 0.9
 # Sources of step times, as the planner's issue scores them, and the most that their error may be.
 TIMES: dict[str, tuple[tuple[str, ...], float]] = {
     "vtrain-single": (("vtrain-single",), 0.15),
@@ -376,60 +374,6 @@ def _timed(call: Any) -> float:
 # Uncertainty.
 
 
-def residuals(found: Sequence[Predicted]) -> dict[str, Any]:
-    """Factors on a prediction between which LEVEL of the measured times lie.
-
-    Quantiles of measured over predicted, every source counting the same. Sources differ from each
-    other, so that quantiles of some cover less of another than of themselves: the share that is
-    asked of the sources at hand is the one with which each source, left out, is covered to LEVEL in
-    the mean.
-    """
-    ratios: defaultdict[str, list[float]] = defaultdict(list)
-    for one in found:
-        ratios[one.source].append(one.measured_s / one.predicted_s)
-    sources = sorted(ratios)
-
-    def covered(level: float) -> dict[str, float]:
-        shares = {}
-        for source in sources:
-            low, high = _interval({k: v for k, v in ratios.items() if k != source}, level)
-            shares[source] = float(np.mean([low <= r <= high for r in ratios[source]]))
-        return shares
-
-    levels = np.linspace(0.6, 1.0, 401)
-    means = [statistics.fmean(covered(level).values()) for level in levels]
-    level = float(levels[int(np.argmin(np.abs(np.array(means) - LEVEL)))])
-    low, high = _interval(ratios, level)
-    shares = covered(level)
-    inside = sum(shares[s] * len(ratios[s]) for s in sources)
-    return {
-        "low": round(low, 4),
-        "high": round(high, 4),
-        "rows": sum(map(len, ratios.values())),
-        "sources": sources,
-        "coverage": round(statistics.fmean(shares.values()), 4),
-        "coverage_of_rows": round(inside / sum(map(len, ratios.values())), 4),
-        "left_out": {source: round(share, 4) for source, share in shares.items()},
-    }
-
-
-def _interval(ratios: dict[str, list[float]], level: float) -> tuple[float, float]:
-    values = np.concatenate([np.array(own) for own in ratios.values()])
-    weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in ratios.values()])
-    order = np.argsort(values)
-    shares = np.cumsum(weights[order]) / weights.sum()
-    tail = (1 - level) / 2
-    low = values[order][min(np.searchsorted(shares, tail), len(values) - 1)]
-    high = values[order][min(np.searchsorted(shares, 1 - tail), len(values) - 1)]
-    return float(low), float(high)
-
-
-def catalog_residuals(result: dict[str, Any]) -> dict[str, Any]:
-    """What outpace/catalog/residuals.json has to say of machines of the catalog."""
-    known: dict[str, Any] = result["residuals"]
-    return {name: known[name] for name in ("low", "high", "rows", "sources", "coverage")}
-
-
 # Together.
 
 
@@ -477,7 +421,7 @@ def main() -> None:
     scores += memory_scores(adapters, "litgpt, LoRA, traced")
     scores += [titan_score, *speed()]
     _show(scores)
-    spread = residuals([one for one in found if one.source in _scored()])
+    spread = coverage.residuals(ratios_of(found))
     result = {
         "scores": scores,
         "residuals": spread,
@@ -492,12 +436,19 @@ def main() -> None:
     }  # fmt: skip
     print(json.dumps(spread, indent=1))
     print(save("planner_accuracy", result))
-    both = json.loads(RESIDUALS.read_text(encoding="utf-8"))
-    both["catalog"] = catalog_residuals(result)
-    RESIDUALS.write_text(json.dumps(both, indent=1) + "\n", encoding="utf-8")
+    coverage.keep("catalog", spread)
     import figures_accuracy
 
     figures_accuracy.draw(result)
+
+
+def ratios_of(found: Iterable[Predicted]) -> dict[str, list[float]]:
+    """Measured over predicted, by source, of those that are scored."""
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for one in found:
+        if one.source in _scored():
+            ratios[one.source].append(one.measured_s / one.predicted_s)
+    return ratios
 
 
 def _scored() -> set[str]:

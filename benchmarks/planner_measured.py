@@ -53,7 +53,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PIPELINES = ("gpipe", "1f1b")
-_PROBE_S = 180.0
+_PROBE_S = 200.0
 _AGAIN = 5  # of a group, stepped again in pairs
 
 
@@ -85,11 +85,12 @@ def worker(out: Path, course_number: int, rounds: int) -> None:
     """One rank: every configuration of one model and number of processes, in turn."""
     import torch
 
-    from outpace.experiment.contender import Contender, Course, everyone
+    from outpace.experiment.contender import Contender, everyone
     from outpace.launch.environment import ranks_from
     from outpace.launch.group import process_groups
     from outpace.records.model import ModelSpec
     from outpace.records.ranks import Ranks
+    from outpace.train.synthetic import Course
 
     ranks = ranks_from(os.environ) or Ranks()
     cores = len(os.sched_getaffinity(0))
@@ -105,14 +106,14 @@ def worker(out: Path, course_number: int, rounds: int) -> None:
         for number in range(rounds):
             order = range(len(contenders))
             for place in order if number % 2 == 0 else reversed(order):
-                steps[place].append(contenders[place].step().seconds)
+                steps[place].append(_step_s(contenders[place]))
         slowest = _slowest(everyone(groups, steps))
         medians = [statistics.median(one) for one in slowest]
         best = sorted(range(len(medians)), key=medians.__getitem__)[:_AGAIN]
         again: dict[int, list[float]] = {place: [] for place in best}
         for number in range(2 * rounds):
             for place in best if number % 2 == 0 else reversed(best):
-                again[place].append(contenders[place].step().seconds)
+                again[place].append(_step_s(contenders[place]))
         said = everyone(groups, [again[place] for place in best])
         peaks = everyone(groups, [one.weight.peak_bytes for one in contenders])
     if ranks.rank == 0:
@@ -127,6 +128,13 @@ def worker(out: Path, course_number: int, rounds: int) -> None:
         for place, took in zip(best, _slowest(said), strict=True):
             rows[place]["again_s"] = took
         (out / "found.json").write_text(json.dumps(rows))
+
+
+def _step_s(contender: Any) -> float:
+    """A step that follows one of its own kind, as in training."""
+    contender.step()
+    seconds: float = contender.step().seconds
+    return seconds
 
 
 def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
@@ -159,15 +167,14 @@ def probe(world: int, quick: bool) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "machine.json"
         command = [sys.executable, "-m", "outpace", "probe", "matmul", "memory", "allreduce",
-                   "--nproc", str(max(2, world)), "--model", "gpt2", "--out", str(out),
+                   "steps", "--nproc", str(max(2, world)), "--model", "gpt2", "--out", str(out),
                    *(["--quick"] if quick else ["--budget", str(_PROBE_S)])]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return Machine.load(out)
 
 
-def predicted(machine: Any, world: int, course: int, plan: dict[str, Any]) -> Any:
+def predicted(cluster: Any, world: int, course: int, plan: dict[str, Any]) -> Any:
     """What the planner says of a configuration, from the probe alone."""
-    from outpace.planner.machines import of_probe
     from outpace.planner.outlines import outline
     from outpace.planner.plans import Job, one
     from outpace.planner.space import Wanted
@@ -176,7 +183,6 @@ def predicted(machine: Any, world: int, course: int, plan: dict[str, Any]) -> An
 
     name, values, seq_len, batch = COURSES[course]
     model = outline(ModelSpec.parse(values, name), name)
-    cluster = of_probe(machine, world)
     asked = Plan.parse(plan, "benchmark")
     wanted = Wanted(model, seq_len, batch, world, world, asked.precision, on_host=True)
     return one(Job(model, cluster, wanted), asked).estimate
@@ -190,29 +196,47 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quick-probe", action="store_true", help="a minute for each probe")
+    parser.add_argument("--out", type=Path, help="write all rows and probes here, too")
     arguments = parser.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker, arguments.course, arguments.rounds)
         return 0
+    import coverage_intervals as coverage
     from recording import save
+
+    from outpace.planner.machines import of_probe
 
     machines, rows = {}, []
     courses = range(1 if arguments.quick else len(COURSES))
     worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
     for world in worlds:
-        machines[world] = probe(world, arguments.quick or arguments.quick_probe)
+        # One process is measured beside two.
+        again = world == 2 and 1 in machines
+        machines[world] = (
+            machines[1] if again else probe(world, arguments.quick or arguments.quick_probe)
+        )
+        cluster = of_probe(machines[world], world)
+        print(*cluster.notes, sep="\n", file=sys.stderr, flush=True)
         for course in courses:
             for row in measured(world, course, arguments.rounds):
-                estimate = predicted(machines[world], world, course, row["plan"])
+                estimate = predicted(cluster, world, course, row["plan"])
                 rows.append({**row, "world": world, "model": COURSES[course][0],
                              "predicted_s": estimate.step_time_s,
                              "predicted_bytes": estimate.peak_memory_bytes})  # fmt: skip
-    result = {**scores(rows), "rows": rows,
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        took = statistics.median(row["steps_s"])
+        ratios.setdefault(f"{row['model']} on {row['world']}", []).append(took / row["predicted_s"])
+    spread = coverage.residuals(ratios)
+    result = {**scores(rows), "residuals": spread, "rows": rows,
               "probes": {str(world): machine.model_dump(mode="json")
                          for world, machine in machines.items()}}  # fmt: skip
     print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "probes")}, indent=2))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result))
     if not arguments.quick:
         save("planner_measured", result)
+        coverage.keep("probed", spread)
     return 0
 
 

@@ -40,12 +40,13 @@ def worker(out: Path, rounds: int, pairs: int) -> None:
     import torch
 
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.contender import Contender, Course, everyone, plans
+    from outpace.experiment.contender import Contender, everyone, plans
     from outpace.launch.environment import ranks_from
     from outpace.launch.group import process_groups
     from outpace.probe.machine import identify
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan, Strategy
+    from outpace.train.synthetic import Course
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)

@@ -73,13 +73,9 @@ def test_every_row_is_predicted_or_said_why_not(accuracy, table, recorded):
 
 def test_residuals_are_what_was_recorded(accuracy, recorded):
     kept = json.loads(files("outpace.catalog").joinpath("residuals.json").read_text())
-    assert kept["catalog"] == accuracy.catalog_residuals(recorded)
-    found = [
-        accuracy.Predicted(**one)
-        for one in recorded["rows"]
-        if any(one["source"] in sources for sources, _ in accuracy.TIMES.values())
-    ]
-    assert accuracy.residuals(found) == recorded["residuals"]
+    assert kept["catalog"] == accuracy.coverage.kept(recorded["residuals"])
+    found = [accuracy.Predicted(**one) for one in recorded["rows"]]
+    assert accuracy.coverage.residuals(accuracy.ratios_of(found)) == recorded["residuals"]
     assert 0.88 <= recorded["residuals"]["coverage"] <= 0.92
 
 

@@ -17,7 +17,9 @@ from outpace.records.settings import TrainSettings
 
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 # allreduce is a part of collectives.
-_ALL: tuple[SectionName, ...] = ("matmul", "memory", "storage", "loader", "collectives")
+_ALL: tuple[SectionName, ...] = (
+    "matmul", "memory", "storage", "loader", "collectives", "steps"
+)  # fmt: skip
 _AS_IN_TRAINING = ("device", "nproc", "backend", "data", "text_field", "tokenizer", "seq_len",
                    "micro_batch", "offload_dir")  # fmt: skip
 _DEFAULT_MODEL = "gpt2"

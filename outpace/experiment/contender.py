@@ -1,60 +1,28 @@
 """One strategy of several in the same job: what a step of it costs each rank."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from outpace.experiment.parity import Batch, shares
 from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
-from outpace.nn.levers import apply_levers
-from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import keeps_casts, make_mixed
-from outpace.nn.scratch import Scratch
-from outpace.nn.transformer import Transformer
-from outpace.optim.build import make_optimizer
-from outpace.parallel import Request, apply, why_not
-from outpace.parallel.offload import place_optimizer
+from outpace.parallel import why_not
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
-from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan, Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.allocations import Allocations
-from outpace.train.step import Stepper
+from outpace.train.synthetic import Course, SyntheticSteps
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made for
-
-
-@dataclass(frozen=True)
-class Course:
-    """What every contender trains: a model on the same random global batches."""
-
-    spec: ModelSpec
-    global_batch: int
-    seq_len: int
-    seed: int = 0
-
-    def batch(self) -> Batch:
-        """A global batch."""
-        drawn = torch.Generator().manual_seed(self.seed)
-        shape = (self.global_batch, self.seq_len + 1)
-        tokens = torch.randint(0, self.spec.vocab, shape, generator=drawn)
-        return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-
-    @property
-    def targets(self) -> int:
-        """In a global batch."""
-        return self.global_batch * self.seq_len
 
 
 @dataclass(frozen=True)
@@ -122,59 +90,25 @@ class Contender:
     def __init__(self, plan: Plan, course: Course, groups: Groups) -> None:
         self.plan = plan
         self._groups = groups
-        self._course = course
-        self._stepper: Stepper | None = None
-        self._batches: Sequence[Batch | None] = ()
-        self._step = 0
         with Allocations() as allocated:
+            self._steps = SyntheticSteps(
+                plan, course, groups.ranks, torch.device("cpu"), groups.control
+            )
             if groups.ranks.rank < plan.world_size:
-                self._build()
                 for _ in range(_WARMUP_STEPS):
-                    self._once()
+                    self._steps.step()
         wire = Wire()
         with wire:
-            self._once()
+            self._steps.step()
         self.weight = Weight(
             wire.tally.bytes, dict(wire.tally.exchanges), allocated.peak_bytes, allocated.left_bytes
         )
-
-    def _build(self) -> None:
-        plan, course, device = self.plan, self._course, torch.device("cpu")
-        ranks = Ranks() if plan.world_size == 1 else self._groups.ranks
-        settings = TrainSettings(lr=1e-3)
-        mixed = make_mixed(plan.precision, device, keeps_casts(settings.autocast_cache, False))
-        objective = LanguageModelObjective(
-            Transformer(course.spec, course.seed), plan.loss, mixed.dtype
-        )
-        scratch = Scratch()
-        apply_levers(objective.model, plan, scratch=scratch)
-        layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
-        place = partial(place_optimizer, layout, plan, scratch)
-        self._batches = shares(course.batch(), plan, ranks.rank)
-        self._stepper = Stepper(
-            layout=layout,
-            optimizer=make_optimizer(layout.named_parameters(), plan.optimizer, settings, place),
-            mixed=mixed,
-            plan=plan,
-            clip=settings.clip,
-            device=device,
-            control=self._groups.control,
-            expected_targets=course.targets,
-            targets_known=True,
-        )
-
-    def _once(self) -> None:
-        if self._stepper is None:
-            return
-        self._step += 1
-        self._stepper.begin()
-        self._stepper.run(self._step, 1e-3, list(self._batches), lambda: False)
 
     def step(self) -> Took:
         """All ranks begin together."""
         dist.barrier(self._groups.control)
         began_s, busy_s = time.perf_counter(), _busy_s()
-        self._once()
+        self._steps.step()
         return Took(time.perf_counter() - began_s, _busy_s() - busy_s)
 
 

@@ -35,8 +35,8 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.step import Stepper
+from outpace.train.synthetic import Batch, shares
 
-Batch = dict[str, Tensor]
 # Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
 # In the order in which a step makes them: what goes wrong first makes the rest wrong.
@@ -287,17 +287,6 @@ class Use:
         if name not in self.found:
             with self._wire.paused():
                 self.found[name] = whole(parameter.detach()).clone()
-
-
-def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
-    """A rank's micro-batches of a global batch, in the order in which the loader gives them."""
-    size, degree = plan.samples_read, plan.readers
-    first = plan.data_rank(rank)
-    samples = len(batch["tokens"])
-    if first is None:
-        return [None] * plan.accumulation(samples)
-    begins = range(first * size, samples, degree * size)
-    return [{name: part[begin : begin + size] for name, part in batch.items()} for begin in begins]
 
 
 @dataclass(frozen=True)

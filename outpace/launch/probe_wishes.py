@@ -21,11 +21,11 @@ from outpace.records.settings import TrainSettings
 # and within 10 minutes.
 SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
     {
-        "matmul": (10, 190), "memory": (5, 50), "storage": (5, 45), "loader": (8, 50),
-        "allreduce": (8, 90), "collectives": (14, 200),
+        "matmul": (9, 165), "memory": (4, 45), "storage": (4, 40), "loader": (7, 45),
+        "allreduce": (8, 90), "collectives": (11, 165), "steps": (7, 75),
     }
 )  # fmt: skip
-BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives")
+BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives", "steps")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from outpace.launch.group import Groups, process_groups, resolve_backend
 from outpace.launch.probe_settings import misconfigured, peak_notes
 from outpace.launch.probe_wishes import Wishes
 from outpace.launch.resolve import resolve_device
+from outpace.launch.steps import probe_steps
 from outpace.probe.bandwidth import probe_memory
 from outpace.probe.gpu_watch import GpuWatch, Seen, gpus_disturbed, slowed_words, watch_gpu
 from outpace.probe.loader import probe_loader
@@ -56,7 +57,7 @@ def probe_here(wishes: Wishes, shown: Shown) -> Machine:
     found = finished(
         together(
             *(_alone(name, here) for name in wishes.alone()),
-            *(_started(name, here, world_size) for name in wishes.between()),
+            *([_started(wishes.between(), here, world_size)] if wishes.between() else []),
         )
     )
     steadiness = judged([[steady.used()]], [*slowed_words(here.seen), *here.slowed])
@@ -190,32 +191,38 @@ def _progress(name: str, shown: Shown) -> Callable[[float], None]:
     return lambda share: shown(name, min(share, 0.99))
 
 
-def _started(name: SectionName, here: _Here, nproc: int) -> Turns[Section]:
+def _started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[Section]:
     """What lies between ranks, on processes that are started when half of the others is done."""
     wishes, device, shown = here.wishes, here.device, here.shown
-    if nproc < 2:
-        shown(name, 1.0)
-        note = "one device: nothing lies between ranks, and no collective ran"
-        return Section(notes=(note,))
+    for name in names if nproc < 2 else ():
+        if name != "steps":
+            shown(name, 1.0)
+    lonely = nproc < 2 and any(name != "steps" for name in names)
+    notes = ("one device: nothing lies between ranks, and no collective ran",) * lonely
+    names = [name for name in names if nproc > 1 or name == "steps"]
+    if not names:
+        return Section(notes=notes)
     if wishes.alone():
         for _ in range(rounds_of(wishes.quick) // 2):
             yield
-    shown(name, 0.0)
+    for name in names:
+        shown(name, 0.0)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # ranks measure on the same devices
     settings = wishes.settings.model_copy(update={"device": device.type})
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
         given.write_text(settings.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "outpace", "probe", name]
+        command = [sys.executable, "-m", "outpace", "probe", *names]
         command += ["--handed-over", str(given), "--out", str(out)]
-        command += ["--budget", str(wishes.budget_s(name))]
+        command += ["--budget", str(sum(wishes.budget_s(name) for name in names))]
         local.start(nproc, command + ["--quick"] * wishes.quick, shown.stopping)
         probed = Machine.load(out).probed
     assert probed is not None
-    shown(name, 1.0)
+    for name in names:
+        shown(name, 1.0)
     here.slowed.extend(probed.steadiness.throttled)
-    return Section(probed.figures, probed.advice, probed.notes, probed.fits)
+    return Section(probed.figures, probed.advice, (*notes, *probed.notes), probed.fits)
 
 
 def _world_size(wishes: Wishes, device: torch.device) -> int:
@@ -230,16 +237,19 @@ def _default_nproc(device: torch.device) -> int:
 
 
 def _between(name: SectionName, here: _Here, groups: Groups) -> Turns[Section]:
-    only = "all-reduce" if name == "allreduce" else None
-    wishes, progress = here.wishes, _progress(name, here.shown)
-    turns = probe_collectives(
-        groups, here.device, wishes.quick, wishes.budget_s(name), progress, only
-    )
+    wishes, progress, device = here.wishes, _progress(name, here.shown), here.device
+    quick, budget_s = wishes.quick, wishes.budget_s(name)
+    if name == "steps":
+        turns = probe_steps(groups, device, quick, budget_s, progress)
+    else:
+        only = "all-reduce" if name == "allreduce" else None
+        turns = probe_collectives(groups, device, quick, budget_s, progress, only)
     notes = _Notes(here.gpu)
     found = yield from around(turns, notes.taken)
+    here.shown(name, 1.0)
     here.seen.extend(notes.seen)
     hosts, seen = _by_host(total(notes.used), groups), _of_all(notes.seen, groups)
-    return _judged(name, found, here.device, hosts, seen)
+    return _judged(name, found, device, hosts, seen)
 
 
 def _gathered(own: T, groups: Groups) -> list[T]:

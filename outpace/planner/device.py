@@ -29,7 +29,10 @@ class Device:
     and what share of the best rate it reaches, where that was measured; else tiles and waves
     decide. `unaligned` is the share of the rate where rows are no multiple of 16 bytes.
     `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
-    `attention_narrow` the share of that for heads of 64.
+    `attention_narrow` the share of that for heads of 64. An optimizer reaches `optimizer_share` of
+    the memory's rate. `hides` is the share of an exchange that can go on beside computing: none
+    where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
+    are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
     """
 
     name: str
@@ -49,6 +52,10 @@ class Device:
     host_memory_bytes_per_s: float
     disk_bytes_per_s: float
     unaligned: float = 1.0
+    optimizer_share: float = 1.0
+    hides: float = 1.0
+    sharers: float = 1.0
+    unit_s: float = 0.0
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 

@@ -296,7 +296,7 @@ class _Step:
         calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
         exchange_s = sums * np.where(c.sequence_parallel, halves, whole)
         exposed_s = np.where(
-            c.async_tp, _beside(exchange_s, products_s, c.tp.astype(float)), exchange_s
+            c.async_tp, self._beside(exchange_s, products_s, c.tp.astype(float)), exchange_s
         )
         return exposed_s, sums * calls
 
@@ -396,7 +396,11 @@ class _Step:
         left = np.where(c.scheduled("zbv", "dualpipev"), none_left, left)
         waits = np.maximum(pipeline.way_s - pipeline.own_s, 0.0) / c.stages_per_rank * left
         alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
-        return np.where(c.pp > 1, np.where(c.scheduled("mp"), np.maximum(alone, 0.0), waits), 0.0)
+        waits = np.where(c.scheduled("mp"), np.maximum(alone, 0.0), waits)
+        # Ranks that take turns on a core have more of it while others wait.
+        busy = c.microbatches * pipeline.pace_s
+        waits = np.maximum((busy + waits) / self.device.sharers - busy, 0.0)
+        return np.where(c.pp > 1, waits, 0.0)
 
     # Exchanges.
 
@@ -499,14 +503,14 @@ class _Step:
         sums = shard_sum + replicas
 
         def exposed_by(ahead: Floats, back: Floats) -> Floats:
-            own_gather = np.where(product, _beside(gather, ahead, units), gather)
-            zero1 = _beside(shard_sum, back, buckets) + _beside(replicas, back, buckets)
+            own_gather = np.where(product, self._beside(gather, ahead, units), gather)
+            zero1 = self._beside(shard_sum, back, buckets) + self._beside(replicas, back, buckets)
             # Layer by layer: a gather before each forward and backward, a sum after.
-            into = _beside(gather + sums, shared * back, units + 1)
-            zero3 = rounds * (_beside(gather, shared * ahead, units + 1) + into)
-            zero2 = _beside(gather, ahead, units + 1)
-            zero2 = zero2 + rounds * _beside(sums, shared * back, units + 1)
-            plain = _beside(replicas, back, buckets)
+            into = self._beside(gather + sums, shared * back, units + 1)
+            zero3 = rounds * (self._beside(gather, shared * ahead, units + 1) + into)
+            zero2 = self._beside(gather, ahead, units + 1)
+            zero2 = zero2 + rounds * self._beside(sums, shared * back, units + 1)
+            plain = self._beside(replicas, back, buckets)
             levels = [c.zero == level for level in (1, 2, 3)]
             return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
 
@@ -518,8 +522,23 @@ class _Step:
             ],
             axis=0,
         )
+        exposed = exposed + self._units(units)
         exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
         return np.where(c.of("dp", "ps"), self._one_to_all(grads), exposed)
+
+    def _units(self, units: Floats) -> Floats:
+        """The host's part of gathering shards and summing up gradients, unit by unit."""
+        c = self.c
+        rounds = np.where(c.pp > 1, c.passes, self.micro)
+        sums = np.where(c.zero > 1, rounds, 0)
+        gathers = np.where(c.zero == 3, 2 * rounds, np.where(c.zero == 2, 1, 0))
+        return (sums + gathers) * (units + 1) * self.device.unit_s
+
+    def _beside(self, exchange_s: Floats, compute_s: Floats, units: Floats) -> Floats:
+        """What is exposed of an exchange in equal parts, one fewer of which has company."""
+        exposed = np.maximum(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
+        found: Floats = exchange_s - self.device.hides * (exchange_s - exposed)
+        return found
 
     def _one_to_all(self, grads: Floats) -> Floats:
         """dp: parameters to every replica before a forward, gradients back, over one device's link.
@@ -556,7 +575,8 @@ class _Step:
         masters = np.where(c.precise("fp16-master"), 12.0, 0.0)
         moved = self.owned / shards * (7 * _FP32 + 3 * _FP32 + masters)
         launched = _OPTIMIZER_OPERATORS * self.device.operator_s
-        return moved / self.device.memory_bytes_per_s + launched
+        rate = self.device.memory_bytes_per_s * self.device.optimizer_share
+        return moved / rate + launched
 
     def _offload(self, busy: Floats) -> Floats:
         """What lies in host memory goes over the host's link: what passes do not hide."""
@@ -611,9 +631,3 @@ class _Step:
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
     """Blocks of the first stage, the fullest between, and the last."""
     return counts[0], max(counts[1:-1], default=0), counts[-1]
-
-
-def _beside(exchange_s: Floats, compute_s: Floats, units: Floats) -> Floats:
-    """What is exposed of an exchange in equal parts, one fewer of which has company."""
-    exposed: Floats = np.maximum(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
-    return exposed

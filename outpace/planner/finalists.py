@@ -32,7 +32,11 @@ def played(question: Question, columns: Columns, times: Times, places: Ints) -> 
             int(row.stages_per_rank[0]),
         )  # fmt: skip
         passes = float(row.passes[0])
-        whole = passes * (table.makespan_s(pipeline.times, pipeline.transfer_s) + pipeline.posted_s)
+        whole = table.makespan_s(pipeline.times, pipeline.transfer_s) / question.device.sharers
+        # Ranks that take turns on a core are faster while others wait, up to what all have to do.
+        work = sum(one.of("F") + one.of("B") for one in pipeline.times) / int(row.pp[0])
+        busy = float(row.microbatches[0]) * work
+        whole = passes * (max(whole, busy) + pipeline.posted_s)
         known = {name: float(found[name][place]) for name in _PASSES}
         waits = whole - sum(known.values()) + known["bubble_s"] + known["pipeline_s"]
         sends = min(known["pipeline_s"], max(waits, 0.0))

@@ -155,9 +155,9 @@ def _attention(
         half = 0.5 if attention.causal and seen == length else 1.0
         flops = 2.0 * cells.samples * heads * own * seen * widths * half
         narrow = device.attention_narrow if attention.head_dim <= 64 else 1.0
-        speed = (
-            device.rate("bf16") * narrow / (efficiency.TRITON_SLOWER if kernel == "triton" else 1.0)
-        )
+        slower = efficiency.TRITON_SLOWER if kernel == "triton" else 1.0
+        # In 16 bits under fp8 too; in fp32 as slowly as products are.
+        speed = np.minimum(device.rate("bf16"), cells.rate) * narrow / slower
         ahead = flops / (speed * device.attention_forward)
         back = 2.5 * flops / (speed * device.attention_backward)
         return ahead + device.fixed_s, back + 2 * device.fixed_s

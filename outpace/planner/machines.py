@@ -2,21 +2,26 @@
 
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from outpace.catalog import efficiency
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.processors import flops_per_cycle
+from outpace.catalog.references import Kind, references
+from outpace.planner.calibrate import Rates, SeenStep, calibrated
 from outpace.planner.device import Device, of_accelerator
 from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.networks import of_node
+from outpace.planner.outlines import outline
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Accelerator, Bundle, Node
 from outpace.records.machine import Machine
 from outpace.records.network import Network
 from outpace.records.probed import Probed
+from outpace.records.units import show_share
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Cluster:
         return self.nodes * self.fabric.per_node
 
 
+# Where no collective was probed: gloo copies in and out of its buffers.
+_GLOO_BYTES_PER_S, _GLOO_LATENCY_S = 2e9, 200e-6
 # A direct link between each two of n devices is an equal share of what each has.
 _DIRECT = ("mesh", "cube-mesh", "pairs")
 
@@ -128,21 +135,49 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     chip = None
     if machine.devices:
         chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
-    device = _probed_device(machine, known, ranks, chip)
+    rates = Rates(_probed_device(machine, known, ranks, chip), _probed_fabric(known, ranks))
+    seen = list(_seen(known, ranks, "cuda" if machine.devices else "cpu"))
+    said = []
+    if seen:
+        rates, off = calibrated(rates, seen)
+        said = [
+            f"its rates are those by which {len(seen)} steps of the probe are predicted best, "
+            f"off by {show_share(off)} in the median"
+        ]
+    return Cluster(
+        name=machine.cpu if not machine.devices else machine.devices[0].name,
+        nodes=probed.hosts,
+        device=rates.device,
+        fabric=rates.fabric,
+        probed=True,
+        notes=(*said, *known.notes),
+    )
+
+
+def _probed_fabric(known: "_Known", ranks: int) -> Fabric:
+    probed = known.probed
     inside, across = probed.inside_bytes_per_s(), probed.node_network_bytes_per_s()
     fit = probed.fit("all-reduce", "all") or probed.fit("all-reduce", "node")
     latency = known.of(fit.latency) if fit is not None else None
     carried = inside or (known.of(fit.bandwidth) if fit is not None else None)
-    rate = carried or device.memory_bytes_per_s / 4  # gloo copies in and out of its buffers
-    protocol = Protocol((latency or 200e-6) / 2, (latency or 200e-6) / 2, 1e-3, 1.0)
-    return Cluster(
-        name=machine.cpu if not machine.devices else machine.devices[0].name,
-        nodes=probed.hosts,
-        device=device,
-        fabric=Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",)),
-        probed=True,
-        notes=tuple(known.notes),
-    )
+    rate = carried or _GLOO_BYTES_PER_S
+    each = (latency or _GLOO_LATENCY_S) / 2
+    protocol = Protocol(each, each, 1e-3, 1.0)
+    return Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
+
+
+def _seen(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
+    """The references' steps on so many ranks, as far as this version has them."""
+    catalog = references(ranks, kind)
+    for figure in known.probed.figures:
+        key = figure.key
+        one = catalog.get(str(key.of.get("reference")))
+        if key.kind != "step" or one is None or not key.has(ranks=ranks):
+            continue
+        step_time_s = known.of(figure)
+        if step_time_s:
+            model = outline(one.spec, "reference")
+            yield SeenStep(model, one.seq_len, one.global_batch, one.plan, step_time_s)
 
 
 def of_host(machine: Machine, ranks: int) -> Cluster:
@@ -296,7 +331,10 @@ def _cpu(
 ) -> Device:
     """One of `ranks` processes on a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
-    return _as_measured(machine.cpu, share, rates, bytes_per_s, curve)
+    found = _as_measured(machine.cpu, share, rates, bytes_per_s, curve)
+    # What exchanges does the same cores do that compute.
+    sharers = max(1.0, ranks / machine.host_cores)
+    return replace(found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S)
 
 
 def _as_measured(

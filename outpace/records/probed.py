@@ -8,7 +8,9 @@ from pydantic import Field, PositiveInt
 from outpace.records.base import Record
 from outpace.records.figure import Figure, Key
 
-SectionName = Literal["matmul", "memory", "allreduce", "collectives", "storage", "loader"]
+SectionName = Literal[
+    "matmul", "memory", "allreduce", "collectives", "storage", "loader", "steps"
+]  # fmt: skip
 
 
 class Shown(Protocol):

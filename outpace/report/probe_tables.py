@@ -85,6 +85,7 @@ _LAYOUTS = {
     "storage": _Layout("Storage", _what("block_bytes", "bytes", "direct", "queue"), _rate_or_time),
     "loader": _Layout("Data loading", _of("loader", "workers", "prefetch", "pin"), _what()),
     "tokenise": _Layout("Tokenising", _of("processes"), _what()),
+    "step": _Layout("Steps of small trainings", _of("reference"), _of("ranks")),
     "ranks": _Layout("All ranks at once", _of("rank"), _what()),
     "overlap": _Layout(
         "Communication beside computing", _what("collective", "bytes"), _of("axis", "backend")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from outpace.catalog.references import references
 from outpace.cli.main import main
 from outpace.cli.probe import SECTIONS, _parser, _sections
 from outpace.records.machine import Machine
@@ -119,6 +120,23 @@ def test_ranks_of_a_launcher_measure_together(on_ranks, tmp_path):
     # Rank 0's own, in turns with what all measure.
     copies = [f for f in probed.figures if (f.key.kind, f.key.what) == ("memory", "copy")]
     assert copies and all(len(figure.rounds) >= 5 for figure in copies)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_steps_of_one_rank_and_of_all_are_what_the_planner_goes_by(nproc, tmp_path, capsys):
+    out = tmp_path / "machine.json"
+    assert main(["probe", "matmul", "memory", "steps", "--nproc", str(nproc), "--quick",
+                 "--budget", "3", "--out", str(out)]) == 0  # fmt: skip
+    assert "Steps of small trainings" in capsys.readouterr().out
+    figures = [f for f in Machine.load(out).probed.figures if f.key.kind == "step"]
+    for ranks in {1, nproc}:
+        names = [f.key.of["reference"] for f in figures if f.key.has(ranks=ranks)]
+        assert names == [*references(ranks, "cpu", quick=True)]
+    assert all(min(f.samples) > 0 and f.unit == "s" for f in figures)
+    assert main(["plan", "--model", "gpt2", "--machine", str(out), "--devices-per-node",
+                 str(nproc), "--seq-len", "64", "--global-batch", "4"]) == 0  # fmt: skip
+    assert "steps of the probe are predicted best" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_help_names_all_sections(capsys):

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from outpace.experiment.parity import Trial, shares
+from outpace.experiment.parity import Trial
 from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
@@ -20,6 +20,7 @@ from outpace.nn.levers import apply_checkpointing
 from outpace.parallel import Pass, Request, apply
 from outpace.records.ranks import Ranks
 from outpace.train.guards import seed_step
+from outpace.train.synthetic import shares
 
 DRAWS = 64
 CPU = torch.device("cpu")

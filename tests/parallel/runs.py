@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from forked import world
 
-from outpace.experiment.parity import Trial, shares
+from outpace.experiment.parity import Trial
 from outpace.launch.group import Groups
 from outpace.nn.levers import apply_levers
 from outpace.nn.mixed import make_mixed
@@ -23,6 +23,7 @@ from outpace.records.plan import Plan, fill_axes
 from outpace.records.settings import TrainSettings
 from outpace.train.guards import seed_step
 from outpace.train.step import RawStep, Stepper
+from outpace.train.synthetic import shares
 
 CPU = torch.device("cpu")
 # What is so much smaller than the largest of its kind may be rounding.

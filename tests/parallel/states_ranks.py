@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.experiment.parity import Trial, _counting, _state, reference, shares
+from outpace.experiment.parity import Trial, _counting, _state, reference
 from outpace.experiment.verify import plan_for, tiny_spec
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
@@ -24,6 +24,7 @@ from outpace.parallel import Layout, Pass, Request, apply
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
 from outpace.train.step import Stepper
+from outpace.train.synthetic import shares
 
 CPU = torch.device("cpu")
 TRIAL = Trial(tiny_spec([Plan()]), steps=2)

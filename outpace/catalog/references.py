@@ -1,0 +1,102 @@
+"""Small trainings whose steps `outpace probe` times: what the planner cannot add up from parts.
+
+What operators take one after the other in a step is not what each takes alone: caches are cold,
+allocators and autograd are at work, hooks of strategies run. Three models, of which one waits for
+operators, one computes and one does both, by every strategy of so many ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+Size = Literal["small", "medium", "large"]
+Kind = Literal["cpu", "cuda"]
+
+_SPECS: dict[Kind, dict[Size, dict[str, Any]]] = {
+    "cpu": {
+        "small": {"family": "gpt2", "layers": 4, "hidden": 128, "heads": 8, "vocab": 1024},
+        "medium": {"family": "llama", "layers": 4, "hidden": 320, "heads": 8, "ffn": 896,
+                   "vocab": 3072},
+        "large": {"family": "gpt2", "layers": 4, "hidden": 448, "heads": 8, "vocab": 6144},
+    },
+    "cuda": {
+        "small": {"family": "gpt2", "layers": 8, "hidden": 768, "heads": 16, "vocab": 8192},
+        "medium": {"family": "llama", "layers": 8, "hidden": 2048, "heads": 16, "ffn": 5632,
+                   "vocab": 32000},
+        "large": {"family": "gpt2", "layers": 8, "hidden": 3072, "heads": 16, "vocab": 50304},
+    },
+}  # fmt: skip
+_SEQ_LEN: dict[Kind, int] = {"cpu": 64, "cuda": 1024}
+_OFTEN = ("single", "ddp", "zero3", "tp")
+_BATCH = 8  # or as many more as the ranks can share
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A plan for a model, and the batch of a step."""
+
+    name: str
+    spec: ModelSpec
+    seq_len: int
+    global_batch: int
+    plan: Plan
+
+
+def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
+    """By name, those that `ranks` processes step; those of a quick probe are among the others."""
+    found = {}
+    for size, values in _cases(ranks, kind, quick):
+        spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)
+        plan = Plan.parse(values, size)
+        batch = plan.micro_batch * plan.pp_microbatches * plan.dp_replicate * plan.dp_shard
+        batch = max(batch, -(-_BATCH // batch) * batch)
+        name = f"{size}: {_words(values)}"
+        found[name] = Reference(name, spec, _SEQ_LEN[kind], batch, plan)
+    return found
+
+
+def _words(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" if name != "strategy" else str(value)
+                     for name, value in values.items())  # fmt: skip
+
+
+def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str, Any]]]:
+    share = -(-_BATCH // ranks)
+    plain = "bf16" if kind == "cuda" else "fp32"
+    for layout in _layouts(ranks):
+        sizes: tuple[Size, ...] = ("small", "medium", "large")
+        if quick:
+            sizes = ("small", "medium") if layout["strategy"] in _OFTEN else ("medium",)
+        micro = share if layout.get("dp_replicate", 1) * layout.get("dp_shard", 1) > 1 else _BATCH
+        base = {**layout, "micro_batch": micro, "precision": plain}
+        if layout.get("pp", 1) > 1:
+            count = max(layout["pp"], 4)
+            base |= {"micro_batch": max(1, _BATCH // count), "pp_microbatches": count}
+        for size in sizes:
+            yield size, base
+        if ranks == 1 or layout["strategy"] == "ddp":
+            other = {**base, "precision": "fp32" if plain == "bf16" else "bf16"}
+            yield from ((size, other) for size in sizes if size != "small")
+        if layout.get("pp", 1) == 1 and micro > 1 and not quick:
+            yield "medium", {**base, "micro_batch": 1}
+            if layout["strategy"] in _OFTEN[:3]:
+                yield "medium", {**base, "checkpointing": "full"}
+
+
+def _layouts(ranks: int) -> Iterator[dict[str, Any]]:
+    """Every kind of strategy that a model of these sizes can be cut by."""
+    if ranks == 1:
+        yield {"strategy": "single"}
+        return
+    yield {"strategy": "ddp", "dp_replicate": ranks}
+    for name in ("zero1", "zero2", "zero3"):
+        yield {"strategy": name, "dp_shard": ranks}
+    if 8 % ranks == 0:
+        yield {"strategy": "tp", "tp": ranks}
+    if ranks <= 4:
+        yield {"strategy": "1f1b", "pp": ranks}
+    if ranks % 4 == 0:
+        yield {"strategy": "3d", "tp": 2, "dp_shard": ranks // 2}

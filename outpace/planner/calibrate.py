@@ -1,0 +1,166 @@
+"""What measured steps say of a machine: factors on the rates that plans are reckoned from.
+
+Probes take products and copies one by one; a step's operators follow each other, with cold caches,
+autograd and hooks between them. A step's time is a sum of terms, each of which is proportional to
+one rate, so that measured steps tell by how much each rate is off. The factors are found by least
+squares of the logarithms, with a pull to 1 that keeps a rate of which no step tells much.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from outpace.planner.columns import Columns, Floats, of_plans
+from outpace.planner.device import Device
+from outpace.planner.estimate import Question, estimate
+from outpace.planner.fabric import Fabric
+from outpace.planner.finalists import played
+from outpace.records.outline import Outline
+from outpace.records.plan import Plan
+
+# How far a step is from its prediction when all rates are right, and a rate from what is assumed
+# before, both as standard deviations of logarithms.
+_STEP_SPREAD, _RATE_SPREAD = 0.05, math.log(3)
+
+
+@dataclass(frozen=True)
+class SeenStep:
+    """A step that was measured."""
+
+    outline: Outline
+    seq_len: int
+    global_batch: int
+    plan: Plan
+    step_time_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What plans are reckoned from."""
+
+    device: Device
+    fabric: Fabric
+
+
+# A rate, and what becomes of all when what it is of takes so many times as long.
+Knob = Callable[[Rates, float], Rates]
+
+
+def calibrated(rates: Rates, seen: Sequence[SeenStep]) -> tuple[Rates, float]:
+    """The rates by which `seen` are predicted best, and by how much these are off in the median."""
+    knobs, groups = _knobs(rates), _groups(seen)
+    took = np.concatenate([group.step_time_s for group in groups])
+
+    def turned(logs: Floats) -> Rates:
+        found = rates
+        for knob, log in zip(knobs, logs, strict=True):
+            found = knob(found, math.exp(log))
+        return found
+
+    def misses(logs: Floats) -> Floats:
+        found = turned(logs)
+        missed: Floats = np.log(np.concatenate([group.steps_s(found) for group in groups]) / took)
+        return missed
+
+    def residuals(logs: Floats) -> Floats:
+        return np.concatenate([misses(logs) / _STEP_SPREAD, logs / _RATE_SPREAD])
+
+    # A step that something disturbed counts as much as one that is off by a few spreads.
+    start = np.zeros(len(knobs))
+    found = least_squares(residuals, start, loss="soft_l1", f_scale=2.0, xtol=1e-4, ftol=1e-5)
+    return turned(found.x), float(np.median(np.abs(misses(found.x))))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Steps of one model and batch."""
+
+    outline: Outline
+    seq_len: int
+    columns: Columns
+    step_time_s: Floats
+
+    def steps_s(self, rates: Rates) -> Floats:
+        """What is predicted of each."""
+        question = Question(self.outline, self.seq_len, rates.device, rates.fabric)
+        times = estimate(question, self.columns)
+        pipelines = np.nonzero(self.columns.pp > 1)[0]
+        return played(question, self.columns, times, pipelines).step_s
+
+
+def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
+    groups: dict[tuple[str, int, int], list[SeenStep]] = {}
+    for one in seen:
+        key = (one.outline.model_dump_json(), one.seq_len, one.global_batch)
+        groups.setdefault(key, []).append(one)
+    return [
+        _Group(
+            of[0].outline,
+            of[0].seq_len,
+            of_plans([one.plan for one in of], of[0].global_batch, of[0].outline.layers),
+            np.array([one.step_time_s for one in of]),
+        )
+        for of in groups.values()
+    ]
+
+
+def _knobs(rates: Rates) -> list[Knob]:
+    """Of every dtype that products were measured in, and of all else that a step is made of."""
+    return [
+        *(_products(dtype) for dtype in rates.device.best_flops_per_s),
+        _memory, _operators, _optimizer, _units, _links, _latency,
+    ]  # fmt: skip
+
+
+def _products(dtype: str) -> Knob:
+    def knob(rates: Rates, factor: float) -> Rates:
+        best = dict(rates.device.best_flops_per_s)
+        best[dtype] /= factor
+        return _with(rates, best_flops_per_s=best)
+
+    return knob
+
+
+def _with(rates: Rates, **values: object) -> Rates:
+    return replace(rates, device=replace(rates.device, **values))  # type: ignore[arg-type]
+
+
+def _memory(rates: Rates, factor: float) -> Rates:
+    return _with(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
+
+
+def _operators(rates: Rates, factor: float) -> Rates:
+    return _with(rates, operator_s=rates.device.operator_s * factor)
+
+
+def _optimizer(rates: Rates, factor: float) -> Rates:
+    return _with(rates, optimizer_share=rates.device.optimizer_share / factor)
+
+
+def _units(rates: Rates, factor: float) -> Rates:
+    return _with(rates, unit_s=rates.device.unit_s * factor)
+
+
+def _links(rates: Rates, factor: float) -> Rates:
+    fabric = rates.fabric
+    return replace(
+        rates,
+        fabric=replace(
+            fabric,
+            inside_bytes_per_s=fabric.inside_bytes_per_s / factor,
+            across_bytes_per_s=fabric.across_bytes_per_s / factor,
+            pair_bytes_per_s=fabric.pair_bytes_per_s / factor,
+        ),
+    )
+
+
+def _latency(rates: Rates, factor: float) -> Rates:
+    protocols = tuple(
+        one._replace(base_s=one.base_s * factor, inside_s=one.inside_s * factor,
+                     across_s=one.across_s * factor)
+        for one in rates.fabric.protocols
+    )  # fmt: skip
+    return replace(rates, fabric=replace(rates.fabric, protocols=protocols))
