@@ -33,6 +33,7 @@ class Device:
     the memory's rate. `hides` is the share of an exchange that can go on beside computing: none
     where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
     are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
+    `piecewise`: RMS norms and rotations are put together from operators of their own.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Device:
     hides: float = 1.0
     sharers: float = 1.0
     unit_s: float = 0.0
+    piecewise: bool = False
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 

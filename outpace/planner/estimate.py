@@ -508,8 +508,8 @@ class _Step:
             # Layer by layer: a gather before each forward and backward, a sum after.
             into = self._beside(gather + sums, shared * back, units + 1)
             zero3 = rounds * (self._beside(gather, shared * ahead, units + 1) + into)
-            zero2 = self._beside(gather, ahead, units + 1)
-            zero2 = zero2 + rounds * self._beside(sums, shared * back, units + 1)
+            zero2 = self._beside(gather, shared * ahead, units + 1)
+            zero2 = rounds * (zero2 + self._beside(sums, shared * back, units + 1))
             plain = self._beside(replicas, back, buckets)
             levels = [c.zero == level for level in (1, 2, 3)]
             return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
@@ -531,8 +531,9 @@ class _Step:
         c = self.c
         rounds = np.where(c.pp > 1, c.passes, self.micro)
         sums = np.where(c.zero > 1, rounds, 0)
-        gathers = np.where(c.zero == 3, 2 * rounds, np.where(c.zero == 2, 1, 0))
-        return (sums + gathers) * (units + 1) * self.device.unit_s
+        gathers = np.where(c.zero == 3, 2 * rounds, sums)
+        found: Floats = (sums + gathers) * (units + 1) * self.device.unit_s
+        return found
 
     def _beside(self, exchange_s: Floats, compute_s: Floats, units: Floats) -> Floats:
         """What is exposed of an exchange in equal parts, one fewer of which has company."""

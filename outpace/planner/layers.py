@@ -63,6 +63,11 @@ class Work:
 # How much longer a norm's bytes take than a triad's, on the H200 where both were measured.
 _NORM_AHEAD = 4.15 / 4.8 / efficiency.NORM_FORWARD
 _NORM_BACK = 4.15 / 4.8 / efficiency.NORM_BACKWARD
+# Widths that an RMS norm of several operators reads and writes: squares, their mean, two products;
+# backwards the weight's product and sum, the inner product with the input, and both gradients'
+# products and sum. And a rotation's: halves that are swapped, two products, a sum.
+_RMS_PIECES = (2 + 1 + 2 + 2, 4 + 2 + 4 + 2 + 3 + 3)
+_TURN_PIECES = 2 + 2 + 2 + 3
 # Of fp32 logits. Softmax over many columns reads them for the largest, the sum and the result, and
 # writes; its backward reads result and gradient twice, and writes. The loss's gradient is one
 # column of a tensor of zeros. (aten/src/ATen/native/cuda/SoftMax.cu, Loss.cu.)
@@ -92,12 +97,14 @@ def layer(
         ahead, back = _attention(device, cells, attention, length, keys, kernel)
         inner, inner_back = inner + ahead, inner_back + back
     fused = kernel != "unfused"
-    moved, moved_back = _moved(outline, stack, cells, fused)
+    moved, moved_back = _moved(device, outline, stack, cells, fused)
     rate = device.memory_bytes_per_s
     forward = forward + inner + tokens * moved / rate
     backward = backward + inner_back + tokens * moved_back / rate
     operators, inner_operators = _operators(outline, stack, fused)
     more = _backward_operators(outline, stack)
+    if device.piecewise and not stack.norm_bias:
+        operators = operators + 4 * stack.norms  # five operators in place of one
     shrink = np.where(cells.compiled > 0, 0.4, 1.0)
     return Work(
         forward_s=forward,
@@ -176,13 +183,18 @@ def _attention(
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
 
 
-def _moved(outline: Outline, stack: Stack, cells: Cells, fused: bool) -> tuple[Floats, Floats]:
+def _moved(
+    device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
+) -> tuple[Floats, Floats]:
     """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
     adds += stack.cross_attention is not None
-    ahead = stack.norms * 2 * wide * _NORM_AHEAD + adds * 3 * wide
-    back = stack.norms * 3 * wide * _NORM_BACK + adds * 3 * wide
+    norm, norm_back = 2 * _NORM_AHEAD, 3 * _NORM_BACK
+    if device.piecewise and not stack.norm_bias:
+        norm, norm_back = _RMS_PIECES
+    ahead = stack.norms * norm * wide + adds * 3 * wide
+    back = stack.norms * norm_back * wide + adds * 3 * wide
     if stack.dropout:
         mask = outline.hidden / cells.norm_split
         ahead, back = ahead + adds * (2 * wide + mask), back + adds * (2 * wide + mask)
@@ -198,8 +210,9 @@ def _moved(outline: Outline, stack: Stack, cells: Cells, fused: bool) -> tuple[F
         a = stack.attention
         keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
         values = a.kv_heads * a.value_dim * cells.item / cells.tp
-        if not outline.learned_positions:  # rotary: read, turned, written
-            ahead, back = ahead + 4 * keys, back + 4 * keys
+        if not outline.learned_positions:
+            turned = _TURN_PIECES if device.piecewise else 4  # read, turned, written
+            ahead, back = ahead + turned * keys, back + turned * keys
         if not fused:  # heads are laid out one after the other for batched products
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
     return ahead, back

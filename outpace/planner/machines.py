@@ -334,7 +334,7 @@ def _cpu(
     found = _as_measured(machine.cpu, share, rates, bytes_per_s, curve)
     # What exchanges does the same cores do that compute.
     sharers = max(1.0, ranks / machine.host_cores)
-    return replace(found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S)
+    return replace(found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S, piecewise=True)
 
 
 def _as_measured(

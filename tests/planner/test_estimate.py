@@ -115,7 +115,8 @@ def test_virtual_stages_and_split_backwards_fill_the_bubble():
         ({"strategy": "zero1", "dp_shard": 8}, 7 / 8 * (4 + 2) / 100e9),
         # Two gathers in 16 bits and one sum, a micro-batch.
         ({"strategy": "zero3", "dp_shard": 8}, 7 / 8 * 2 * (2 * 2 + 2) / 100e9),
-        ({"strategy": "zero2", "dp_shard": 8}, 7 / 8 * (2 + 2 * 2) / 100e9),
+        # One of each: FSDP keeps parameters until the backward's end, and in every pass.
+        ({"strategy": "zero2", "dp_shard": 8}, 7 / 8 * 2 * (2 + 2) / 100e9),
         # Groups of 8 in a node; the eighths between two nodes, 8 rings on its cards.
         ({"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 8},
          2 * (7 / 8 * (2 * 2 + 2) / 100e9 + 2 * 1 / 2 * 2 / 8 / 10e9)),
@@ -132,6 +133,26 @@ def test_what_is_exposed_where_nothing_computes_beside_it(values, seconds):
     optimizer = {"optimizer": "adamw-bf16"} if precision == "bf16-pure" else {}
     times = step(question, 2 * ranks, precision=precision, **optimizer, **values)
     assert times["data_s"] == pytest.approx(parameters(BLOCKS) * seconds)
+
+
+def test_what_computes_hides_nothing_that_it_carries_itself():
+    values = {"strategy": "ddp", "dp_replicate": 8, "micro_batch": 64}
+    slow = replace(FLAT, best_flops_per_s={"bf16": 1e9})
+    found = step(Question(BLOCKS, 512, replace(slow, hides=0.0), WIRED), 512, **values)
+    assert found["data_s"] == pytest.approx(2 * 7 / 8 * parameters(BLOCKS) * 4 / 100e9)
+
+
+def test_ranks_that_share_cores_wait_for_less():
+    # Two ranks on one core: one computes while the other waits, so that the core is never idle.
+    question = Question(BLOCKS, 512, replace(FLAT, sharers=2.0), FREE)
+    plan = {"strategy": "gpipe", "pp": 2, "pp_microbatches": 4, "stage_split": "even"}
+    columns = of_plans([Plan.parse({"precision": "bf16", **plan}, "test")], 4, 16)
+    times = estimate(question, columns)
+    assert times.bubble_s[0] == pytest.approx(0, abs=1e-12)
+    table = played(question, columns, times, np.array([0]))
+    assert table.step_s[0] == pytest.approx(times.step_s[0])
+    alone = replace(question, device=FLAT)
+    assert estimate(alone, columns).bubble_s[0] == pytest.approx(times.step_s[0] / 4)
 
 
 def test_an_exchange_beside_enough_computing_is_its_last_bucket():
