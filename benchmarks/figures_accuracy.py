@@ -1,6 +1,7 @@
 """docs/accuracy.md's tables and scatter plots, of what planner_accuracy.py recorded."""
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -200,8 +201,35 @@ def left_out(result: dict[str, Any]) -> str:
     return table(["source", "rows", "why"], rows)
 
 
+def measured(result: dict[str, Any]) -> str:
+    """A probed machine's steps: targets, regrets, errors by kind of plan, what was missed most."""
+    head = ["on", "figure", "rows", "planner", "asked", "one constant", "reached"]
+    text = table(head, [_row(one) for one in result["scores"]])
+    groups = [
+        [name, f"{own:.1%}", f"{other:.1%}"] for name, (own, other) in result["regrets"].items()
+    ]
+    text += "\n" + table(["model on processes", "regret of the pick", "of any"], groups)
+    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    for row in result["rows"]:
+        took = statistics.median(row["steps_s"])
+        kinds[row["plan"]["strategy"]].append(row["predicted_s"] / took - 1)
+    by = [
+        [name, str(len(own)), f"{statistics.median(own):+.1%}",
+         f"{statistics.fmean(map(abs, own)):.1%}", f"{max(own, key=abs):+.0%}"]
+        for name, own in kinds.items()
+    ]  # fmt: skip
+    text += "\n" + table(["strategy", "steps", "median", "mean error", "worst"], by)
+    spread = result["residuals"]
+    return (
+        text + f"\nThe 90 % interval is {spread['low']:.2f} to {spread['high']:.2f} times what is "
+        f"predicted; set by all other groups it covers {spread['coverage']:.1%} of each in the "
+        f"mean.\n\n{stand(result)}"
+    )
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "planner_accuracy": accuracy,
+    "planner_measured": measured,
     "planner_accuracy--far": far,
     "planner_accuracy--left-out": left_out,
     "planner_accuracy--pieces": pieces,
