@@ -4,8 +4,9 @@ A step is the pipeline's passes (compute and what it waits for, the bubble), the
 gradients as far as no backward hides it, and the optimizer. docs/planner.md derives each term.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -37,13 +38,17 @@ _OPTIMIZER_OPERATORS = 100
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a machine, and the attention kernel there."""
+    """A model on a machine, and the attention kernel there.
+
+    `loader_tokens_per_s` is what a node loads beside computing.
+    """
 
     outline: Outline
     seq_len: int
     device: Device
     fabric: Fabric
     kernel: Kernel = "fused"
+    loader_tokens_per_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Times:
 
     `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
     `data_s` is exposed of gradients' and parameters' exchanges, `tensor_s`, `context_s`,
-    `pipeline_s` and `expert_s` of those axes'.
+    `pipeline_s` and `expert_s` of those axes'. `loading_s` is waiting for samples.
     """
 
     products_s: Floats
@@ -67,6 +72,7 @@ class Times:
     data_s: Floats
     optimizer_s: Floats
     offload_s: Floats
+    loading_s: Floats
 
     @property
     def step_s(self) -> Floats:
@@ -222,7 +228,7 @@ class _Step:
         known = products + attention + tensor + moved
         fit = np.minimum(1.0, busy / np.maximum(known, 1e-30))
         put_off = _total(backwards, shares, "weights_s") / np.maximum(ahead_s + back_s, 1e-30)
-        return Times(
+        found = Times(
             products_s=products * fit,
             attention_s=attention * fit,
             memory_s=moved * fit,
@@ -235,7 +241,17 @@ class _Step:
             data_s=self._data(ahead_s, back_s, pipeline),
             optimizer_s=self._optimizer(),
             offload_s=self._offload(busy),
+            loading_s=np.zeros(len(c)),
         )
+        return replace(found, loading_s=self._loading(found.step_s))
+
+    def _loading(self, step_s: Floats) -> Floats:
+        """Loaders work ahead of the step, so that what is waited for is what takes longer."""
+        c = self.c
+        samples = c.micro_batch * self.micro * c.data_parallel
+        nodes = np.clip(c.ranks / self.fabric.per_node, 1, c.data_parallel)
+        loaded_s = samples * self.q.seq_len / nodes / self.q.loader_tokens_per_s
+        return np.maximum(loaded_s - step_s, 0.0)
 
     # Passes.
 

@@ -26,7 +26,10 @@ from outpace.records.units import show_share
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many nodes, and what is known of them. `probed`: its rates were measured."""
+    """So many nodes, and what is known of them. `probed`: its rates were measured.
+
+    `loader_tokens_per_s` is what a node loads; infinite where that was not probed.
+    """
 
     name: str
     nodes: int
@@ -34,6 +37,7 @@ class Cluster:
     fabric: Fabric
     probed: bool
     notes: tuple[str, ...] = ()
+    loader_tokens_per_s: float = math.inf
 
     @property
     def devices(self) -> int:
@@ -151,6 +155,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         fabric=rates.fabric,
         probed=True,
         notes=(*said, *known.notes),
+        loader_tokens_per_s=known.loader_tokens_per_s(),
     )
 
 
@@ -250,6 +255,16 @@ class _Known:
                 flops = 2.0 * math.prod(int(size) for size in sizes if size is not None)
                 best[flops] = max(best.get(flops, 0.0), rate)
         return best
+
+    def loader_tokens_per_s(self) -> float:
+        """The best of outpace's own loader; infinite where it was not probed."""
+        rates = [
+            self.of(figure)
+            for figure in self.probed.figures
+            if (figure.key.kind, figure.key.what) == ("loader", "tokens")
+            and figure.key.has(loader="outpace")
+        ]
+        return max((rate for rate in rates if rate), default=math.inf)
 
     @property
     def notes(self) -> list[str]:

@@ -44,6 +44,7 @@ PARTS: Mapping[str, str] = {
     "data_s": "gradients and parameters",
     "optimizer_s": "optimizer",
     "offload_s": "offloading",
+    "loading_s": "waiting for data",
 }
 
 
@@ -75,8 +76,13 @@ class Job:
     @property
     def question(self) -> Question:
         """What times are reckoned from."""
-        return Question(self.outline, self.wanted.seq_len, self.cluster.device,
-                        self.cluster.fabric)  # fmt: skip
+        return Question(
+            self.outline,
+            self.wanted.seq_len,
+            self.cluster.device,
+            self.cluster.fabric,
+            loader_tokens_per_s=self.cluster.loader_tokens_per_s,
+        )
 
     def needs(self, columns: Columns) -> Floats:
         """Bytes of each plan's fullest rank."""

@@ -142,6 +142,17 @@ def test_what_computes_hides_nothing_that_it_carries_itself():
     assert found["data_s"] == pytest.approx(2 * 7 / 8 * parameters(BLOCKS) * 4 / 100e9)
 
 
+def test_a_step_is_no_shorter_than_loading_its_samples():
+    fast = Question(BLOCKS, 512, FLAT, FREE)
+    plan = {"strategy": "ddp", "dp_replicate": 16, "micro_batch": 2}
+    alone_s = sum(step(fast, 64, **plan).values())
+    tokens = 64 * 512
+    for times_slower, waits_s in ((0.5, 0.0), (3.0, 2 * alone_s)):
+        # Each of the two nodes loads half of the batch.
+        slow = replace(fast, loader_tokens_per_s=tokens / 2 / (times_slower * alone_s))
+        assert step(slow, 64, **plan)["loading_s"] == pytest.approx(waits_s)
+
+
 def test_ranks_that_share_cores_wait_for_less():
     # Two ranks on one core: one computes while the other waits, so that the core is never idle.
     question = Question(BLOCKS, 512, replace(FLAT, sharers=2.0), FREE)

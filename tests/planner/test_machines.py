@@ -118,6 +118,16 @@ def test_a_probed_cpu_is_shared_by_its_ranks(tmp_path):
     assert not one.notes
 
 
+def test_loading_is_as_fast_as_the_best_loader_that_was_probed():
+    loaders = (
+        figure("loader", "tokens", "tokens/s", 2e6, loader="outpace", workers=0),
+        figure("loader", "tokens", "tokens/s", 5e6, loader="outpace", workers=2),
+        figure("loader", "tokens", "tokens/s", 9e6, loader="torch", workers=2),
+    )
+    assert of_probe(machine((*PRODUCTS, *COPIES, *loaders)), 1).loader_tokens_per_s == 5e6
+    assert of_probe(machine(), 1).loader_tokens_per_s == float("inf")
+
+
 def test_unsteady_figures_count_with_their_median_and_are_told():
     figures = (product(512, None, samples=(10e9, 30e9, 20e9)), *COPIES)
     found = of_probe(machine(figures), 1)
