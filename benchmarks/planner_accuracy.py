@@ -18,8 +18,8 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import coverage_intervals as coverage
 import numpy as np
@@ -31,14 +31,16 @@ from recording import RESULTS, save
 from outpace.catalog.models import PRESETS
 from outpace.catalog.nodes import NODES
 from outpace.planner import memory
-from outpace.planner.columns import Columns, of_plans
+from outpace.planner.columns import OPTIMIZERS, of_plans
 from outpace.planner.estimate import Question, estimate
 from outpace.planner.finalists import played
+from outpace.planner.habits import LIGHTNING_FSDP
 from outpace.planner.machines import of_catalog
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.plans import Job, plans, title
 from outpace.planner.space import Wanted, expand, layouts, levers
 from outpace.records.errors import BadInputError
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
 # Sources of step times, as the planner's issue scores them, and the most that their error may be.
@@ -88,7 +90,9 @@ def predict(row: Row) -> Predicted:
     step, fits = times.step_s, np.ones(len(found), bool)
     if len(found) > 1:
         room = question.device.memory_bytes or math.inf
-        fits = memory.reserved_bytes(question.outline, question.seq_len, columns) <= room
+        needs = memory.reserved_bytes(question.outline, question.seq_len, columns,
+                                      habits=published.habits(row))  # fmt: skip
+        fits = needs <= room
         step = np.where(fits | ~fits.any(), step, np.inf)
     place = int(np.argmin(step))
     times = played(question, columns, times, np.array([place]))
@@ -229,6 +233,11 @@ def titans() -> tuple[dict[str, Any], dict[str, float]]:
 # Memory.
 
 
+# The rank whose memory Megatron writes down: megatron/training/global_vars.py,
+# _set_tensorboard_writer: args.rank == args.world_size - 1.
+_WRITER: Literal["last"] = "last"
+
+
 def predict_bytes(row: Row) -> dict[str, Any]:
     """Peak of tensors, by the planner's closed form. Raises UnstatedError."""
     measured = row.measured_bytes
@@ -240,15 +249,18 @@ def predict_bytes(row: Row) -> dict[str, Any]:
         columns = of_plans(found, published.step_samples(row), question.outline.layers)
     except BadInputError as error:
         raise UnstatedError(str(error)) from None
-    peak, which = _last_rank(question, columns)
-    needs = memory.reserved_bytes(question.outline, question.seq_len, columns)
+    habits, fused = published.habits(row), question.kernel != "unfused"
+    peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank=_WRITER,
+                             fused_attention=fused, habits=habits)  # fmt: skip
+    needs = memory.reserved_bytes(question.outline, question.seq_len, columns,
+                                  fused_attention=fused, habits=habits)  # fmt: skip
     cut = row.optional("tp", 1) * row.optional("pp", 1)
     return {
         "row": row.number("row_id"),
         "source": row.source,
         "tier": row["tier"],
-        "rank": which,
-        "predicted_bytes": round(peak),
+        "rank": _WRITER,
+        "predicted_bytes": round(float(peak[0])),
         "measured_bytes": round(measured),
         "parameters": parameters(question.outline) / cut,
         "called_oom": bool(needs[0] > (question.device.memory_bytes or math.inf)),
@@ -256,58 +268,100 @@ def predict_bytes(row: Row) -> dict[str, Any]:
     }
 
 
-def _last_rank(question: Question, columns: Columns) -> tuple[float, str]:
-    """Of one plan's last rank, the one whose memory Megatron writes down, where it can be had.
-
-    megatron/training/global_vars.py, _set_tensorboard_writer: args.rank == args.world_size - 1.
-    """
-    fused = question.kernel != "unfused"
-    peak = memory.peak_bytes(question.outline, question.seq_len, columns, rank="last",
-                             fused_attention=fused)  # fmt: skip
-    return float(peak[0]), "last"
-
-
 _ADAPTERS = {"Llama 2 7B": "llama-2-7b", "Llama 2 13B": "llama-2-13b"}
 
 
-def adapter_command(row: Row) -> list[str]:
-    """What traces a row of litgpt's. Raises UnstatedError."""
+def check_adapters(row: Row) -> None:
+    """Raises UnstatedError for what of litgpt's cannot be asked."""
     if not row["task"].startswith("LoRA"):
         raise UnstatedError(f"{row['task'].split()[0]} is not an adapter that outpace has")
     if row["model"] not in _ADAPTERS:
         raise UnstatedError("the row does not give the model's dimensions")
     if "nf4-dq" in row["precision"]:
         raise UnstatedError("outpace does not quantise a base's scales")
-    longest = row["seq"].split()[1]
-    ranks = row.number("n_gpus")
+
+
+def adapter_command(row: Row) -> list[str]:
+    """What traces a row of litgpt's on one device, with the adapters of its finetune/lora.py."""
     words = [
         "--model", _ADAPTERS[row["model"]], "--precision", "bf16-pure", "--lora-rank", "8",
-        "--lora-targets", "q,v", "--seq-len", longest, "--micro-batch",
-        str(row.number("micro_batch")), "--machine", "a100-sxm-40-gb",
+        "--lora-targets", "q,v", "--lora-dropout", "0.05", "--seq-len", str(_longest(row)),
+        "--micro-batch", str(row.number("micro_batch")), "--machine", "a100-sxm-40-gb",
     ]  # fmt: skip
     if "nf4" in row["precision"]:
         words += ["--base", "nf4"]
-    if ranks > 1:
-        words += ["--nodes", str(ranks), "--strategy", "zero3", "--checkpointing", "full"]
     return [sys.executable, "-m", "outpace", "memory", *words, "--json"]
 
 
-def trace(row: Row) -> dict[str, Any]:
+def _longest(row: Row) -> int:
+    return int(row["seq"].split()[1])
+
+
+def adapter_bytes(row: Row) -> dict[str, Any]:
     """Peak and room of a step with adapters. Raises UnstatedError."""
-    done = subprocess.run(adapter_command(row), capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UnstatedError(done.stderr.strip().splitlines()[-1])
-    found = json.loads(done.stdout)
+    traced = row.number("n_gpus") == 1
+    peak, needs = _traced(row) if traced else _sharded_adapters(row)
     return {
         "row": row.number("row_id"),
         "source": row.source,
         "tier": row["tier"],
-        "predicted_bytes": found["peak_memory_bytes"],
+        "predicted_bytes": round(peak),
         "measured_bytes": None if row.measured_bytes is None else round(row.measured_bytes),
         "parameters": float(row["params_b"]) * 1e9,
-        "called_oom": not found["fits"],
+        "called_oom": needs > published.chip(row).memory_bytes,
         "oom": row["outcome"] == "OOM",
     }
+
+
+def _traced(row: Row) -> tuple[float, float]:
+    """Peak, and what the allocator reserves, of one device."""
+    done = subprocess.run(adapter_command(row), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UnstatedError(done.stderr.strip().splitlines()[-1])
+    found = json.loads(done.stdout)
+    more = _inputs_of_quantised(row) if "nf4" in row["precision"] else 0
+    return found["peak_memory_bytes"] + more, found["reserved_memory_bytes"] + more
+
+
+def _inputs_of_quantised(row: Row) -> int:
+    """Bytes of what bitsandbytes keeps of each quantised product's input, though it is frozen.
+
+    bitsandbytes 0.41.1 (litgpt, tutorials/resource-tables.md), autograd/_functions.py, MatMul4Bit.
+    What queries, keys and values read, the MLP's first products and its last; attention's output
+    is kept by attention.
+    """
+    model = _of_adapters(row)
+    stack = model.stacks[0]
+    assert stack.mlp is not None
+    tokens = _longest(row) * row.number("micro_batch")
+    return 2 * tokens * model.layers * (2 * model.hidden + stack.mlp.width)
+
+
+def _of_adapters(row: Row) -> Outline:
+    name = _ADAPTERS[row["model"]]
+    return outline(PRESETS[name].spec, name)
+
+
+def _sharded_adapters(row: Row) -> tuple[float, float]:
+    """By the closed form, of a frozen model in FSDP's flat parameters: all but the states.
+
+    Those are of the adapters alone, a thousandth of the weights, as are the adapters.
+    """
+    model, ranks = _of_adapters(row), row.number("n_gpus")
+    plan = Plan.parse(
+        {"strategy": "zero3", "dp_shard": ranks, "micro_batch": row.number("micro_batch"),
+         "precision": "bf16-pure", "optimizer": "adamw-bf16", "checkpointing": "full"},
+        "row",
+    )  # fmt: skip
+    columns = of_plans([plan], row.number("global_batch"), model.layers)
+    # Whose step makes nothing for itself: so small are the parameters that are stepped.
+    columns = replace(columns, optimizer=np.array([OPTIMIZERS.index("adamw-fused")]))
+    habits, length = LIGHTNING_FSDP, _longest(row)
+    kinds = memory.anatomy(model, length, columns, habits=habits)
+    states = float(kinds["optimizer state"][0])
+    peak = memory.peak_bytes(model, length, columns, habits=habits)
+    needs = memory.reserved_bytes(model, length, columns, habits=habits)
+    return float(peak[0]) - states, float(needs[0]) - states
 
 
 def memory_scores(found: Sequence[dict[str, Any]], on: str) -> list[dict[str, Any]]:
@@ -412,13 +466,13 @@ def main() -> None:
             if row.source == "megatron-lm-golden":
                 golden.append(predict_bytes(row))
             elif row.source == "litgpt-resource-tables":
-                adapter_command(row)
-                adapters.append(kept.get(row.number("row_id")) or trace(row))
+                check_adapters(row)
+                adapters.append(kept.get(row.number("row_id")) or adapter_bytes(row))
         except UnstatedError as error:
             left_out[row.source, str(error)] += 1
     scores += memory_scores(golden, "megatron-lm-golden")
     scores += memory_scores([one for one in golden if one["tier"] == "A"], "of these, tier A")
-    scores += memory_scores(adapters, "litgpt, LoRA, traced")
+    scores += memory_scores(adapters, "litgpt, LoRA")
     scores += [titan_score, *speed()]
     _show(scores)
     spread = coverage.residuals(ratios_of(found))

@@ -16,11 +16,12 @@ from typing import Any
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.planner.estimate import Question
+from outpace.planner.habits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
 from outpace.planner.layers import Kernel
 from outpace.planner.machines import of_catalog
 from outpace.planner.networks import read_network
 from outpace.records.errors import BadInputError
-from outpace.records.hardware import Node
+from outpace.records.hardware import Accelerator, Node
 from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
 from outpace.records.plan import Plan
 
@@ -42,7 +43,8 @@ class Framework:
 
     `kernel` is of attention where a row does not say. `bucket_mib` of gradients. `padding`: the
     vocabulary is filled up to a multiple of this times tp. `pipelines`: it has axes of its own, and
-    stages of equal numbers of blocks. `masters`: 16-bit weights have fp32 masters.
+    stages of equal numbers of blocks. `masters`: 16-bit weights have fp32 masters. `megatron`: it
+    holds in memory what Megatron-LM does (outpace/planner/habits.py).
     """
 
     source: str
@@ -52,6 +54,7 @@ class Framework:
     padding: int = 1
     pipelines: bool = True
     masters: bool = True
+    megatron: bool = False
 
 
 _PADDED = "vocabulary padded to a multiple of 128 × tp: --make-vocab-size-divisible-by"
@@ -65,27 +68,27 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "Megatron-LM 2021": Framework(
         "arXiv 2104.04473 and Megatron-LM's local DDP: one exchange after the backward; written "
         f"scores, dropout; {_PADDED}",
-        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128,
+        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128, megatron=True,
     ),
     "Megatron-LM 2022": Framework(
         "arXiv 2205.05198, §4 and §6: as Megatron-LM 2021; with selective recomputation sequence "
         "parallelism",
-        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128,
+        kernel="unfused", dropout=True, bucket_mib=_ONE_BUCKET_MIB, padding=128, megatron=True,
     ),
     "Megatron-Core r0.8.0": Framework(
         "Megatron-LM core_r0.8.0, README: flash attention, overlap of gradients, parameters and "
         "tensor parallelism; megatron/core/distributed/distributed_data_parallel_config.py: "
         "buckets of 40 million parameters in fp32",
-        kernel="fused", dropout=True, bucket_mib=153, padding=128,
+        kernel="fused", dropout=True, bucket_mib=153, padding=128, megatron=True,
     ),
     "Megatron-Core+TE": Framework(
         "Megatron-LM d98e8a64dd, examples/llama: as Megatron-Core, without dropout",
-        kernel="fused", dropout=False, bucket_mib=153, padding=1,
+        kernel="fused", dropout=False, bucket_mib=153, padding=1, megatron=True,
     ),
     "Megatron-LM CI": Framework(
         "Megatron-LM d98e8a64dd, tests/functional_tests/test_cases: arguments' defaults (dropout "
         "0.1, fused softmax); BERT with BertWordPieceLowerCase",
-        kernel="fused", dropout=True, bucket_mib=153, padding=128,
+        kernel="fused", dropout=True, bucket_mib=153, padding=128, megatron=True,
     ),
     "composer FSDP1": Framework(
         "mosaicml/llm-foundry 12a631913c, scripts/train/benchmarking/submit_benchmarks.py: "
@@ -95,7 +98,8 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     "litgpt": Framework(
         "Lightning-AI/litgpt 26857050fe, tutorials/resource-tables.md, finetune/lora.py: adapters "
-        "of rank 8 on queries and values; FSDP with activation checkpointing",
+        "of rank 8 on queries and values, behind dropout of 0.05; FSDP with activation "
+        "checkpointing, a block to a flat parameter, micro-batches before the last under no_sync",
         kernel="fused", dropout=False, pipelines=False, masters=False,
     ),
     "transformers": Framework(
@@ -244,15 +248,20 @@ def outline(row: Row) -> Outline:
     )
 
 
-def node(row: Row) -> Node:
-    """A machine with the row's chips, each with the links that it is sold with."""
+def chip(row: Row) -> Accelerator:
+    """The row's. Raises UnstatedError."""
     name = _CHIPS.get(row["gpu"])
     if name is None:
         raise UnstatedError(f"GPU {row['gpu']!r} is not in the catalog")
-    chip = ACCELERATORS[name]
+    return ACCELERATORS[name]
+
+
+def node(row: Row) -> Node:
+    """A machine with the row's chips, each with the links that it is sold with."""
+    found = chip(row)
     return Node(
-        name=row["gpu"], accelerator=name, devices=row.optional("gpus_per_node", 8),
-        topology="switch", device_link=chip.device_link, host_link=chip.host_link,
+        name=row["gpu"], accelerator=found.name, devices=row.optional("gpus_per_node", 8),
+        topology="switch", device_link=found.device_link, host_link=found.host_link,
         source=row["source"],
     )  # fmt: skip
 
@@ -302,6 +311,13 @@ def precision(row: Row) -> dict[str, Any]:
     if "PURE" in said:  # FSDP's MixedPrecision with gradients summed in bf16
         return {"precision": "bf16-pure", "optimizer": "adamw-bf16"}
     return {"precision": "bf16" if "bf16" in said else "fp16" if "16" in said else "fp32"}
+
+
+def habits(row: Row) -> Habits:
+    """Of memory, by the framework; Megatron's depend on what gradients are added up in."""
+    if not row.framework.megatron:
+        return OUTPACE
+    return MEGATRON_FP16 if row["precision"].startswith("fp16") else MEGATRON_BF16
 
 
 def plans(row: Row) -> list[Plan]:

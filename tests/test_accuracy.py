@@ -56,6 +56,35 @@ def test_step_times_are_as_close_as_asked(accuracy, table, source, every, asked)
     assert statistics.fmean(map(abs, found)) <= asked
 
 
+def predicted_bytes(accuracy, table):
+    found = []
+    for row in table:
+        if row.source == "megatron-lm-golden":
+            try:
+                found.append(accuracy.predict_bytes(row))
+            except accuracy.UnstatedError:
+                continue
+    return found
+
+
+def test_memory_of_megatron_is_as_close_as_asked(accuracy, table):
+    found = predicted_bytes(accuracy, table)
+    for own in (found, [one for one in found if one["tier"] == "A"]):
+        assert all(score["reached"] for score in accuracy.memory_scores(own, "golden"))
+
+
+def test_memory_of_sharded_adapters_is_as_close_as_asked(accuracy, table):
+    """litgpt's on two and four devices; those on one are traced, which takes minutes."""
+    own = [
+        row
+        for row in table
+        if row["framework"] == "litgpt FSDP" and row["model"].startswith("Llama 2")
+    ]
+    scores = accuracy.memory_scores([accuracy.adapter_bytes(row) for row in own], "litgpt")
+    assert len(own) == 5
+    assert all(score["reached"] for score in scores)
+
+
 def test_a_plan_that_is_picked_is_near_the_best(accuracy, table):
     own = [row for row in table if row.source == "vtrain-single"]
     by_id = {row.number("row_id"): row for row in own}

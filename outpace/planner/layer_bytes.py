@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats
+from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.outlines import Weight, layer_parameters, weights
 from outpace.records.outline import Attention, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
@@ -61,8 +62,9 @@ def shapes(outline: Outline, seq_len: int, columns: Columns) -> Shapes:
 class Layer:
     """One layer of a stack. Bytes that its forward leaves, by what they are of.
 
-    `norm` is what each of the norms keeps beside its input; `input` what the products after it
-    read. `raw` is made by products of queries and keys before they are turned.
+    `norm` is what each of the norms keeps beside its input; `input` what is kept of what the
+    products after it read; `output` is of a product into the residual stream, before it is added.
+    `raw` is made by products of queries and keys before they are turned.
     """
 
     norms: int
@@ -72,6 +74,7 @@ class Layer:
     norm: Floats
     scaled: Floats  # what a norm makes, in the dtype that it scales in
     input: Floats
+    output: Floats
     queries: Floats
     keys: Floats  # of keys; values are as much
     mixed: Floats  # attention's output, with its log-sum-exp
@@ -133,14 +136,15 @@ class Layer:
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
-    @property
-    def output(self) -> Floats:
-        """Of a product into the residual stream, before it is added."""
-        return self.input
-
 
 def layer(
-    outline: Outline, stack: Stack, columns: Columns, sizes: Shapes, device: str, fused: bool
+    outline: Outline,
+    stack: Stack,
+    columns: Columns,
+    sizes: Shapes,
+    device: str,
+    fused: bool,
+    habits: Habits = OUTPACE,
 ) -> Layer:
     """A stack's layer for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
@@ -187,7 +191,8 @@ def layer(
         residual=sizes.part * sizes.stream,
         norm=norm,
         scaled=sizes.part * (np.maximum(sizes.stream, FP32) if rms else sizes.stream),
-        input=sizes.whole * item,
+        input=(sizes.part if habits.gathers_again else sizes.whole) * item,
+        output=sizes.whole * item,
         queries=queries,
         keys=keys,
         mixed=mixed,

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from outpace.planner.columns import Columns, Floats, Ints
+from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.memory_setup import Device
 from outpace.planner.memory_step import Step
 from outpace.records.memory import KINDS, Kind
@@ -41,14 +42,16 @@ def anatomy(
     device: Device = "cuda",
     *,
     fused_attention: bool = True,
+    habits: Habits = OUTPACE,
 ) -> dict[Kind, Floats]:
     """Bytes by kind at the fullest moment of a step on the fullest rank, for every plan.
 
     What is offloaded is a kind of its own, and not in the sum. `fused_attention` False is for
-    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1.
+    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `habits` are
+    of the program that the plans are for.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
-    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, True):
+    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, habits, True):
         tapes = list(step.tapes())
         best = np.zeros(len(rows))
         for within, tape in tapes:
@@ -67,11 +70,13 @@ def peak_bytes(
     device: Device = "cuda",
     *,
     fused_attention: bool = True,
+    habits: Habits = OUTPACE,
     rank: Literal["fullest", "last"] = "fullest",
 ) -> Floats:
     """Bytes of tensors on the fullest rank, or the last, at its fullest moment, for every plan."""
     peak = np.zeros(len(columns))
-    for rows, step in _steps(outline, seq_len, columns, device, fused_attention, False):
+    steps = _steps(outline, seq_len, columns, device, fused_attention, habits, False)
+    for rows, step in steps:
         for within, tape in step.tapes(rank == "last"):
             at = rows[within]
             peak[at] = np.maximum(peak[at], tape.peak)
@@ -79,7 +84,13 @@ def peak_bytes(
 
 
 def _steps(
-    outline: Outline, seq_len: int, columns: Columns, device: Device, fused: bool, finds: bool
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device,
+    fused: bool,
+    habits: Habits,
+    finds: bool,
 ) -> Iterator[tuple[Ints, "Step"]]:
     """Plans with and without a pipeline apart, and as many at a time as caches hold."""
     product = columns.of("3d")
@@ -90,11 +101,17 @@ def _steps(
         rows = np.flatnonzero(groups == group)
         for begin in range(0, len(rows), _AT_ONCE):
             some = rows[begin : begin + _AT_ONCE]
-            yield some, Step(outline, seq_len, columns.take(some), device, fused, finds)
+            yield some, Step(outline, seq_len, columns.take(some), device, fused, finds, habits)
 
 
 def reserved_bytes(
-    outline: Outline, seq_len: int, columns: Columns, device: Device = "cuda"
+    outline: Outline,
+    seq_len: int,
+    columns: Columns,
+    device: Device = "cuda",
+    *,
+    fused_attention: bool = True,
+    habits: Habits = OUTPACE,
 ) -> Floats:
     """What a device has to have: with the allocator's segments, CUDA's context and NCCL's buffers.
 
@@ -102,7 +119,9 @@ def reserved_bytes(
     left of partly used segments, kernels and context, and a ring's buffers for each group of ranks.
     On a CPU it is `peak_bytes`.
     """
-    peak = peak_bytes(outline, seq_len, columns, device)
+    peak = peak_bytes(
+        outline, seq_len, columns, device, fused_attention=fused_attention, habits=habits
+    )
     if device == "cpu":
         return peak
     groups = sum(

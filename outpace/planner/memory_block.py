@@ -30,6 +30,7 @@ class Block(Setup):
         cached = mode["selective"] * present * b.output
         tape.pass_over("activations", cached)
         stream, read = s.part * s.stream * present, s.whole * s.operand * present
+        gathered = read * self.gathers_again
         inner = b.inner * present
         in_it = inner * live / np.maximum(present, 1e-9)
         # The MLP. The gradient of its output in the products' dtype, then of the inner tensor.
@@ -43,7 +44,7 @@ class Block(Setup):
             tape.take("temporary", 2 * inner)
             tape.drop("activations", 2 * in_it)
             tape.drop("temporary", inner)
-            tape.pass_over("temporary", read)
+            tape.pass_over("temporary", read + gathered)
             self._gradient(tape, b.up * present, copies=copied)
             tape.drop("temporary", inner)
             tape.take("temporary", inner)
@@ -57,9 +58,10 @@ class Block(Setup):
             tape.take("temporary", inner)
             tape.drop("activations", in_it)
             tape.drop("temporary", inner)
-            tape.take("temporary", read)
+            tape.take("temporary", read + gathered)
             self._gradient(tape, b.up * present, copies=copied)
             tape.drop("temporary", inner)
+        tape.drop("temporary", gathered)
         input_ = b.input * live
         tape.drop("activations", input_)
         self._through_norm(tape, stream, read, live)
@@ -77,10 +79,10 @@ class Block(Setup):
             turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
             tape.moment("temporary", np.maximum(turned, 0) * present)
         rest = b.elements - b.down - b.up * (2 if b.gated else 1)
-        tape.pass_over("temporary", 2 * read)
+        tape.pass_over("temporary", 2 * read + gathered)
         self._gradient(tape, (rest - b.vectors) * present, copies=copied)
         self._gradient(tape, b.vectors * present, product=False)
-        tape.drop("temporary", read + heads)
+        tape.drop("temporary", read + gathered + heads)
         tape.drop("activations", input_)
         self._through_norm(tape, stream, read, live)
         remains = b.kept - b.attention - b.inners * b.inner - 2 * b.input

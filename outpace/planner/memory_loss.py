@@ -77,8 +77,8 @@ class Loss(Setup):
         c = self.columns
         splits = c.scheduled("zb", "zbv", "dualpipev")
         large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM[self.device])
-        found: Bools = ((large & ~splits) | c.chunked_loss) & (c.tp == 1)
-        return found
+        asked: Bools = ((large & ~splits) | c.chunked_loss) & (c.tp == 1)
+        return asked & self.habits.chunks_loss
 
     def _whole_logits(
         self,
@@ -94,25 +94,28 @@ class Loss(Setup):
         logits, wide = here * rows * vocab, np.maximum(s.operand, FP32)
         low = s.operand < FP32
         read = here * rows * self.outline.hidden * s.operand
+        # What the head reads is gathered for its product and again for its gradient, or kept.
+        gathered = read * self.gathers_again * (1 - 1 / c.tp)
         copy = here * head * s.operand * (s.operand < s.weight)
         split = c.tp > 1
-        tape.pass_over("activations", more * (logits * wide + read))
+        tape.pass_over("activations", more * (logits * wide + read - gathered))
         tape.pass_over("weight copies", more * copy)
-        tape.pass_over("activations", read)
+        tape.pass_over("activations", read - gathered)
         tape.pass_over("weight copies", copy)
         # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
         output = here * rows * self.outline.hidden * s.stream * s.casts  # what was cast
-        tape.moment("temporary", output + logits * (s.operand * low + 2 * wide))
+        again = 0 if self.habits.softmax_in_place else wide
+        tape.moment("temporary", output + logits * (s.operand * low + wide + again))
         tape.take("activations", logits * wide)
         tape.drop("communication", last)
-        # Its gradient, and that of the products; split, it is made at once and cast.
-        made = np.where(split, wide + s.operand * low, 2 * wide)
+        # Its gradient, and that of the products; split or in place it is made at once, and cast.
+        made = np.where(split | self.habits.softmax_in_place, again + s.operand * low, 2 * wide)
         tape.moment("temporary", logits * made)
         tape.drop("activations", logits * wide)
-        grads = logits * s.operand + here * head * s.operand + read
+        grads = logits * s.operand + here * head * s.operand + read + gathered
         tape.moment("temporary", grads)
         tape.drop("weight copies", copy)
-        tape.drop("activations", read)
+        tape.drop("activations", read - gathered)
 
     def _in_chunks(
         self,

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from outpace.planner.columns import OFFLOADS, Columns, Floats
+from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.layer_bytes import Layer, Shapes, layer, mean, shapes, share_of
 from outpace.planner.places import Place
 from outpace.planner.stored import Outside, States, outside, states
@@ -21,6 +22,7 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 class Setup:
     """What all ranks of a plan have in common.
 
+    `gradient` are bytes of a gradient that is kept, `owners` ranks that states are spread over.
     `there` is 1 where gradients exist before a backward makes new ones, `waits` where a pipeline's
     sharded gradients are whole until its last micro-batch. Of modes of recomputation `shares` are
     of the blocks of the rank that is looked at.
@@ -40,15 +42,17 @@ class Setup:
         device: Device,
         fused: bool,
         finds: bool,
+        habits: Habits = OUTPACE,
     ) -> None:
         self.finds = finds
         self.fused = fused
+        self.habits = habits
         self.outline, self.columns, self.device = outline, columns, device
         self.seq_len = seq_len
         c = columns
         self.s: Shapes = shapes(outline, seq_len, c)
         self.layers: Sequence[Layer] = [
-            layer(outline, stack, c, self.s, device, fused) for stack in outline.stacks
+            layer(outline, stack, c, self.s, device, fused, habits) for stack in outline.stacks
         ]
         # The block that is looked at is of the stack that keeps the most, whatever the plan.
         widest = max(range(len(self.layers)), key=lambda i: _width(outline.stacks[i]))
@@ -60,6 +64,9 @@ class Setup:
         self.elements = mean([one.elements for one in self.layers], outline.stacks)
         self.matrices = mean([one.matrices for one in self.layers], outline.stacks)
         self.ends: Outside = outside(outline, c)
+        # 1 where what products read is gathered again for the backward.
+        apart = (c.tp > 1) & c.sequence_parallel & habits.gathers_again
+        self.gathers_again = apart.astype(float)
         self._strategies()
         self._experts()
 
@@ -68,7 +75,9 @@ class Setup:
         product = c.of("3d")
         away = c.offload_parameters == OFFLOADS.index("cpu")
         replicas = c.dp_replicate * c.dp_shard * c.cp
-        level = np.where(product & (c.zero == 0), 3, c.zero)
+        buffer = self.habits.main_gradients
+        # Where nothing is to be sharded outpace's 3d has fully_shard's copies all the same.
+        level = np.where(product & (c.zero == 0), 3 if buffer is None else 0, c.zero)
         gathered = (product & (replicas > 1) & (level >= 2)) | (~product & (c.zero >= 2)) | away
         self.fsdp = gathered.astype(float)
         self.regathers = gathered & ~(c.of("zero2") | (product & (level == 2)))
@@ -78,9 +87,16 @@ class Setup:
             c.of("ddp", "ring", "horovod", "zero1", "cp")
             | (product & ~gathered & (replicas > 1))
         ).astype(float)  # fmt: skip
+        self.gradient = self.s.weight
+        if buffer is not None:
+            self.bucketed = 1.0 - gathered
+            self.gradient = np.where(gathered, self.s.weight, float(buffer))
         self.dp = c.of("dp")
         self.fused_buffers = c.of("dp", "ps").astype(float)
         self.zero1 = (c.of("zero1") | (product & (level == 1))) & (c.dp_shard > 1)
+        self.owners = self.shards
+        if self.habits.cuts_evenly:
+            self.owners = np.where(self.zero1, shards, self.shards)
         self.off_acts = (c.offload_activations > 0).astype(float)
         self.in_backward = c.in_backward.astype(float)
 
@@ -96,7 +112,7 @@ class Setup:
         self.stored = self.elements
         if (whole.ep < c.ep).any():
             layers = [
-                layer(self.outline, stack, whole, self.s, self.device, self.fused)
+                layer(self.outline, stack, whole, self.s, self.device, self.fused, self.habits)
                 for stack in self.outline.stacks
             ]
             self.stored = mean([one.elements for one in layers], self.outline.stacks)

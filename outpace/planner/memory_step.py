@@ -47,7 +47,7 @@ class Step(Loss, Block):
         # States are made before they are moved to a disk, unit after unit.
         made = kept / np.maximum(stored, 1) * self._largest(place)
         on_way = (c.offload_optimizer == OFFLOADS.index("disk")) & (self.device == "cpu")
-        tape.pass_over("gradients", s.weight * elements * self.bucketed)
+        tape.pass_over("gradients", self.gradient * elements * self.bucketed)
         tape.moment("temporary", made * on_way)
         tape.pass_over("workspaces", _WORKSPACES[self.device])
         # Numbers of tokens and their targets, 8 bytes each; under dp rank 0 reads everyone's.
@@ -56,10 +56,11 @@ class Step(Loss, Block):
         tape.pass_over("inputs", 16.0 * self.seq_len * samples)
         whole = s.weight * elements
         tape.pass_over("communication", whole * self.fused_buffers)
-        # What a pipeline sends and receives has a buffer for each micro-batch.
+        # What a pipeline sends and receives has a buffer for each micro-batch, or for one.
         stream = s.part * s.stream
         piped = (c.pp > 1).astype(float)
-        tape.pass_over("communication", piped * place.borders * c.microbatches * stream)
+        each = 1 if self.habits.receives_anew else c.microbatches
+        tape.pass_over("communication", piped * place.borders * each * stream)
         tape.pass_over("communication", piped * place.inputs_done * stream * later)
         # Micro-batches that are not exchanged add up apart from the buckets.
         apart = c.of("ddp", "zero1", "cp", "ring", "horovod") & (c.passes > 1)
@@ -69,7 +70,7 @@ class Step(Loss, Block):
         # Within a pipeline sharded gradients are whole until the last micro-batch.
         self.waits = self.fsdp * (c.pp > 1) * (c.microbatches > 1)
         grown = self.there * (1 - self.bucketed)
-        shards = np.where(self.waits > 0, 1, self.shards)
+        shards = np.where((self.waits > 0) | self.habits.sums_whole, 1, self.shards)
         grown = grown * s.weight * elements / shards * (1 - on_host)
         tape.pass_over("gradients", grown * (1 - self.waits))
         tape.pass_over("communication", grown * self.waits)
@@ -83,8 +84,8 @@ class Step(Loss, Block):
             + place.first * (t.embedding + t.positions)
             + place.last * (t.head + t.rest + tied_again)
         )
-        share = 1 / self.shards
-        if self.zero1.any():
+        share = 1 / self.owners
+        if self.zero1.any() and not self.habits.cuts_evenly:
             whole = whole_states(self.outline, c) * place.layers / self.outline.layers
             return np.where(self.zero1, whole, all_of * share)
         # Under dp rank 0, which is looked at, steps all.
@@ -105,8 +106,9 @@ class Step(Loss, Block):
             if len(again):
                 of_some = self.columns.take(again)
                 some = Step(
-                    self.outline, self.seq_len, of_some, self.device, self.fused, self.finds
-                )
+                    self.outline, self.seq_len, of_some, self.device, self.fused, self.finds,
+                    self.habits,
+                )  # fmt: skip
                 yield again, some.tape(place.of(again), np.ones(len(again)))
 
     def tape(self, place: Place, later: Floats) -> Tape:
@@ -122,10 +124,11 @@ class Step(Loss, Block):
         mean_kept, away = self._kept_by(self.shares), self._away_by(self.shares)
         stream = s.part * s.stream
         # Of a stage that is not the first the input is what was received; the output of one that
-        # is not the last stays until it is sent and backward has come.
+        # is not the last stays until it is sent and backward has come. Where each is received
+        # anew the input is a block's like any other.
         ends = piped * stream * (1 - place.last / place.stages)
         ends = ends - piped * stream * (1 - place.first / place.stages)
-        per_chunk = count * mean_kept + ends
+        per_chunk = count * mean_kept + ends * (not self.habits.receives_anew)
         self._gather_root(tape, place)
         self._replicate(tape, place)
         tape.pass_over("activations", chunks * (per_chunk - count * away))
@@ -278,11 +281,12 @@ class Step(Loss, Block):
         tape.clear("gradients", share=self.fused_buffers)  # they are in the buffers by now
         c, s = self.columns, self.s
         elements = (self.stored * place.layers + self._outside_elements(place)) / self.shards
-        # 16-bit gradients are made fp32 one by one.
-        master = c.precise("fp16-master").astype(float)
+        # 16-bit gradients are made fp32 one by one, by who owns the masters.
+        master = c.precise("fp16-master") & (self.gradient < FP32)
         # Where these are views of buffers, which stay, beside them.
         stay = np.maximum(self.bucketed, self.fused_buffers)
-        tape.take("gradients", master * (FP32 - s.weight * (1 - stay)) * elements)
+        owned = self.shards / self.owners
+        tape.take("gradients", master * owned * (FP32 - s.weight * (1 - stay)) * elements)
         largest = self._largest(place)
         stepped = elements
         if self.zero1.any():

@@ -39,7 +39,7 @@ class Place:
 
 def places(outline: Outline, columns: Columns) -> list[Place]:
     """Without a pipeline one; else the ranks that `in_flight` gives, the last repeated."""
-    names = ("schedule", "pp", "stages_per_rank", "microbatches")
+    names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
     rows = np.stack([*kept, every(columns, outline.layers)], axis=1)
     unique, place = np.unique(rows, axis=0, return_inverse=True)
@@ -68,11 +68,18 @@ def every(columns: Columns, layers: int) -> Ints:
 
 @lru_cache(maxsize=4096)
 def _ranks(
-    layers: int, head: float, schedule: int, pp: int, each: int, microbatches: int, every: int
+    layers: int,
+    head: float,
+    schedule: int,
+    pp: int,
+    each: int,
+    microbatches: int,
+    even: int,
+    every: int,
 ) -> tuple[Rank, ...]:
     if pp == 1:
         return (alone(layers, every),)
     name = SCHEDULE_NAMES[schedule]
     stages = min(layers, pp * each)
-    counts = balance(layers, stages, head) + (0,) * (pp * each - stages)
+    counts = balance(layers, stages, 0.0 if even else head) + (0,) * (pp * each - stages)
     return ranks_of(name, pp, each, microbatches, counts, every)
