@@ -121,6 +121,37 @@ _GCD: _Rest = (
 )  # fmt: skip
 _CDNA3: _Rest = (304, "PCIe 5 x16", ("Infinity Fabric CDNA 3", 7), _MI300X_SHEET)
 
+# GiB that torch reports as a device's capacity where its memory ran out, quoted in public issues:
+# firmware, error correction (a sixteenth of GDDR6) and the driver take the rest. It differs by a
+# hundredth of a GiB or ten with driver and board.
+_ISSUE = "torch's message of {} GiB capacity, github.com/{}"
+_A10_ISSUE = "zai-org/CogVLM/issues/236 (A10)"
+_SMI = "nvidia-smi's total is the same within 6 MiB (github.com/modal-labs/modal-client/pull/2797)"
+_USABLE: Mapping[str, tuple[float, str]] = MappingProxyType(
+    {
+        "V100 SXM2 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
+        "V100 PCIe 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
+        "V100S PCIe 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
+        "T4": (14.56, "AlphaGPU/leetgpu-challenges/issues/52 (T4)"),
+        "A100 SXM 40 GB": (39.45, "LianjiaTech/BELLE/issues/375 (A100 40 GB)"),
+        "A100 PCIe 40 GB": (39.45, "LianjiaTech/BELLE/issues/375 (A100 40 GB)"),
+        "A100 SXM 80 GB": (79.25, "levihsu/OOTDiffusion/issues/235 (A100)"),
+        "A100 PCIe 80 GB": (79.25, "levihsu/OOTDiffusion/issues/235 (A100)"),
+        "A10": (21.99, _A10_ISSUE),
+        "A10G": (21.99, f"{_A10_ISSUE}; huggingface/local-gemma/pull/25: an A10G has about 22 GB"),
+        "RTX 3090": (23.70, "xiaoxiangAQ/GAS-Net/issues/7 (RTX 3090)"),
+        "L4": (21.99, f"{_A10_ISSUE}; of an L4 {_SMI}"),
+        "L40S": (44.43, f"DINGYANB/MTVCrafter/issues/21 (RTX 6000 Ada); of an L40S {_SMI}"),
+        "RTX 4090": (23.64, "ali-vilab/VGen/issues/104 (RTX 4090)"),
+        "H100 SXM": (79.11, "vllm-project/vllm/issues/27508 (H100)"),
+        "RTX 5090": (31.37, "Wan-Video/Wan2.1/issues/465 (RTX 5090)"),
+    }
+)
+# Where no figure is known: the middle of those above that keep no codes for error correction in
+# GDDR6, 98.0 % (RTX 5090) to 99.2 % (V100).
+_USABLE_SHARE = 0.985
+_ASSUMED = "assumed: 98.5 % of the datasheet's"
+
 
 class _Row(NamedTuple):
     name: str
@@ -172,11 +203,14 @@ _TABLE = (
 def _accelerator(row: _Row) -> Accelerator:
     multiprocessors, host_link, device_link, rest_source = row.rest
     rates = {dtype: rate * _T for dtype, rate in row.tera_rates.items()}
+    usable, usable_source = _usable(row)
     return Accelerator(
         name=row.name,
         driver_name=row.driver_name,
         architecture=next(a for start, a in _ARCHITECTURES.items() if row.name.startswith(start)),
         memory_bytes=row.memory_gb * _GB,
+        usable_bytes=round(usable * _GB),
+        usable_source=usable_source,
         memory_bytes_per_s=row.bandwidth_gb_per_s * _GB_PER_S,
         peak=Peak(flops_per_s=rates, source=row.source),
         power_w=row.powers_w[0],
@@ -186,6 +220,14 @@ def _accelerator(row: _Row) -> Accelerator:
         device_link=device_link and Bundle(link=device_link[0], count=device_link[1]),
         source=row.source if rest_source == row.source else f"{row.source}; {rest_source}",
     )
+
+
+def _usable(row: _Row) -> tuple[float, str]:
+    """GiB that a process gets, and who says so."""
+    known = _USABLE.get(row.name)
+    if known is None:
+        return row.memory_gb * _USABLE_SHARE, _ASSUMED
+    return known[0], _ISSUE.format(*known)
 
 
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(

@@ -50,7 +50,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     from outpace.report.plan import one_plan
 
-    Console().print(one_plan(planned))
+    Console().print(one_plan(planned, (*question.outline.notes, *question.cluster.notes)))
     return 0
 
 

@@ -15,7 +15,7 @@ from outpace.records.optimizers import Precision
 if TYPE_CHECKING:
     from outpace.launch.planning import Asked
     from outpace.planner.plans import Job
-    from outpace.records.plan import Plan
+    from outpace.records.estimate import Plans
 
 _ABOUT = "The fastest ways to train a model on given machines: which fit, why, and how sure."
 _EPILOG = (
@@ -44,10 +44,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     number = arguments.explain or 1
     if number > len(answer.plans):
         raise BadInputError(f"--explain {number}: there are {len(answer.plans)} plans.")
-    if arguments.out is not None:
+    if arguments.out is not None and arguments.emit is None:
         answer.plans[number - 1].plan.save(arguments.out)
     if arguments.emit is not None:
-        return _emit(arguments, question, answer.plans[number - 1].plan)
+        chosen = None if arguments.explain is None else number
+        return _emit(arguments, question, answer, chosen)
     if arguments.json:
         print(answer.model_dump_json(indent=2), flush=True)
         return 0
@@ -114,33 +115,51 @@ def _compare(arguments: argparse.Namespace, asked: "Asked") -> int:
 
     from outpace.report.plan import scaling
 
-    Console().print(scaling(rows, question.wanted.global_batch, question.cluster.notes))
+    notes = (*question.outline.notes, *question.cluster.notes)
+    Console().print(scaling(rows, question.wanted.global_batch, notes))
     return 0
 
 
 def _what_if(arguments: argparse.Namespace, asked: "Asked") -> int:
+    """The best plan now and with something changed; a machine that is too small is an answer."""
     from outpace.launch.planning import changed, job, what_if
-    from outpace.planner.plans import plans
 
     now = job(asked)
     # The same batch, however many devices there are then.
     same = replace(asked, global_batch=now.wanted.global_batch)
     other, numbers = what_if(same, arguments.what_if)
-    before, after = plans(now), plans(changed(job(other), numbers))
+    before, after = _tried(now), _tried(changed(job(other), numbers))
+    if isinstance(before, str) and isinstance(after, str):
+        raise BadInputError(after if before == after else f"now: {before} Then: {after}")
     if arguments.json:
-        document = {"now": before.model_dump(mode="json"), "then": after.model_dump(mode="json")}
-        print(json.dumps(document, indent=2), flush=True)
+        said = {name: {"unfit": found} if isinstance(found, str) else found.model_dump(mode="json")
+                for name, found in (("now", before), ("then", after))}  # fmt: skip
+        print(json.dumps(said, indent=2), flush=True)
         return 0
     from rich.console import Console
 
     from outpace.report.plan import compared
 
-    Console().print(compared(before.plans[0], after.plans[0], arguments.what_if))
+    best = [found if isinstance(found, str) else found.plans[0] for found in (before, after)]
+    Console().print(compared(best[0], best[1], arguments.what_if))
     return 0
 
 
-def _emit(arguments: argparse.Namespace, question: "Job", plan: "Plan") -> int:
-    from outpace.interop.emit import emit
+def _tried(question: "Job") -> "Plans | str":
+    """The plans, or why there are none."""
+    from outpace.planner.plans import plans
+
+    try:
+        return plans(question)
+    except BadInputError as error:
+        return str(error)
+
+
+def _emit(
+    arguments: argparse.Namespace, question: "Job", answer: "Plans", chosen: int | None
+) -> int:
+    """The chosen plan, or the first that the format can say wholly, as a configuration."""
+    from outpace.launch.emitting import pick
     from outpace.launch.outlines import find_outline
 
     _, _, spec = find_outline(arguments.model)
@@ -149,18 +168,25 @@ def _emit(arguments: argparse.Namespace, question: "Job", plan: "Plan") -> int:
             f"--emit {arguments.emit}: of {arguments.model} the dimensions are known to plan with, "
             "but not all that a configuration has to say. Name a model that outpace builds."
         )
-    wanted = question.wanted
-    written = emit(arguments.emit, plan, spec, global_batch=wanted.global_batch,
-                   seq_len=wanted.seq_len)  # fmt: skip
+    picked = pick(arguments.emit, question, answer, spec, chosen)
+    written = picked.emitted
+    if arguments.out is not None:
+        answer.plans[picked.number - 1].plan.save(arguments.out)
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
-                    "command": written.command, "unsaid": list(written.unsaid)}  # fmt: skip
+                    "command": written.command, "unsaid": list(written.unsaid),
+                    "plan": picked.number, "why": picked.why, "lost": list(written.lost),
+                    "warning": picked.warning}  # fmt: skip
         print(json.dumps(document, indent=2), flush=True)
         return 0
     print(written.text.rstrip())
     sys.stdout.flush()
-    notes = [f"# {written.file_name}; {written.command}", *(f"# {one}" for one in written.unsaid)]
-    print("\n".join(notes), file=sys.stderr)
+    # Formats with comments have said it themselves, in the text above; a warning has what is lost.
+    told = written.unsaid if written.commented else written.lost
+    notes = [f"# {one}" for one in written.unsaid if one not in told]
+    warning = [] if picked.warning is None else [f"# WARNING: {picked.warning}"]
+    lines = [f"# {written.file_name}; {written.command}", f"# {picked.why}", *warning, *notes]
+    print("\n".join(lines), file=sys.stderr)
     return 0
 
 
@@ -222,9 +248,11 @@ def _parser() -> Parser:
     add("--compare-nodes", type=_nodes_list, default=None, metavar="1,2,4",
         help="throughput and efficiency by number of nodes")  # fmt: skip
     add("--what-if", default=None, metavar="link=400Gbps",
-        help="with link=, inside=, memory= or nodes= changed")  # fmt: skip
+        help="with link= (a node's network), inside= (a device's link in its node), memory= (a "
+        "device's) or nodes= changed")  # fmt: skip
     add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
-        help=f"the best (or --explain's) plan for {', '.join(FORMATS)}")  # fmt: skip
+        help="the best plan that the format can say wholly (or --explain's), for "
+        f"{', '.join(FORMATS)}")  # fmt: skip
     add("--out", type=Path, default=None, metavar="plan.json",
-        help="write the best (or --explain's) plan")  # fmt: skip
+        help="write the best (or --explain's, or --emit's) plan")  # fmt: skip
     return parser

@@ -36,6 +36,11 @@ _OTHERS = (
     "n_embd", "n_layer", "n_head", "n_heads", "n_layers", "d_model", "d_ff", "d_kv",
     "num_layers", "num_heads", "num_key_value_heads",
 )  # fmt: skip
+# Of experts, by the names of those architectures that have them.
+_OF_EXPERTS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -107,8 +112,10 @@ def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
         raise _unknown(model_type, values, where)
     for name in (key for key, value in values.items() if _is_dimension(key) and value == 0):
         raise BadInputError(f"{where}: {name} = 0; it has to be a whole number, at least 1")
-    found, spec = _outlined(load_config(directory, where), where)
-    return found.model_copy(update={"name": directory.name}), spec
+    config = load_config(directory, where)
+    found, spec = _outlined(config, where)
+    notes = _taken(values, config, where)
+    return found.model_copy(update={"name": directory.name, "notes": notes}), spec
 
 
 def outline_from_config(config: Any, where: str) -> Outline:
@@ -116,6 +123,28 @@ def outline_from_config(config: Any, where: str) -> Outline:
     if config.model_type not in READERS:
         raise _unknown(config.model_type, config.to_dict(), where)
     return _outlined(config, where)[0]
+
+
+def _taken(values: Mapping[str, Any], config: Any, where: str) -> tuple[str, ...]:
+    """What is said of dimensions that config.json leaves out and transformers has defaults for."""
+    if isinstance(values.get("text_config"), dict):
+        values, config = values["text_config"], config.text_config
+    aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
+    given = {other for pair in aliases.items() if set(pair) & set(values) for other in pair}
+    usual = type(config)()  # another value came by a name of old, as BLOOM's n_embed
+    found = {
+        name: getattr(config, name, None)
+        for name in (*_NEEDED, *_OF_EXPERTS)
+        if name not in {*values, *given}
+        and getattr(config, name, None) == getattr(usual, name, None)
+    }
+    taken = [f"{name} {value}" for name, value in found.items() if isinstance(value, int)]
+    if not taken:
+        return ()
+    return (
+        f"{where} leaves out dimensions, for which transformers' defaults are taken: "
+        f"{', '.join(taken)}. If the model is another, write its own there.",
+    )
 
 
 def _is_dimension(key: str) -> bool:

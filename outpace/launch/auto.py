@@ -180,6 +180,7 @@ def _job(settings: TrainSettings, origins: Mapping[str, str], machine: Machine, 
             on_host=not machine.devices,
         ),
         count=_COUNT,
+        host_bytes=machine.host_memory_bytes if machine.devices else None,
     )
 
 

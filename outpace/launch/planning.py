@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import find_node
+from outpace.catalog.nodes import NODES, find_node
 from outpace.launch.outlines import find_outline
 from outpace.planner.machines import Cluster, of_catalog, of_probe
 from outpace.planner.networks import read_network
@@ -86,7 +86,18 @@ def job(asked: Asked) -> Job:
         price=asked.price,
         count=asked.count,
         idle=asked.idle,
+        host_bytes=_host_bytes(asked, cluster),
     )
+
+
+def _host_bytes(asked: Asked, cluster: Cluster) -> int | None:
+    """Memory of a node's host, where the catalog or a probe knows it; a CPU is no device's host."""
+    if cluster.device.kind == "cpu":
+        return None
+    if cluster.probed:
+        return Machine.load(Path(asked.machine).expanduser()).host_memory_bytes
+    node = NODES.get(cluster.name)
+    return None if node is None else node.host_memory_bytes
 
 
 def _cluster(asked: Asked) -> Cluster:
@@ -135,10 +146,18 @@ def read_keep(text: str | None) -> dict[str, Any]:
         if not equals or name not in KEPT:
             raise BadInputError(
                 f"--keep {part.strip()}: write setting=value, as in precision=bf16."
-                f"{nearest(name, KEPT)} Settings: {', '.join(KEPT)}."
+                f"{_meant(name)} Settings: {', '.join(KEPT)}."
             )
         found[name] = _checked(name, value)
     return found
+
+
+def _meant(name: str) -> str:
+    """' Did you mean …?': settings that begin so, as dp_replicate with dp, before those alike."""
+    begin = [known for known in KEPT if known.startswith(f"{name}_")]
+    if begin and name not in KEPT:
+        return f" Did you mean {' or '.join(map(repr, begin))}?"
+    return nearest(name, KEPT)
 
 
 def _checked(name: str, value: str) -> Any:
@@ -153,16 +172,33 @@ def _checked(name: str, value: str) -> Any:
         given = int(value) if whole else value
         found = TypeAdapter(annotation).validate_python(given, strict=False)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"]
-        raise BadInputError(f"--keep {name}={value}: {problem}.") from None
+        remedy = _allowed(error.errors()[0])
+        raise BadInputError(f"--keep {name}={value}: {remedy}.") from None
     except ValueError:
-        raise BadInputError(f"--keep {name}={value}: use a whole number.") from None
+        allowed = f"one of {', '.join(map(str, choices))}"
+        raise BadInputError(f"--keep {name}={value}: use {allowed}.") from None
     if (name, found) == ("loss", "plain"):
         raise BadInputError(
             "--keep loss=plain: the planner reckons with auto, which takes chunks where logits are "
             "large, and with chunked. Use one of these."
         )
     return found
+
+
+def _allowed(problem: Any) -> str:
+    """What a setting may be, from what its record found wrong."""
+    kind, bounds = problem["type"], problem.get("ctx", {})
+    if kind == "literal_error":
+        return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"
+    if kind in ("int_parsing", "int_type", "int_from_float"):
+        return "use a whole number"
+    if kind == "greater_than":
+        return f"use a whole number from {bounds['gt'] + 1}"
+    if kind == "greater_than_equal":
+        return f"use a whole number from {bounds['ge']}"
+    if kind in ("bool_parsing", "bool_type"):
+        return "use true or false"
+    return f"{problem['msg'][0].lower()}{problem['msg'][1:]}"
 
 
 def what_if(asked: Asked, text: str) -> tuple[Asked, Mapping[str, float]]:
@@ -203,5 +239,8 @@ def changed(question: Job, numbers: Mapping[str, float]) -> Job:
         rate = numbers["inside"]
         fabric = replace(fabric, inside_bytes_per_s=rate, pair_bytes_per_s=rate)
     if "memory" in numbers:
-        device = replace(device, memory_bytes=int(numbers["memory"]))
+        # What is said is a maker's figure: of another size the driver leaves the same share.
+        said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
+        left = now / nominal if now and nominal else 1.0
+        device = replace(device, memory_bytes=round(said * left), nominal_bytes=said)
     return replace(question, cluster=replace(cluster, fabric=fabric, device=device))

@@ -26,11 +26,13 @@ def traced(planned: Planned, model: str, job: Job) -> Planned:
     account = fullest(planned.plan, model, job)
     needed = account.needed_bytes + beside_tensors(planned.plan, job)
     kinds = {str(kind): size for kind, size in account.peak.by_kind.items()}
-    inside = sum(size for kind, size in kinds.items() if kind != "offloaded")
-    kinds["allocator and libraries"] = max(0, needed - inside)
-    estimate = planned.estimate.model_copy(
-        update={"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
-    )
+    away = kinds.pop("offloaded", 0) * min(planned.plan.world_size, job.cluster.fabric.per_node)
+    kinds["allocator and libraries"] = max(0, needed - sum(kinds.values()))
+    changed = {"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
+    if not planned.estimate.disk_offloaded_bytes:
+        # At the peak of the device's memory the host's need not be at its own.
+        changed["host_offloaded_bytes"] = max(away, planned.estimate.host_offloaded_bytes)
+    estimate = planned.estimate.model_copy(update=changed)
     return planned.model_copy(update={"estimate": estimate})
 
 

@@ -28,6 +28,7 @@ class Device:
     takes on the host at least, however little it computes. `curve` has points of a product's FLOPs
     and what share of the best rate it reaches, where that was measured; else tiles and waves
     decide. `unaligned` is the share of the rate where rows are no multiple of 16 bytes.
+    `memory_bytes` is what a process gets, of the `nominal_bytes` that the maker prints.
     `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
     `attention_narrow` the share of that for heads of 64. An optimizer reaches `optimizer_share` of
     the memory's rate. `hides` is the share of an exchange that can go on beside computing: none
@@ -58,6 +59,7 @@ class Device:
     sharers: float = 1.0
     unit_s: float = 0.0
     piecewise: bool = False
+    nominal_bytes: int | None = None
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -89,7 +91,8 @@ def of_accelerator(chip: Accelerator) -> Device:
     return Device(
         name=chip.name,
         kind="cuda",
-        memory_bytes=chip.memory_bytes,
+        memory_bytes=chip.usable_bytes,
+        nominal_bytes=chip.memory_bytes,
         peak_flops_per_s=peaks,
         best_flops_per_s={dtype: peak * curve.share for dtype, peak in peaks.items()},
         multiprocessors=chip.multiprocessors or 132,

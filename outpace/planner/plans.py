@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from outpace.planner import memory
-from outpace.planner.columns import MODES, Columns, Floats, of_plans
+from outpace.planner.batches import nearest_batches
+from outpace.planner.columns import MODES, OFFLOADS, Bools, Columns, Floats, of_plans
 from outpace.planner.device import dtype_of
 from outpace.planner.estimate import Question, Times, estimate
 from outpace.planner.finalists import order, played
@@ -20,7 +22,7 @@ from outpace.planner.machines import Cluster
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
 from outpace.planner.search import FAMILIES, Found, family, fits, search
-from outpace.planner.space import Wanted, to_plan
+from outpace.planner.space import Wanted, layouts, to_plan
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Insistence, Planned, Plans, Rejected
 from outpace.records.outline import Outline
@@ -52,7 +54,8 @@ PARTS: Mapping[str, str] = {
 class Job:
     """A model, a batch and a machine, and what is asked of the answer.
 
-    `idle`: nodes may stay idle, where fewer are faster or all cannot be used.
+    `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `host_bytes`: a
+    node's host memory, all of which may be offloaded to; None: not known.
     """
 
     outline: Outline
@@ -62,11 +65,12 @@ class Job:
     price: float | None = None  # of a device and hour
     count: int = 5
     idle: bool = False
+    host_bytes: int | None = None
 
     @property
     def limit(self) -> float:
-        """Bytes of a device's memory."""
-        return float(self.cluster.device.memory_bytes or math.inf)
+        """Bytes of a device's memory, as its driver leaves it; the largest number: not known."""
+        return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def on(self, nodes: int) -> "Job":
         """The same on so many nodes."""
@@ -90,6 +94,48 @@ class Job:
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind
         )
 
+    def asks(self, columns: Columns) -> Floats:
+        """`needs`, but just above the limit where a node's host cannot take what is offloaded.
+
+        Such a plan does not fit, and is nearer to it than those that are too large for a device.
+        """
+        needs = self.needs(columns)
+        if self.host_bytes is None:
+            return needs
+        away = np.flatnonzero((needs <= self.limit) & _on_host(columns))
+        if len(away):
+            short = self.offloads(columns.take(away)) > self.host_bytes
+            needs[away[short]] = np.nextafter(self.limit, np.inf)
+        return needs
+
+    def offloads(self, columns: Columns) -> Floats:
+        """Bytes of a node's host memory that its ranks offload to, of each plan."""
+        host = OFFLOADS.index("cpu")
+        # What goes to a disk, or to the host of a device that is the host, takes none of it.
+        kept = {
+            name: np.where(getattr(columns, name) == host, host, 0)
+            for name in ("offload_activations", "offload_parameters", "offload_optimizer")
+        }
+        return self.away(replace(columns, **kept))
+
+    def away(self, columns: Columns) -> Floats:
+        """Bytes that the ranks of a node keep on its host or its disks, of each plan."""
+        device = self.cluster.device.kind
+        each = memory.anatomy(self.outline, self.wanted.seq_len, columns, device)["offloaded"]
+        found: Floats = each * np.minimum(self.cluster.fabric.per_node, columns.ranks)
+        return found
+
+
+def _on_host(columns: Columns) -> Bools:
+    """Which plans offload to the host's memory."""
+    host = OFFLOADS.index("cpu")
+    found: Bools = (
+        (columns.offload_activations == host)
+        | (columns.offload_parameters == host)
+        | (columns.offload_optimizer == host)
+    )
+    return found
+
 
 def plans(job: Job) -> Plans:
     """Every plan considered; raises BadInputError, naming what would do, if none fits."""
@@ -103,7 +149,8 @@ def plans(job: Job) -> Plans:
     used, found = _fastest(job)
     if not len(found.ranked):
         raise BadInputError(_infeasible(job, found))
-    planned = [_planned(used, found, int(place), rank) for rank, place in enumerate(found.ranked)]
+    shown = found.ranked[: job.count]
+    planned = [_planned(used, found, int(place), rank) for rank, place in enumerate(shown)]
     return Plans(
         model=job.outline.name,
         parameters=parameters(job.outline),
@@ -111,6 +158,7 @@ def plans(job: Job) -> Plans:
         nodes=job.cluster.nodes,
         idle_nodes=job.cluster.nodes - used.cluster.nodes,
         devices_per_node=job.cluster.fabric.per_node,
+        nominal_memory_bytes=job.cluster.device.nominal_bytes,
         seq_len=wanted.seq_len,
         global_batch=wanted.global_batch,
         plans=tuple(planned),
@@ -119,20 +167,23 @@ def plans(job: Job) -> Plans:
         considered=found.considered,
         took_s=time.perf_counter() - began,
         source="probed" if job.cluster.probed else "catalog",
-        notes=job.cluster.notes,
+        notes=(*job.outline.notes, *job.cluster.notes),
     )
 
 
 def _played(job: Job, found: Found) -> Found:
-    """The finalists' pipelines played, and ranked by what came out."""
+    """The finalists' pipelines played, and ranked by what came out.
+
+    Two at least, that the fastest has another to be compared with.
+    """
     times = played(job.question, found.columns, found.times, found.ranked)
-    ranked = order(times, found.ranked)[: job.count]
+    ranked = order(times, found.ranked)[: max(2, job.count)]
     return replace(found, times=times, ranked=ranked)
 
 
 def _searched(job: Job) -> Found:
-    count = _FINALISTS * job.count
-    return _played(job, search(job.question, job.wanted, job.needs, job.limit, count))
+    count = _FINALISTS * max(2, job.count)
+    return _played(job, search(job.question, job.wanted, job.asks, job.limit, count))
 
 
 def _fastest(job: Job) -> tuple[Job, Found]:
@@ -198,7 +249,7 @@ def _planned(job: Job, found: Found, place: int, rank: int) -> Planned:
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, found.columns, found.times, found.needs, place),
-        why=_why(found, place, rank),
+        why=_why(job, found, place, rank),
         untrained=job.outline.untrained or plan.untrained,
     )
 
@@ -219,7 +270,9 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }
-    inside = sum(size for name, size in kinds.items() if name != "offloaded")
+    away = kinds.pop("offloaded", 0)
+    inside = sum(kinds.values())
+    host = round(float(job.offloads(row)[0])) if away else 0
     kinds["allocator and libraries"] = max(0, round(float(needs[place])) - inside)
     budget = None if job.tokens is None else job.tokens / tokens * seconds
     return Estimate(
@@ -234,6 +287,9 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
         peak_memory_bytes=inside + kinds["allocator and libraries"],
         memory_bytes=device.memory_bytes,
         memory=kinds,
+        host_offloaded_bytes=host,
+        host_memory_bytes=job.host_bytes,
+        disk_offloaded_bytes=max(0, round(float(job.away(row)[0])) - host) if away else 0,
         parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
         ranks=ranks,
         tokens=job.tokens,
@@ -304,11 +360,11 @@ def _levers(plan: Plan) -> list[str]:
     return found
 
 
-def _why(found: Found, place: int, rank: int) -> str:
+def _why(job: Job, found: Found, place: int, rank: int) -> str:
     """One sentence: against the fastest, or, of the fastest, against the next."""
     others = [int(other) for other in found.ranked if other != place]
     if not others:
-        return "no other kind of plan fits"
+        return _alone(job.wanted)
     other = others[0]
     mine, theirs = found.times.step_s[place], found.times.step_s[other]
     gaps = {
@@ -322,44 +378,103 @@ def _why(found: Found, place: int, rank: int) -> str:
             return f"as fast as the next ({against}), and no harder to set up"
         return (
             f"{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
-            f"{show_seconds(gaps[name])} more for {PARTS[name]}"
+            f"{show_seconds(gaps[name])} more for {PARTS[name]}{_stream(found, name, other, place)}"
         )
     name = min(gaps, key=lambda key: gaps[key])
     if mine / theirs - 1 < _ALIKE:
         return f"as fast as the fastest ({against})"
     more = show_seconds(max(0.0, -gaps[name]))
-    return f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
+    return (
+        f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
+        f"{_stream(found, name, place, other)}"
+    )
+
+
+def _stream(found: Found, part: str, slower: int, faster: int) -> str:
+    """Why memory-bound operations take longer, where one plan's numbers are wider than another's.
+
+    Autocast leaves the residual stream in fp32 and casts weights for each micro-batch; strategies
+    that shard parameters or gradients hold all of it in 16 bits (docs/planner.md).
+    """
+    c = found.columns
+    wide = c.precise("bf16", "fp16", "fp8") & ~c.of("zero2", "zero3", "hsdp", "3d")
+    if part != "memory_s" or not wide[slower] or wide[faster]:
+        return ""
+    return " (autocast leaves its residual stream in fp32: docs/planner.md)"
+
+
+def _alone(wanted: Wanted) -> str:
+    """Why a plan has no other to be compared with."""
+    c = layouts(wanted)
+    splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
+    if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
+        return "no other kind of plan fits"
+    if wanted.keep:
+        return "the only kind that --keep leaves"
+    return "the only kind of plan that there is"
 
 
 def _rejected(job: Job, found: Found) -> list[Rejected]:
     """Every family that is not among the ranked, and its best or its smallest plan."""
-    shown = {FAMILIES[place] for place in family(found.columns)[found.ranked]}
-    fastest = float(found.times.step_s[found.ranked[0]])
-    limit = job.cluster.device.memory_bytes
+    shown = {FAMILIES[place] for place in family(found.columns)[found.ranked[: job.count]]}
+    laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []
     for name in FAMILIES:
-        if name in shown or name not in found.best:
-            continue
-        place = found.best[name]
-        if place < 0:
-            small = found.smallest[name]
-            assert limit is not None
-            reason = f"needs {show_bytes(round(found.needs[small]))} of {show_bytes(limit)}"
-            rows.append(Rejected(family=name, reason=reason, plan=to_plan(found.columns, small)))
-            continue
-        seconds = float(found.times.step_s[place])
-        gaps = {
-            part: float(getattr(found.times, part)[place]
-                        - getattr(found.times, part)[found.ranked[0]])
-            for part in PARTS
-        }  # fmt: skip
-        worst = max(gaps, key=lambda key: gaps[key])
-        reason = (
-            f"{show_seconds(seconds)} at best, {seconds / fastest:.2f} times the fastest: "
-            f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
-        )
-        rows.append(Rejected(family=name, reason=reason, plan=to_plan(found.columns, place)))
+        if name in found.best and name not in shown:
+            rows.append(_passed_over(job, found, name))
+        elif name in laid_out and name not in shown:
+            reason = f"does not go with {_kept(job.wanted)}"
+            rows.append(Rejected(family=name, reason=reason))
     return rows
+
+
+def _passed_over(job: Job, found: Found, name: str) -> Rejected:
+    """A family's best plan against the fastest, or how far its smallest is from fitting."""
+    place, first = found.best[name], found.ranked[0]
+    if place < 0:
+        small = found.smallest[name]
+        plan = to_plan(found.columns, small)
+        lever = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
+        reason = f"{_lacks(job, found.columns, small)} even with {_choices(plan)}{lever}"
+        return Rejected(family=name, reason=reason, plan=plan)
+    plan = to_plan(found.columns, place)
+    seconds = float(found.times.step_s[place])
+    gaps = {
+        part: float(getattr(found.times, part)[place] - getattr(found.times, part)[first])
+        for part in PARTS
+    }
+    worst = max(gaps, key=lambda key: gaps[key])
+    reason = (
+        f"{show_seconds(seconds)} at best, with {_choices(plan)}; "
+        f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
+        f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
+        f"{_stream(found, worst, place, int(first))}"
+    )
+    return Rejected(family=name, reason=reason, plan=plan)
+
+
+# Strategies that outpace has for comparison, whose plans offload nothing.
+_WHOLE = ("dp", "ps", "ring", "horovod", "mp")
+
+
+def _choices(plan: Plan) -> str:
+    """A plan's micro-batch and levers, in words."""
+    return ", ".join([f"micro-batch {plan.micro_batch}", *_levers(plan)])
+
+
+def _kept(wanted: Wanted) -> str:
+    return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
+
+
+def _lacks(job: Job, columns: Columns, place: int) -> str:
+    """Of a plan that does not fit: what it needs of what there is, on a device or its host."""
+    row = columns.take([place])
+    need = float(job.needs(row)[0])
+    if need > job.limit or job.host_bytes is None:
+        has = show_bytes(job.cluster.device.memory_bytes)
+        return f"needs {show_bytes(round(need))} of a device's {has}"
+    away = round(float(job.offloads(row)[0]))
+    return f"needs {show_bytes(away)} of a node's {show_bytes(job.host_bytes)} of host memory"
 
 
 def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
@@ -383,26 +498,33 @@ def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
 
 def _infeasible(job: Job, found: Found) -> str:
     """Why nothing fits, and the smallest machine that would do."""
-    wanted, device = job.wanted, job.cluster.device
     if not found.smallest:
-        kept = ", ".join(f"{k}={v}" for k, v in wanted.keep.items())
-        return (
-            f"no plan can be laid out: {wanted.world} devices and a global batch of "
-            f"{wanted.global_batch}{f', with {kept}' if kept else ''}. The axes have to multiply "
-            "to the devices, tp has to divide the heads, and what is left of the devices the batch."
-            f" Insist on less, or use a global batch that is a multiple of {wanted.world}."
-        )
-    place = min(found.smallest.values(), key=lambda spot: float(found.needs[spot]))
-    least = float(found.needs[place])
+        return _impossible(job.wanted)
+    needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
+    place = found.smallest[min(needs, key=lambda name: needs[name])]
     more = _enough(lambda nodes: _fits_on(job, nodes))
-    assert device.memory_bytes is not None
     return (
         f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
-        f"smallest plan ({title(to_plan(found.columns, place))}) needs {show_bytes(round(least))} "
-        f"of {show_bytes(device.memory_bytes)} on every device. "
+        f"smallest plan ({title(to_plan(found.columns, place))}) "
+        f"{_lacks(job, found.columns, place)}. "
         + (f"It fits on {more} nodes of {job.cluster.name}." if more else
            "Use devices with more memory, a shorter --seq-len, or a smaller model.")
     )  # fmt: skip
+
+
+def _impossible(wanted: Wanted) -> str:
+    """Why no plan can be laid out, and the nearest global batches that could be."""
+    kept = f", with {_kept(wanted)}" if wanted.keep else ""
+    near = nearest_batches(wanted)
+    if near:
+        remedy = f"Use a global batch of {' or '.join(f'{n:,}' for n in near)}, or insist on less."
+    else:
+        remedy = "Insist on less, or use other numbers of devices."
+    return (
+        f"no plan can be laid out: {wanted.world} devices and a global batch of "
+        f"{wanted.global_batch}{kept}. The axes have to multiply to the devices, tp has to divide "
+        f"the heads, and what is left of the devices the batch. {remedy}"
+    )
 
 
 _MOST_NODES = 4096
@@ -433,7 +555,7 @@ def _fits_on(job: Job, nodes: int) -> bool:
     world = other.wanted.world
     batch = math.ceil(job.wanted.global_batch / world) * world
     wanted = replace(other.wanted, global_batch=batch)
-    return fits(wanted, job.needs, job.limit)
+    return fits(wanted, other.asks, job.limit)
 
 
 def throughput(job: Job, nodes: int) -> Planned | None:

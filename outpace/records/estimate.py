@@ -15,8 +15,9 @@ class Estimate(Record):
 
     `step_time_s` lies between `low_s` and `high_s` with probability `level`, as errors on published
     or measured steps say. `parts_s` add up to the step; `memory` to `peak_memory_bytes`, of the
-    fullest rank. MFU counts what the model needs, HFU recomputation too, both over the dense peak;
-    None where no peak is known.
+    fullest rank's device. What is offloaded lies beside it, on a node's host or its disks: as much
+    as the fullest rank's, times the ranks of a node. MFU counts what the model needs, HFU
+    recomputation too, both over the dense peak; None where no peak is known.
     """
 
     depth: Depth
@@ -28,13 +29,27 @@ class Estimate(Record):
     mfu: NonNegativeFloat | None
     hfu: NonNegativeFloat | None
     peak_memory_bytes: NonNegativeInt
-    memory_bytes: NonNegativeInt | None = Field(description="of a device; None: not known")
+    memory_bytes: NonNegativeInt | None = Field(
+        description="of a device, as its driver leaves it; None: not known"
+    )
     memory: dict[str, NonNegativeInt]
+    host_offloaded_bytes: NonNegativeInt = Field(default=0, description="on a node's host")
+    host_memory_bytes: NonNegativeInt | None = Field(
+        default=None, description="of a node's host; None: not known"
+    )
+    disk_offloaded_bytes: NonNegativeInt = Field(default=0, description="on a node's disks")
     parts_s: dict[str, NonNegativeFloat]
     ranks: PositiveInt
     tokens: PositiveInt | None = Field(default=None, description="the budget to train for")
     time_s: PositiveFloat | None = Field(default=None, description="to the budget of tokens")
     cost: NonNegativeFloat | None = Field(default=None, description="of all devices' hours")
+
+    @property
+    def fits(self) -> bool:
+        """Into the memory of device and host, as far as it is known."""
+        device = self.memory_bytes is None or self.peak_memory_bytes <= self.memory_bytes
+        host = self.host_memory_bytes is None or self.host_offloaded_bytes <= self.host_memory_bytes
+        return device and host
 
 
 class Planned(Record):
@@ -72,6 +87,9 @@ class Plans(Record):
     nodes: PositiveInt
     idle_nodes: NonNegativeInt = Field(default=0, description="of these, that no plan uses")
     devices_per_node: PositiveInt
+    nominal_memory_bytes: NonNegativeInt | None = Field(
+        default=None, description="of a device, as its maker prints it; None: not known"
+    )
     seq_len: PositiveInt
     global_batch: PositiveInt
     plans: tuple[Planned, ...]

@@ -47,16 +47,20 @@ class Bundle(Record):
 class Accelerator(Record):
     """One kind of accelerator, as one process sees it.
 
-    `driver_name` is what its driver reports, without the maker. `power_w` is the limit of the
-    board for which its rates are published, `power_variants_w` are others that it is sold with
-    or can be set to. `multiprocessors` are NVIDIA's SMs and AMD's compute units. `device_link` is
-    all that leads to other accelerators; on PCIe cards it needs a bridge.
+    `memory_bytes` is what the datasheet prints, `usable_bytes` what the driver leaves of it to a
+    process: torch's total_memory. `driver_name` is what its driver reports, without the maker.
+    `power_w` is the limit of the board for which its rates are published, `power_variants_w` are
+    others that it is sold with or can be set to. `multiprocessors` are NVIDIA's SMs and AMD's
+    compute units. `device_link` is all that leads to other accelerators; on PCIe cards it needs a
+    bridge.
     """
 
     name: str
     driver_name: str
     architecture: Architecture
     memory_bytes: PositiveInt
+    usable_bytes: PositiveInt
+    usable_source: str
     memory_bytes_per_s: PositiveFloat
     peak: Peak
     power_w: PositiveInt

@@ -120,6 +120,7 @@ class Outline(Record):
     `untrained` says why outpace does not train it; None: it does. `outputs` are the columns of the
     head's product (0: none), over `predicted` positions of a sequence (None: all). Embedding and
     head are `embedding_width` wide where products lie between them and the layers (OPT-350m).
+    `notes` are what a person should know of where its dimensions come from.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Outline(Record):
     max_positions: PositiveInt
     source: str = ""
     untrained: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def embedded(self) -> int:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from outpace.planner.plans import PARTS
 from outpace.records.estimate import Estimate, Planned, Plans
-from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
 
 _BAR = 24
 
@@ -17,6 +17,7 @@ _BAR = 24
 def plans_text(answer: Plans) -> Group:
     """Plans, fastest first; why; where the fastest one's time and memory go; what was rejected."""
     parts: list[RenderableType] = [Text(_head(answer)), _ranked(answer.plans)]
+    parts += [Text(line) for line in _ties(answer.plans)]
     for number, planned in enumerate(answer.plans, 1):
         mark = f" Not trained by outpace: {planned.untrained}." if planned.untrained else ""
         budget = _budget(planned.estimate)
@@ -30,6 +31,18 @@ def plans_text(answer: Plans) -> Group:
         parts += [_item("  •", f"{one.family}: {one.reason}") for one in answer.rejected]
     parts += [Text(""), *(_item("•", note) for note in (*answer.notes, _surely(answer)))]
     return Group(*parts)
+
+
+def _ties(plans: Sequence[Planned]) -> list[str]:
+    """Which plans the estimate does not tell apart from the first."""
+    first = plans[0].estimate
+    alike = [one for one in plans if one.estimate.step_time_s <= first.high_s]
+    if len(alike) < 2:
+        return []
+    return [
+        f"Plans 1 to {len(alike)} lie within the {first.level * 100:.0f} % interval of the first: "
+        "measure before choosing among them."
+    ]
 
 
 def _item(mark: str, text: str) -> Table:
@@ -61,14 +74,23 @@ def _head(answer: Plans) -> str:
     world = answer.nodes * answer.devices_per_node
     idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
     spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
-    memory = answer.plans[0].estimate.memory_bytes
-    each = "" if memory is None else f" of {show_bytes(memory)}"
+    product = f"{answer.nodes} × {answer.devices_per_node} = {world:,} devices"
     return (
-        f"{answer.model}, {show_count(answer.parameters)} parameters, on {answer.nodes} × "
-        f"{answer.devices_per_node} = {world} devices{each} ({answer.machine}); sequences of "
+        f"{answer.model}, {show_count(answer.parameters)} parameters, on "
+        f"{'1 device' if world == 1 else product}{_each(answer)} ({answer.machine}); sequences of "
         f"{answer.seq_len:,}, global batch {answer.global_batch:,}.{spare} "
         f"{answer.considered:,} plans considered."
     )
+
+
+def _each(answer: Plans) -> str:
+    """A device's memory: what its maker prints, and what its driver leaves."""
+    memory, nominal = answer.plans[0].estimate.memory_bytes, answer.nominal_memory_bytes
+    if memory is None:
+        return ""
+    if nominal is None or nominal == memory:
+        return f" of {show_bytes(memory)}"
+    return f" of {show_size(nominal)}, {show_bytes(memory)} of it usable"
 
 
 def _ranked(plans: Sequence[Planned]) -> Table:
@@ -119,13 +141,27 @@ def _detail(planned: Planned) -> list[RenderableType]:
             f"{show_seconds(one.high_s)}"
         ),
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
-        _bars("  where the memory goes", _memory(one), show_bytes),
+        _bars("  where a device's memory goes", _memory(one), show_bytes),
     ]
-    return lines
+    return lines + [Text(f"  {line}") for line in _beside(one)]
 
 
 def _memory(one: Estimate) -> dict[str, float]:
     return {name: float(size) for name, size in one.memory.items()}
+
+
+def _beside(one: Estimate) -> list[str]:
+    """What is offloaded, of a node."""
+    lines = []
+    if one.host_offloaded_bytes:
+        has = one.host_memory_bytes
+        known = "how much it has is not known" if has is None else f"it has {show_bytes(has)}"
+        needs = f"needs {show_bytes(one.host_offloaded_bytes)} of host memory per node"
+        lines.append(f"what is offloaded {needs}; {known}")
+    if one.disk_offloaded_bytes:
+        needs = f"needs {show_bytes(one.disk_offloaded_bytes)} of disk per node"
+        lines.append(f"what is offloaded {needs}")
+    return lines
 
 
 def _bars(title: str, values: dict[str, float], show: object) -> Table:
@@ -171,12 +207,12 @@ def explained(answer: Plans, number: int) -> Group:
     return Group(*lines)
 
 
-def one_plan(planned: Planned) -> Group:
+def one_plan(planned: Planned, notes: Sequence[str] = ()) -> Group:
     """A plan that a person gave, in detail."""
     one = planned.estimate
     lines: list[RenderableType] = [*_detail(planned)]
     if one.memory_bytes is not None:
-        verb = "fits" if one.peak_memory_bytes <= one.memory_bytes else "does NOT fit"
+        verb = "fits" if one.fits else "does NOT fit"
         lines.append(
             Text(
                 f"  {verb}: {show_bytes(one.peak_memory_bytes)} of {show_bytes(one.memory_bytes)} "
@@ -186,7 +222,7 @@ def one_plan(planned: Planned) -> Group:
     lines.append(Text(f"  {_rates(one)}."))
     if planned.untrained:
         lines.append(Text(f"  Not trained by outpace: {planned.untrained}."))
-    return Group(*lines)
+    return Group(*lines, *(_item("•", note) for note in notes))
 
 
 def scaling(
@@ -235,12 +271,30 @@ def _computed(one: Estimate) -> float:
     return sum(one.parts_s[name] for name in names) / one.step_time_s
 
 
-def compared(before: Planned, after: Planned, changes: str) -> Group:
-    """The best plan with something of the machine changed, beside the best without."""
-    gain = before.estimate.step_time_s / after.estimate.step_time_s - 1
-    word = f"{show_share(abs(gain))} {'more' if gain >= 0 else 'less'} throughput"
-    return Group(
-        Text(f"What if {changes}: {word}."),
-        Text(f"  now:  {show_seconds(before.estimate.step_time_s)}  {before.title}"),
-        Text(f"  then: {show_seconds(after.estimate.step_time_s)}  {after.title}"),
-    )
+def compared(now: Planned | str, then: Planned | str, changes: str) -> Group:
+    """The best plan with something of the machine changed, beside the best without.
+
+    In the place of a plan, the reason why none fits.
+    """
+    if isinstance(now, str):
+        verdict = f"the model does not fit now, and with {changes} it does"
+    elif isinstance(then, str):
+        verdict = f"the model fits now, and with {changes} it does not"
+    else:
+        gain = now.estimate.step_time_s / then.estimate.step_time_s - 1
+        verdict = f"{show_share(abs(gain))} {'more' if gain >= 0 else 'less'} throughput"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("machine", overflow="fold")
+    for name in ("step", "tokens/s", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("best plan", overflow="fold")
+    for name, best in (("now", now), (f"with {changes}", then)):
+        if isinstance(best, str):
+            table.add_row(name, "–", "–", "–", best)
+            continue
+        one = best.estimate
+        table.add_row(
+            name, show_seconds(one.step_time_s), show_count(one.tokens_per_s),
+            show_bytes(one.peak_memory_bytes), best.title,
+        )  # fmt: skip
+    return Group(Text(f"What if {changes}: {verdict}."), table)

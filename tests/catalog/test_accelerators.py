@@ -134,8 +134,21 @@ def test_links_power_and_memory():
         assert chip.host_link in LINKS
         assert 50 < chip.power_w <= 1200 and chip.power_w not in chip.power_variants_w
         assert chip.memory_bytes % 2**30 == 0
+        assert 0.9 < chip.usable_bytes / chip.memory_bytes < 1 and chip.usable_source
         assert 15 < chip.memory_bytes / chip.memory_bytes_per_s * 1000 < 90  # ms to read it all
     assert ACCELERATORS["H100 PCIe"].power_variants_w == (300,)
     assert ACCELERATORS["A100 SXM 80 GB"].power_variants_w == (500,)
     for name in ("GTX 1080 Ti", "RTX 4090", "RTX 5090", "A10G", "L4", "L40S", "V100 PCIe 32 GB"):
         assert ACCELERATORS[name].device_link is None, name
+
+
+def test_what_a_driver_leaves_is_what_torch_quotes():
+    quoted = {"A100 SXM 80 GB": 79.25, "H100 SXM": 79.11, "RTX 4090": 23.64, "T4": 14.56}
+    for name, gib in quoted.items():
+        chip = ACCELERATORS[name]
+        assert chip.usable_bytes == approx(gib * 2**30)
+        assert f"{gib:g} GiB capacity, github.com/" in chip.usable_source
+    unknown = ACCELERATORS["MI300X"]
+    assert (
+        unknown.usable_bytes == approx(0.985 * 192 * 2**30) and "assumed" in unknown.usable_source
+    )

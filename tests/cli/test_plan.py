@@ -54,14 +54,15 @@ def test_the_document_is_as_it_is_told(capsys):
         assert plan.world_size == 8
         assert one["estimate"]["cost"] == pytest.approx(one["estimate"]["time_s"] / 3600 * 8 * 2.5)
     assert all(row["family"] and row["reason"] for row in answer["rejected"])
-    assert any("GiB of 80.00 GiB" in row["reason"] for row in answer["rejected"])
+    assert any("GiB of a device's 79.11 GiB" in row["reason"] for row in answer["rejected"])
 
 
 def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
     text = shown(capsys, monkeypatch, *LLAMA, "--tokens=1T", "--price=2.5", "--max-tp=4",
                  "--keep=micro_batch=1")  # fmt: skip
-    for part in ("llama-3-8b, 8.03 G parameters", "8 devices of 80.00 GiB (hgx-h100)", "tokens/s",
-                 "MFU", "where the time goes", "where the memory goes", "matrix products",
+    for part in ("llama-3-8b, 8.03 G parameters",
+                 "1 × 8 = 8 devices of 80 GiB, 79.11 GiB of it usable (hgx-h100)", "tokens/s",
+                 "MFU", "where the time goes", "where a device's memory goes", "matrix products",
                  "faster than the next", "slower than the fastest", "Not taken:", "1.00 T tokens:",
                  "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
                  "the true time lies between", "with 90 %"):  # fmt: skip
@@ -129,6 +130,131 @@ def test_what_if_something_were_else(capsys, monkeypatch):
     assert 1.5 < speed[1] / speed[0] < 2.5
 
 
+def test_a_change_that_decides_whether_it_fits_is_an_answer(capsys, monkeypatch):
+    words = ["plan", "--model=llama-3-8b", "--machine=rtx-4090", "--global-batch=4",
+             "--keep=offload_optimizer=none"]  # fmt: skip
+    text = shown(capsys, monkeypatch, *words, "--what-if=memory=192GiB")
+    assert "the model does not fit now, and with memory=192GiB it does." in text
+    for head in ("machine", "step", "tokens/s", "best plan", "now", "with memory=192GiB"):
+        assert head in text
+    both = said(capsys, *words, "--what-if=memory=192GiB")
+    assert "does not fit" in both["now"]["unfit"] and both["then"]["plans"]
+    words = ["plan", "--model=gpt2", "--machine=l4"]
+    assert "fits now, and with memory=1GiB it does not" in shown(
+        capsys, monkeypatch, *words, "--what-if=memory=1GiB"
+    )
+    sentence = refused(capsys, "plan", "--model=llama-3-70b", "--machine=l4",
+                       "--what-if=memory=28GiB")  # fmt: skip
+    assert sentence.startswith("outpace: now: llama-3-70b") and " Then: llama-3-70b" in sentence
+
+
+def test_plans_that_the_estimate_does_not_tell_apart_are_said_to_be(capsys, monkeypatch):
+    plans = said(capsys, *LLAMA)["plans"]
+    high = plans[0]["estimate"]["high_s"]
+    alike = sum(one["estimate"]["step_time_s"] <= high for one in plans)
+    assert alike > 1
+    line = f"Plans 1 to {alike} lie within the 90 % interval of the first: measure before choosing"
+    assert line in shown(capsys, monkeypatch, *LLAMA)
+    alone = shown(capsys, monkeypatch, *LLAMA, "--count=1")
+    assert "within the 90 % interval" not in alone and "faster than the next" in alone
+
+
+def test_what_is_offloaded_is_the_hosts_memory(capsys, monkeypatch):
+    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--global-batch=64"]
+    words.append("--keep=offload_optimizer=cpu,strategy=zero3")
+    one = said(capsys, *words)["plans"][0]["estimate"]
+    assert "offloaded" not in one["memory"] and one["host_memory_bytes"] is None
+    # Master weights' twin and two moments, 12 bytes a parameter, whatever the ranks.
+    assert one["host_offloaded_bytes"] == pytest.approx(12 * 8.03e9, rel=0.05)
+    text = shown(capsys, monkeypatch, *words)
+    assert "GiB of host memory per node; how much it has is not known" in text
+    known = shown(capsys, monkeypatch, *words, "--machine=dgx-h100")
+    assert "GiB of host memory per node; it has 2.00 TiB" in known
+
+
+def test_a_hosts_memory_limits_what_is_offloaded(capsys):
+    words = ["plan", "--model=qwen3-32b", "--global-batch=8", "--seq-len=1024"]
+    words.append("--keep=offload_optimizer=cpu,offload_parameters=cpu")
+    sentence = refused(capsys, *words, "--machine=4x-a100-slingshot")
+    assert "of a node's 256.00 GiB of host memory" in sentence
+
+
+def test_a_narrower_residual_stream_is_why_ddp_loses(capsys, monkeypatch):
+    words = ["plan", "--model=gpt2", "--machine=hgx-h100", "--global-batch=64"]
+    ranked = said(capsys, *words)["plans"]
+    number = 1 + next(i for i, one in enumerate(ranked) if one["plan"]["strategy"] == "zero1")
+    text = shown(capsys, monkeypatch, *words, f"--explain={number}")
+    why = "memory-bound operations (autocast leaves its residual stream in fp32"
+    assert why in text
+    wide = said(capsys, *words, "--keep=precision=fp32")["plans"]
+    assert not any("autocast" in one["why"] for one in wide)
+
+
+def test_an_only_kind_is_said_to_be_what_keep_leaves(capsys, monkeypatch):
+    words = ["plan", "--model=gpt2", "--machine=hgx-h100", "--global-batch=64"]
+    text = shown(capsys, monkeypatch, *words, "--keep=strategy=ddp")
+    assert "1. the only kind that --keep leaves." in text
+    text = shown(capsys, monkeypatch, *words[:2], "--machine=l4")
+    assert "1. the only kind of plan that there is." in text
+    assert "on 1 device of 24 GiB, 21.99 GiB of it usable (l4)" in text
+
+
+def test_every_family_that_can_be_laid_out_has_a_row(capsys):
+    words = ["plan", "--model=llama-3-8b", "--machine=dgx-h100", "--global-batch=64"]
+    answer = said(capsys, *words)
+    rows = {row["family"]: row["reason"] for row in answer["rejected"]}
+    assert "(it offloads nothing)" in rows["ring all-reduce"]
+    assert "micro-batch" in rows["DDP"] and "micro-batch" in rows["ring all-reduce"]
+    kept = said(capsys, *words, "--keep=offload_optimizer=cpu")
+    others = {row["family"]: row["reason"] for row in kept["rejected"]}
+    assert others["ring all-reduce"] == "does not go with offload_optimizer=cpu"
+
+
+def test_dimensions_that_nobody_gave_are_told(capsys, tmp_path):
+    given = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4,
+             "num_attention_heads": 8, "intermediate_size": 1024, "vocab_size": 1000,
+             "max_position_embeddings": 512}  # fmt: skip
+    config = tmp_path / "config.json"
+    words = ["plan", f"--model={tmp_path}", "--machine=l4"]
+    config.write_text(json.dumps(given))
+    assert said(capsys, *words)["notes"] == []
+    del given["intermediate_size"], given["vocab_size"]
+    config.write_text(json.dumps(given))
+    (note,) = said(capsys, *words)["notes"]
+    assert "transformers' defaults are taken: intermediate_size 11008, vocab_size 32000" in note
+
+
+def test_the_plan_that_is_written_is_one_that_can_be_said(capsys):
+    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=8192",
+             "--global-batch=64", "--emit=torchtitan"]  # fmt: skip
+    found = said(capsys, *words)
+    assert found["plan"] > 1 and not found["lost"] and found["warning"] is None
+    assert "the first that torchtitan can say wholly" in found["why"]
+    assert "offload_activations cpu" in found["why"]
+    first = said(capsys, *words, "--explain=1")
+    assert first["plan"] == 1 and first["lost"]
+    for part in ("offload_activations", "Without offload_activations a device needs", "NOT fit"):
+        assert part in first["warning"]
+
+
+def test_where_no_plan_can_be_said_wholly_there_is_a_warning(capsys):
+    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--global-batch=64",
+             "--keep=offload_activations=cpu", "--emit=torchtitan"]  # fmt: skip
+    assert main(words) == 0
+    captured = capsys.readouterr()
+    assert "# Plan 1, the fastest, as torchtitan can say none of the" in captured.err
+    assert "# WARNING: the plan rests on what torchtitan cannot say." in captured.err
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "megatron", "nanotron", "fsdp", "deepspeed"])
+def test_what_is_a_default_is_said_once(name, capsys):
+    assert main([*LLAMA, "--keep=strategy=zero3", f"--emit={name}"]) == 0
+    captured = capsys.readouterr()
+    both = " ".join((captured.out + captured.err).replace("#", " ").split())
+    assert both.count("the learning rate of 0.001") + both.count("The learning rate of 0.001") == 1
+    assert "not chosen for this model" in both
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_best_is_written_for_every_trainer(name, capsys):
     words = [*LLAMA, "--keep=strategy=zero3", f"--emit={name}"]
@@ -164,11 +290,16 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
         (["--network=fast"], "link 'fast' is not in the catalog"),
         (["--keep=tpp=2"], "Did you mean 'tp'"),
         (["--keep=tp"], "write setting=value"),
-        (["--keep=tp=x"], "--keep tp=x: "),
-        (["--keep=tp=0"], "--keep tp=0: "),
-        (["--keep=zero=4"], "--keep zero=4: "),
-        (["--keep=precision=int8"], "--keep precision=int8: "),
+        (["--keep=tp=x"], "--keep tp=x: use a whole number."),
+        (["--keep=tp=0"], "--keep tp=0: use a whole number from 1."),
+        (["--keep=zero=4"], "--keep zero=4: use one of 1, 2, 3."),
+        (["--keep=zero=x"], "--keep zero=x: use one of 1, 2, 3."),
+        (["--keep=compile=maybe"], "--keep compile=maybe: use true or false."),
+        (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, bf16, fp16, "),
+        (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
+        (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or insist"),
         (["--keep=loss=plain"], "Use one of these"),
+        (["--keep=tp=3"], "or use other numbers of devices"),
         (["--keep=tp=3"], "no plan can be laid out: 2 devices"),
         (["--keep=checkpointing=none,checkpoint_every=2"], "no plan can be laid out"),
         (["--explain=9"], "--explain 9: there are "),

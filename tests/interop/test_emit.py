@@ -23,7 +23,7 @@ from emit_plans import LEVERS, LLAMA, SEQ_LEN, plan_or_none, requests
 from outpace.catalog.models import preset
 from outpace.cli import options
 from outpace.cli.train import _parser
-from outpace.interop.emit import FORMATS, Emitted, Request, emit
+from outpace.interop.emit import FORMATS, Emitted, Request, dropped, emit
 from outpace.interop.emit.request import folded, hosts
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
@@ -79,6 +79,7 @@ def test_each_format_writes_every_plan(request_: Request, name: str) -> None:
     assert written.text.endswith("\n")
     assert written.command
     assert all(sentence.endswith(".") for sentence in written.unsaid)
+    assert set(written.lost) <= set(written.unsaid)
     if name not in ("deepspeed", "fsdp", "outpace"):
         said = as_said(written.text)
         for sentence in written.unsaid:
@@ -404,6 +405,19 @@ def test_blocks_of_their_own_modes_are_said(name: str, layers: tuple[str, ...], 
     plan = Plan.model_validate({"checkpoint_layers": layers})
     written = emit(name, plan, LLAMA, global_batch=1, seq_len=SEQ_LEN)
     assert any(said in sentence for sentence in written.unsaid)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
+    """A chunked loss is outpace's own; data and learning rate are no part of any plan."""
+    plain, chunked = (
+        emit(name, Plan(loss=loss), LLAMA, global_batch=1, seq_len=SEQ_LEN)  # type: ignore[arg-type]
+        for loss in ("auto", "chunked")
+    )
+    assert plain.lost == () != plain.unsaid
+    levers = dropped(Plan(loss="chunked"), chunked.lost)
+    assert levers == ({} if name == "outpace" else {"loss": "auto"})
+    assert plain.commented == (name not in ("deepspeed", "fsdp", "outpace"))
 
 
 def test_a_small_batch_leaves_ranks_out() -> None:

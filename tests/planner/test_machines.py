@@ -25,7 +25,8 @@ def test_every_machine_of_the_catalog_can_be_planned_for(name, nodes):
     found = of_catalog(node, nodes)
     chip = ACCELERATORS[node.accelerator]
     assert found.devices == nodes * node.processes and not found.probed
-    assert found.device.memory_bytes == chip.memory_bytes and found.device.kind == "cuda"
+    assert found.device.memory_bytes == chip.usable_bytes < chip.memory_bytes
+    assert found.device.nominal_bytes == chip.memory_bytes and found.device.kind == "cuda"
     fabric = found.fabric
     assert fabric.protocols and fabric.sources and 0 < fabric.across_bytes_per_s < 1e13
     if node.processes > 1:

@@ -35,9 +35,10 @@ def test_an_answer_adds_up():
     for planned in answer.plans:
         said = planned.estimate
         assert sum(said.parts_s.values()) == pytest.approx(said.step_time_s)
-        inside = sum(size for name, size in said.memory.items() if name != "offloaded")
-        assert said.peak_memory_bytes == pytest.approx(inside, abs=2)
-        assert said.peak_memory_bytes <= said.memory_bytes
+        assert said.peak_memory_bytes == pytest.approx(sum(said.memory.values()), abs=2)
+        assert (
+            said.peak_memory_bytes <= said.memory_bytes < answer.nominal_memory_bytes and said.fits
+        )
         assert said.low_s < said.step_time_s < said.high_s
         assert said.tokens_per_s == pytest.approx(64 * 4096 / said.step_time_s)
         flops = 3 * forward_flops(question.outline, 4096, 64)
@@ -102,7 +103,7 @@ def test_what_is_infeasible_names_the_fewest_nodes_that_do():
         plans(question)
     sentence = str(caught.value)
     assert "70.55 G parameters) does not fit" in sentence
-    assert "of 80.00 GiB on every device" in sentence
+    assert "of a device's 79.25 GiB. It fits on" in sentence
     nodes = int(sentence.split("It fits on ")[1].split()[0])
 
     def fits(count):
@@ -145,3 +146,22 @@ def test_the_width_of_tensor_parallelism_may_be_held_down():
 def test_a_plan_for_another_batch_is_refused():
     with pytest.raises(BadInputError, match="is not a multiple of"):
         one(asked("gpt2", global_batch=9), Plan(strategy="ddp", dp_replicate=8))
+
+
+def test_a_host_that_is_too_small_passes_plans_over():
+    """With all of a host's memory but a byte the best is another, that offloads no more."""
+    question = asked("llama-3-8b", "2x-titan-rtx", global_batch=8, seq_len=1024)
+    free = plans(question).plans[0].estimate
+    assert free.host_memory_bytes is None and free.host_offloaded_bytes > 2**30
+    tight = replace(question, host_bytes=free.host_offloaded_bytes - 1)
+    for planned in plans(tight).plans:
+        assert planned.estimate.host_offloaded_bytes < free.host_offloaded_bytes
+        assert planned.estimate.fits and planned.estimate.step_time_s >= free.step_time_s
+    enough = replace(question, host_bytes=free.host_offloaded_bytes)
+    assert plans(enough).plans[0].estimate.step_time_s == free.step_time_s
+
+
+def test_a_disk_takes_no_host_memory():
+    question = asked("llama-3-8b", global_batch=64, keep="strategy=zero3,offload_optimizer=disk")
+    found = plans(question).plans[0].estimate
+    assert found.host_offloaded_bytes == 0 < found.disk_offloaded_bytes

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from outpace.interop.emit import deepspeed, levers
-from outpace.interop.emit.request import Emitted, Request, hosts
+from outpace.interop.emit.request import Emitted, Note, Request, hosts
 from outpace.interop.emit.texts import HEAD, as_yaml, heading
 from outpace.records.plan import Plan
 
@@ -103,8 +103,10 @@ def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
         unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast"))
     if kind in ("DEEPSPEED", "MEGATRON_LM") and name in ("bf16", "fp16"):
         unsaid.append(
-            f"precision {name}: weights are in {name} there, with fp32 copies in the optimizer, "
-            "where outpace's are in fp32."
+            Note(
+                f"precision {name}: weights are in {name} there, with fp32 copies in the "
+                "optimizer, where outpace's are in fp32."
+            )
         )
     return name[:4] if name.startswith("fp16") else name
 
@@ -233,16 +235,21 @@ def _in_the_script(request: Request, kind: Kind) -> list[str]:
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader gives {samples} at once"
-    sentences = [f"{batch}; it makes AdamW and clips gradients at {levers.clip(plan):g}."]
+    makes = f"{batch}; it makes AdamW and clips gradients at {levers.clip(plan):g}."
     if plan.optimizer != "adamw-fused":
-        sentences[0] = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
+        makes = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
+    sentences: list[str] = [Note(makes)]
     if kind in ("NO", "MULTI_GPU") and request.recomputed.count:
-        sentences.append(
-            levers.checkpointing(request, _TOOL, "nothing: gradient_checkpointing_enable() does it")
-        )
+        written = "nothing: gradient_checkpointing_enable() does it"
+        sentence = levers.checkpointing(request, _TOOL, written)
+        whole = request.recomputed.mode == "full" and request.recomputed.every == 1
+        sentences.append(Note(sentence) if whole else sentence)
     if plan.compress_gradients != "none" and kind == "MULTI_GPU":
         sentences.append(
-            "compress_gradients: DistributedDataParallelKwargs(comm_hook=…) in the script does it."
+            Note(
+                "compress_gradients: DistributedDataParallelKwargs(comm_hook=…) in the script does "
+                "it."
+            )
         )
     return sentences
 

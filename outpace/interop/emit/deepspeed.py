@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request, hosts
+from outpace.interop.emit.request import Emitted, Note, Request, hosts
 from outpace.interop.emit.texts import as_json
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
@@ -40,11 +40,15 @@ def write(request: Request) -> Emitted:
     unsaid += _pipeline(request)
     unsaid += levers.no_sequence_parallel(plan, _TOOL)
     if plan.compile:
-        unsaid.append("compile: call engine.compile() in the script; the JSON has nothing for it.")
+        unsaid.append(
+            Note("compile: call engine.compile() in the script; the JSON has nothing for it.")
+        )
     unsaid += levers.rest(plan, _TOOL, _said(plan))
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
-        request, "The optimizer's numbers are outpace's defaults; train.py is a script of yours."
+        request,
+        "So are the optimizer's other numbers; train.py is a script of yours.",
+        defaults=levers.DEFAULT_LR,
     )
     return Emitted(
         text=as_json(config),
@@ -121,7 +125,7 @@ def zero_optimization(request: Request, unsaid: list[str]) -> dict[str, Any]:
         else:
             unsaid.append("offload_parameters: DeepSpeed offloads those of ZeRO-3 only.")
     if "disk" in (state, plan.offload_parameters):
-        unsaid.append(f"offloading to disk: put a directory of yours in the place of {NVME}.")
+        unsaid.append(Note(f"offloading to disk: put a directory of yours in place of {NVME}."))
     return values
 
 
@@ -139,8 +143,11 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
         return {}
     if name in ("bf16", "fp16"):
         unsaid.append(
-            f"precision {name}: DeepSpeed keeps weights in {name} and fp32 copies in the optimizer,"
-            ' where outpace\'s weights are in fp32 ("torch_autocast" does the same there).'
+            Note(
+                f"precision {name}: DeepSpeed keeps weights in {name} and fp32 copies in the "
+                'optimizer, where outpace\'s weights are in fp32 ("torch_autocast" does the same '
+                "there)."
+            )
         )
     if name == "fp8":
         unsaid.append(levers.precision(plan, _TOOL, "bf16"))
@@ -179,8 +186,10 @@ def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
     elif done.mode != "full" or not done.alike or done.count < request.spec.layers:
         unsaid.append(levers.checkpointing(request, _TOOL, "its checkpointing of whole blocks"))
     unsaid.append(
-        "activation_checkpointing sets deepspeed.checkpointing up; which blocks go through it is "
-        "the model's choice (gradient_checkpointing_enable() in transformers)."
+        Note(
+            "activation_checkpointing sets deepspeed.checkpointing up; which blocks go through it "
+            "is the model's choice (gradient_checkpointing_enable() in transformers)."
+        )
     )
     count = done.count or request.spec.layers
     return {
@@ -213,9 +222,11 @@ def _pipeline(request: Request) -> list[str]:
     plan = request.plan
     if plan.pp == 1:
         return []
-    sentences = [
-        f"pp {plan.pp}: the script has to cut the model, "
-        f"deepspeed.pipe.PipelineModule(layers, num_stages={plan.pp}); the JSON has nothing for it."
+    sentences: list[str] = [
+        Note(
+            f"pp {plan.pp}: the script has to cut the model, deepspeed.pipe.PipelineModule(layers, "
+            f"num_stages={plan.pp}); the JSON has nothing for it."
+        )
     ]
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         sentences.append(levers.schedule(request, _TOOL, "1F1B with one stage a rank"))

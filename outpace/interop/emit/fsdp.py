@@ -89,9 +89,10 @@ def write(request: Request) -> Emitted:
     unsaid += levers.rest(plan, _TOOL, _said(request, written))
     unsaid += levers.not_in_a_plan(
         request,
-        "The optimizer's numbers are outpace's defaults; train.py is a script of yours that reads "
-        "this file (HfArgumentParser).",
+        "So are the optimizer's other numbers; train.py is a script of yours that reads this file "
+        "(HfArgumentParser).",
         written.ranks,
+        levers.DEFAULT_RUN,
     )
     return Emitted(
         text=as_json(values),

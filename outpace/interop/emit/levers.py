@@ -6,8 +6,9 @@ its default becomes a sentence here, so that none is lost silently.
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
-from outpace.interop.emit.request import Request, hosts
+from outpace.interop.emit.request import Note, Request, hosts
 from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan, Strategy
@@ -17,6 +18,8 @@ _SETTINGS = TrainSettings.model_fields
 # Not of a plan, but configurations want them: outpace's defaults.
 LR = 1e-3
 STEPS = 70
+DEFAULT_LR = f"The learning rate of {LR:g} is outpace's default"
+DEFAULT_RUN = f"{STEPS} steps and the learning rate of {LR:g} are outpace's defaults"
 WEIGHT_DECAY: float = _SETTINGS["weight_decay"].default
 BETA1: float = _SETTINGS["beta1"].default
 BETA2: float = _SETTINGS["beta2"].default
@@ -76,9 +79,11 @@ def all_under_way(request: Request, tool: str) -> list[str]:
     if plan.pp == 1 or request.accumulation == 1:
         return []
     return [
-        f"accumulation {request.accumulation}: {tool} passes all {request.passes} micro-batches of "
-        f"a step through one pipeline, the plan {plan.pp_microbatches} at once. Its bubble is "
-        "smaller there."
+        Note(
+            f"accumulation {request.accumulation}: {tool} passes all {request.passes} "
+            f"micro-batches of a step through one pipeline, the plan {plan.pp_microbatches} at "
+            "once. Its bubble is smaller there."
+        )
     ]
 
 
@@ -127,22 +132,46 @@ def experts(request: Request) -> list[str]:
     if request.plan.ep == 1:
         return []
     return [
-        f"ep {request.plan.ep} shares out experts: their number, width and routing belong to the "
-        "model, of which only the dense dimensions are known here."
+        Note(
+            f"ep {request.plan.ep} shares out experts: their number, width and routing belong to "
+            "the model, of which only the dense dimensions are known here."
+        )
     ]
 
 
-def not_in_a_plan(request: Request, written: str, ranks: int | None = None) -> list[str]:
-    """What no plan says, and what stands in its place."""
+def not_in_a_plan(
+    request: Request, written: str, ranks: int | None = None, defaults: str | None = None
+) -> list[str]:
+    """What no plan says, and what stands in its place; `defaults` are numbers that nobody chose."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
-    sentences = [
-        f"Data, tokenizer, learning rate and length of the run are no part of a plan. {written}"
+    which = f"{defaults}, not chosen for this model. " if defaults else ""
+    sentences: list[str] = [
+        Note(
+            "Data, tokenizer, learning rate and length of the run are no part of a plan. "
+            f"{which}{written}"
+        )
     ]
     if nodes > 1:
         sentences.append(
-            f"A plan has ranks and no hosts: the command is for {nodes} hosts of {each} devices."
+            Note(
+                f"A plan has ranks and no hosts: the command is for {nodes} hosts of {each} "
+                "devices."
+            )
         )
     return sentences
+
+
+def dropped(plan: Plan, tool_lost: Collection[str]) -> dict[str, Any]:
+    """Of what a tool lost, the levers that it leaves out (see `rest`), and their defaults.
+
+    What it does another way in the place of the plan's is not among them.
+    """
+    return {
+        name: Plan.model_fields[name].default
+        for name, say in _SENTENCES.items()
+        for sentence in (say(plan),)
+        if sentence and any(lost.startswith(f"{sentence}. ") for lost in tool_lost)
+    }
 
 
 def _compress(plan: Plan) -> str | None:

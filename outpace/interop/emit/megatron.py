@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request
+from outpace.interop.emit.request import Emitted, Note, Request
 from outpace.interop.emit.texts import heading, torchrun
 from outpace.planner.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
@@ -51,7 +51,8 @@ def write(request: Request) -> Emitted:
     unsaid += levers.not_in_a_plan(
         request,
         "--mock-data makes data up; NullTokenizer's vocabulary is --vocab-size and one for the "
-        "end of a document. The others are outpace's defaults.",
+        "end of a document. The optimizer's other numbers are outpace's defaults too.",
+        defaults=levers.DEFAULT_RUN,
     )
     return Emitted(
         text="#!/bin/sh\n" + heading(_TOOL, request.title, unsaid) + _script(request, arguments),
@@ -195,8 +196,10 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
         return []
     if name in ("bf16", "fp16"):
         unsaid.append(
-            f"precision {name}: Megatron-LM keeps weights in {name} and fp32 copies in the "
-            "optimizer, where outpace's weights are in fp32."
+            Note(
+                f"precision {name}: Megatron-LM keeps weights in {name} and fp32 copies in the "
+                "optimizer, where outpace's weights are in fp32."
+            )
         )
     elif name in ("bf16-pure", "fp16-pure"):
         unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights"))
@@ -318,7 +321,10 @@ def _positions(spec: ModelSpec, unsaid: list[str]) -> list[Argument]:
         found += [("--use-rope-scaling",), ("--rope-scaling-factor", f"{factor:g}")]
         if spec.rope_scaling != RopeScaling.model_validate({**_LLAMA_SCALING, "factor": factor}):
             unsaid.append(
-                "rope_scaling: of it Megatron-LM takes the factor only; the others are Llama 3.1's."
+                Note(
+                    "rope_scaling: of it Megatron-LM takes the factor only; the others are Llama "
+                    "3.1's."
+                )
             )
     return found
 
@@ -337,7 +343,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
         or (any(biases) and not spec.qkv_bias),
         "window_layers": spec.window_layers is not None,
     }
-    return [f"{name}: pretrain_gpt.py has none." for name, there in found.items() if there]
+    return [Note(f"{name}: pretrain_gpt.py has none.") for name, there in found.items() if there]
 
 
 def _optimizer(request: Request, unsaid: list[str]) -> list[Argument]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request
+from outpace.interop.emit.request import Emitted, Note, Request
 from outpace.interop.emit.texts import as_yaml, heading, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -44,8 +44,9 @@ def write(request: Request) -> Emitted:
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
         request,
-        "dataset null is nanotron's made-up data, and there is no tokenizer; the others are "
-        "outpace's defaults.",
+        "dataset null is nanotron's made-up data, and there is no tokenizer; the optimizer's other "
+        "numbers are outpace's defaults too.",
+        defaults=levers.DEFAULT_RUN,
     )
     return Emitted(
         text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
@@ -148,8 +149,10 @@ def _dtype(plan: Plan, unsaid: list[str]) -> str:
         return "float32"
     if plan.precision == "bf16":
         unsaid.append(
-            "precision bf16: nanotron keeps weights in bfloat16 and fp32 copies in the optimizer, "
-            "where outpace's weights are in fp32."
+            Note(
+                "precision bf16: nanotron keeps weights in bfloat16 and fp32 copies in the "
+                "optimizer, where outpace's weights are in fp32."
+            )
         )
     elif plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
@@ -207,13 +210,15 @@ def _other_parts(spec: ModelSpec) -> list[str]:
         "biases of the output projection or the MLP": spec.out_bias or spec.mlp_bias,
         f"dropout {spec.dropout:g}": spec.dropout > 0,
     }
-    return [f"{name}: nanotron's model has none." for name, there in found.items() if there]
+    return [Note(f"{name}: nanotron's model has none.") for name, there in found.items() if there]
 
 
 def _starcoder(spec: ModelSpec, unsaid: list[str]) -> dict[str, Any]:
     unsaid.append(
-        f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
-        "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
+        Note(
+            f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
+            "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
+        )
     )
     return {
         "is_starcoder2_config": True,

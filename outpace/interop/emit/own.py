@@ -3,7 +3,7 @@
 from typing import Any
 
 from outpace.catalog.models import PRESETS
-from outpace.interop.emit.request import HOST, Emitted, Request
+from outpace.interop.emit.request import HOST, Emitted, Note, Request
 from outpace.interop.emit.texts import quote, torchrun
 from outpace.records.model import ModelSpec
 from outpace.records.plan import AXES, SPLITS, Plan
@@ -17,17 +17,19 @@ def write(request: Request) -> Emitted:
     """The plan's JSON and its flags of `outpace train`."""
     plan = request.plan
     model = _name(request.spec)
-    unsaid = []
+    unsaid: list[str] = []
     if model is None:
-        unsaid.append(f"The model is no preset: save its ModelSpec as {_SPEC}.")
+        unsaid.append(Note(f"The model is no preset: save its ModelSpec as {_SPEC}."))
     why_not = plan.untrained
     if why_not is not None:
         unsaid.append(f"{why_not}. The command leaves it out.")
     if plan.precision == "fp64":
         unsaid.append("precision fp64 is for proofs: `outpace verify` has it, train does not.")
     unsaid.append(
-        "Data, learning rate and length of the run are no part of a plan: give --data, --lr and "
-        "--steps, or outpace's defaults hold."
+        Note(
+            "Data, learning rate and length of the run are no part of a plan: give --data, --lr "
+            "and --steps, or outpace's defaults hold."
+        )
     )
     return Emitted(
         text=plan.model_dump_json(indent=2) + "\n",

@@ -17,19 +17,35 @@ _SHARDS: dict[str, Stage] = {"zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3}
 HOST = 8
 
 
+class Note(str):
+    """A sentence on what the plan does not say, or leaves to a script: the plan stays the same."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Emitted:
     """A plan in another trainer's words.
 
     `text` belongs into a file called `file_name`, with which `command` starts the training.
     `unsaid` are sentences on what could not be said there; formats with comments have them in
-    `text` too.
+    `text` too. Those that are no Note change the plan: `lost`.
     """
 
     text: str
     file_name: str
     command: str
     unsaid: tuple[str, ...]
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """What of the plan itself could not be said: its memory or time would be another's."""
+        return tuple(sentence for sentence in self.unsaid if not isinstance(sentence, Note))
+
+    @property
+    def commented(self) -> bool:
+        """Whether `text` has the sentences too: JSON has no comments."""
+        return not self.file_name.endswith(".json")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ configuration, and flags change it. Those flags stand at the file's end.
 from typing import Any
 
 from outpace.interop.emit import levers
-from outpace.interop.emit.request import Emitted, Request
+from outpace.interop.emit.request import Emitted, Note, Request
 from outpace.interop.emit.texts import as_toml, comments, heading, torchrun
 from outpace.planner.stages import layers_per_stage
 from outpace.records.model import ModelSpec
@@ -85,7 +85,7 @@ def write(request: Request) -> Emitted:
     unsaid += levers.rest(plan, _TOOL, said)
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
-        request, "The learning rate and decay are outpace's defaults; the rest is torchtitan's."
+        request, "So is the weight decay; the rest is torchtitan's.", defaults=levers.DEFAULT_RUN
     )
     newer = comments(
         ["torchtitan 0.3 and later read no TOML. There:", _flags(request, tables)], bullet="# "
@@ -119,14 +119,18 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     }
     words = ", ".join(f"{key}={value}" for key, value in arguments.items())
     kind = "Qwen3ModelArgs" if name == "qwen3" else "TransformerModelArgs"
-    sentences = [
-        f"torchtitan has no model of these dimensions. Add flavor {_OWN_FLAVOR} to "
-        f"{name}_args: {kind}({words}) with an MLP of width {spec.ffn}."
+    sentences: list[str] = [
+        Note(
+            f"torchtitan has no model of these dimensions. Add flavor {_OWN_FLAVOR} to "
+            f"{name}_args: {kind}({words}) with an MLP of width {spec.ffn}."
+        )
     ]
     if spec.family not in ("llama", "qwen3"):
         sentences.append(
-            f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
-            "the nearest."
+            Note(
+                f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
+                "the nearest."
+            )
         )
     return {"name": name, "flavor": _OWN_FLAVOR}, sentences
 
