@@ -218,13 +218,17 @@ BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch 
 
 
 class Latency(Record):
-    """Seconds of a collective: once, and for each step of a ring by link; and its bandwidth."""
+    """Seconds of a collective: once, and for each step by link; and its share of the bandwidth.
+
+    `by_size`, of trees: what of it is reached by the array's size, powers of two from 64 bytes.
+    """
 
     base_s: NonNegativeFloat
     nvlink_s: NonNegativeFloat
     pcie_s: NonNegativeFloat
     network_s: NonNegativeFloat
     bandwidth: PositiveFloat
+    by_size: tuple[PositiveFloat, ...] = ()
 
 
 # NCCL's rings by protocol. A step of "Simple" takes 1.9 times as long where data are many.
@@ -240,7 +244,34 @@ NCCL: Mapping[str, Latency] = MappingProxyType(
         for name, row in _RINGS.items()
     }
 )
-NCCL_SOURCE = "NVIDIA/nccl b6475625fb, src/graph/tuning.cc: ring latencies and protocols"
+# Its double binary trees, for all-reduces over several nodes: 0.92 of a ring's bus, of that LL
+# 1/3.8 and LL128 120/128; "by_size" is NCCL's own correction, up to 256 MiB. Steps through a node
+# are a chain's. What a channel can carry at most is left out: so are NCCL's other algorithms, which
+# sum in switches (NVLS, CollNet).
+_TREES = {
+    "LL": (6.8e-6, 0.6e-6, 1e-6, 5e-6, 0.92 / 3.8),
+    "LL128": (14e-6, 1.25e-6, 1.9e-6, 8.5e-6, 0.92 * 120 / 128),
+    "Simple": (0.0, 28e-6, 28e-6, 28e-6, 0.92),
+}
+_BY_SIZE = {
+    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9,
+           1, 1, 1, 1),
+    "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9,
+              0.9, 0.9, 1, 1),
+    "Simple": (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7,
+               0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+}  # fmt: skip
+NCCL_TREES: Mapping[str, Latency] = MappingProxyType(
+    {
+        name: Latency.parse(
+            {**dict(zip(_COLUMNS, row, strict=True)), "by_size": (*_BY_SIZE[name], 1.0)}, name
+        )
+        for name, row in _TREES.items()
+    }
+)
+NCCL_SOURCE = (
+    "NVIDIA/nccl b6475625fb, src/graph/tuning.cc: latencies and protocols, rings and trees"
+)
 
 
 def product_curve(accelerator: Accelerator) -> ProductCurve:

@@ -39,7 +39,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return _compare(arguments, asked)
     if arguments.what_if is not None:
         return _what_if(arguments, asked)
-    question = job(asked)
+    question = replace(job(asked), hints=True)
     answer = plans(question)
     number = arguments.explain or 1
     if number > len(answer.plans):
@@ -85,6 +85,7 @@ def _asked(arguments: argparse.Namespace) -> "Asked":
         global_batch=arguments.global_batch,
         precision=arguments.precision,
         keep=arguments.keep,
+        vary=arguments.vary,
         most_tp=arguments.max_tp,
         tokens=arguments.tokens,
         price=arguments.price,
@@ -234,6 +235,8 @@ def _parser() -> Parser:
     whole = number_type(int, 1)
     add("--keep", default=None, metavar="A=B,C=D",
         help="settings to insist on (precision=bf16,…), and what each costs")  # fmt: skip
+    add("--vary", default=None, metavar="A,B",
+        help="settings to search too (precision, optimizer, compile, …), or all")  # fmt: skip
     add("--max-tp", type=whole, default=None, metavar="N", help="tensor parallel at most so wide")
     add("--trained", action="store_true", default=False, help="only what outpace trains itself")
     add("--may-idle", action="store_true", default=False,

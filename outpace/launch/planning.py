@@ -13,10 +13,10 @@ from outpace.launch.outlines import find_outline
 from outpace.planner.machines import Cluster, of_catalog, of_probe
 from outpace.planner.networks import read_network
 from outpace.planner.plans import Job
-from outpace.planner.space import Wanted
+from outpace.planner.space import VARIED, Wanted
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.machine import Machine
-from outpace.records.optimizers import Precision
+from outpace.records.optimizers import LOW, PURE, Precision
 from outpace.records.plan import Plan
 from outpace.records.units import read_bytes
 
@@ -46,6 +46,7 @@ class Asked:
     global_batch: int | None = None
     precision: Precision | None = None
     keep: str | None = None
+    vary: str | None = None
     most_tp: int | None = None
     tokens: int | None = None
     price: float | None = None
@@ -67,6 +68,11 @@ def job(asked: Asked) -> Job:
         )
     keep = read_keep(asked.keep)
     precision = asked.precision or _precision(cluster)
+    if asked.vary and asked.precision and "precision" in asked.vary:
+        raise BadInputError(
+            f"--precision {asked.precision} and --vary {asked.vary}: one precision or all of them."
+            " Leave one of the two out."
+        )
     return Job(
         outline=outline,
         cluster=cluster,
@@ -79,6 +85,7 @@ def job(asked: Asked) -> Job:
             precision=precision,
             most_tp=asked.most_tp,
             keep=keep,
+            vary=read_vary(asked.vary, keep, precision, cluster),
             trained=asked.trained,
             on_host=cluster.device.kind == "cpu",
         ),
@@ -158,6 +165,38 @@ def _meant(name: str) -> str:
     if begin and name not in KEPT:
         return f" Did you mean {' or '.join(map(repr, begin))}?"
     return nearest(name, KEPT)
+
+
+def read_vary(
+    text: str | None, keep: Mapping[str, Any], precision: Precision, cluster: Cluster
+) -> dict[str, tuple[Any, ...]]:
+    """ "precision,compile" as the values to try; "all": of what is not kept. Raises BadInputError.
+
+    Of precisions those that the device has, the one that is taken anyway first; of optimizers those
+    that the precision goes with.
+    """
+    names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
+    if names == ["all"]:
+        names = [name for name in VARIED if name not in keep]
+    for name in names:
+        if name not in VARIED:
+            raise BadInputError(
+                f"--vary {name}: write settings with commas, or all.{nearest(name, [*VARIED])} "
+                f"Settings: {', '.join(VARIED)}."
+            )
+        if name in keep:
+            raise BadInputError(
+                f"--vary {name} and --keep {name}={keep[name]}: one value or all of them. Leave "
+                "one of the two out."
+            )
+    found = {name: VARIED[name] for name in VARIED if name in names}
+    if "precision" in found:
+        rates = cluster.device.best_flops_per_s
+        others = (one for one in found["precision"] if one in rates and one != precision)
+        found["precision"] = (precision, *others)
+    if "optimizer" in found and keep.get("precision", precision) in PURE:
+        found["optimizer"] = LOW
+    return found
 
 
 def _checked(name: str, value: str) -> Any:

@@ -15,6 +15,7 @@ from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats, Ints
 from outpace.planner.device import Device, dtype_of, items
 from outpace.planner.fabric import Fabric
 from outpace.planner.layers import Cells, Kernel, Work, embedding, head, layer
+from outpace.planner.optimizer_time import optimizer_s
 from outpace.planner.outlines import (
     head_in_layers,
     layer_parameters,
@@ -32,8 +33,6 @@ _CHECKPOINT_OPERATORS = 6
 # Of a message sent and one received by a stage: two operations, the beginning and end of their
 # group, and waiting for either (torch.distributed.batch_isend_irecv).
 _EXCHANGE_OPERATORS = 6
-# What an optimizer that works on lists of tensors launches.
-_OPTIMIZER_OPERATORS = 100
 
 
 @dataclass(frozen=True)
@@ -583,17 +582,9 @@ class _Step:
         return seconds
 
     def _optimizer(self) -> Floats:
-        """AdamW reads and writes weight and moments and reads gradients; clipping reads and scales.
-
-        With masters it also reads gradients and writes weights in 16 bits, unscaled before.
-        """
-        c = self.c
-        shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
-        masters = np.where(c.precise("fp16-master"), 12.0, 0.0)
-        moved = self.owned / shards * (7 * _FP32 + 3 * _FP32 + masters)
-        launched = _OPTIMIZER_OPERATORS * self.device.operator_s
-        rate = self.device.memory_bytes_per_s * self.device.optimizer_share
-        return moved / rate + launched
+        """By the optimizer's own traffic, launches and products, of the parameters of a shard."""
+        shards = np.where(self.c.zero > 0, self.c.dp_shard * self.c.cp, 1)
+        return optimizer_s(self.outline, self.device, self.fabric, self.c, self.owned / shards)
 
     def _offload(self, busy: Floats) -> Floats:
         """What lies in host memory goes over the host's link: what passes do not hide."""

@@ -2,7 +2,9 @@
 
 Ranks lie on nodes in the order of `records.plan.AXES`, the last axis closest together. A ring
 through the ranks of several nodes enters and leaves each once; the rings of other groups that
-cross at the same time share the node's network cards.
+cross at the same time share the node's network cards. Sums of all can go over trees as well: up and
+down a chain in each node, and between nodes along two binary trees, each for half of the array, in
+which every node is inner in one and a leaf in the other.
 """
 
 from dataclasses import dataclass
@@ -12,17 +14,21 @@ import numpy as np
 
 from outpace.planner.columns import Floats, Ints
 
+_SMALLEST = 6  # log2 of the first size of `by_size`
+
 
 class Protocol(NamedTuple):
     """How a collective is sent: seconds once and a step, inside nodes and across, and its share.
 
-    Protocols with short steps use less of the bandwidth; the fastest is taken.
+    Protocols with short steps use less of the bandwidth; the fastest is taken. `by_size` makes it
+    one of trees: what of its share is reached by the array's size, powers of two from 64 bytes.
     """
 
     base_s: float
     inside_s: float
     across_s: float
     share: float
+    by_size: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,18 @@ class Fabric:
     protocols: tuple[Protocol, ...]
     sources: tuple[str, ...] = ()
 
+    def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
+        """Of groups of `size` ranks, `stride` apart: ranks on a node, nodes, groups at its cards.
+
+        The groups are those that cross the same cards at the same time.
+        """
+        together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
+        within = np.minimum(size, together)
+        return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
+
     def _ring(self, size: Ints, stride: Ints) -> tuple[Floats, Floats]:
         """Of groups of `size` ranks, `stride` apart: bytes/s of a link, and nodes they are on."""
-        together = np.clip(self.per_node // stride, 1, None)
-        within = np.minimum(size, together)
-        nodes = np.ceil(size / within)
-        groups = np.maximum(1, self.per_node // within)  # that cross the same cards
+        within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, self.inside_bytes_per_s, np.inf)
         across = np.minimum(self.across_bytes_per_s / groups, inside)
         return np.where(nodes > 1, across, self.inside_bytes_per_s), nodes
@@ -56,20 +68,44 @@ class Fabric:
         `rounds` is 2 for all-reduce, 1 for all-gather, reduce-scatter and all-to-all: each goes
         round the ring in size − 1 steps.
         """
-        rate, nodes = self._ring(size, np.maximum(stride, 1))
+        rate, nodes = self._ring(size, stride)
         steps = rounds * (size - 1)
         crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
         wire = rounds * (size - 1) / size * nbytes
         best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
         for one in self.protocols:
-            steps_s = (steps - crossing) * one.inside_s + crossing * one.across_s
-            best = np.minimum(best, one.base_s + steps_s + wire / (rate * one.share))
+            if not one.by_size:
+                steps_s = (steps - crossing) * one.inside_s + crossing * one.across_s
+                best = np.minimum(best, one.base_s + steps_s + wire / (rate * one.share))
+        if rounds == 2 and any(one.by_size for one in self.protocols) and (nodes > 1).any():
+            best = np.where(nodes > 1, np.minimum(best, self._trees(nbytes, size, stride)), best)
         return np.where((size > 1) & (nbytes > 0), best, 0.0)
+
+    def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Seconds of an all-reduce over groups on several nodes, by double binary trees.
+
+        A rank of a chain sends the array up and down. So does a node that is inner in one tree, of
+        which each has half: three halves to its neighbours there and one in the other tree; of two
+        nodes each is a root once and a leaf once, which is half of it. Latencies are NCCL's: there
+        and back through the chain and as many hops as two to the power of them are nodes.
+        """
+        within, nodes, groups = self.spread(size, stride)
+        inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
+        across = np.where(nodes > 2, 2, 1) * nbytes / (self.across_bytes_per_s / groups)
+        hops = np.floor(np.log2(np.maximum(nodes, 1)))
+        best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
+        for one in self.protocols:
+            if one.by_size:
+                places = np.arange(_SMALLEST, _SMALLEST + len(one.by_size))
+                share = one.share * np.interp(np.log2(np.maximum(nbytes, 1.0)), places, one.by_size)
+                late = one.base_s + 2 * ((within - 1) * one.inside_s + hops * one.across_s)
+                best = np.minimum(best, late + np.maximum(inside, across) / share)
+        return best
 
     def send_s(self, nbytes: Floats, stride: Ints) -> Floats:
         """Seconds of a message to the rank `stride` further on, all ranks sending."""
         leaves = stride >= self.per_node
         rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
-        last = self.protocols[-1]
+        last = [one for one in self.protocols if not one.by_size][-1]
         found: Floats = last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
         return found

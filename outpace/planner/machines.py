@@ -111,9 +111,10 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     slow = kind == "pcie" or node.topology == "none"
     across = 0.0 if network is None else network.bytes_per_s * _network_share(network)
     protocols = [
-        Protocol(one.base_s, one.pcie_s if slow else one.nvlink_s, one.network_s, one.bandwidth)
-        for one in efficiency.NCCL.values()
-    ]
+        Protocol(one.base_s, one.pcie_s if slow else one.nvlink_s, one.network_s, one.bandwidth,
+                 one.by_size)
+        for one in (*efficiency.NCCL.values(), *efficiency.NCCL_TREES.values())
+    ]  # fmt: skip
     return Fabric(
         per_node=per_node,
         inside_bytes_per_s=whole * share if per_node > 1 else math.inf,

@@ -15,9 +15,11 @@ import numpy as np
 from outpace.planner import memory
 from outpace.planner.batches import nearest_batches
 from outpace.planner.columns import MODES, OFFLOADS, Bools, Columns, Floats, of_plans
+from outpace.planner.crossing import crossing
 from outpace.planner.device import dtype_of
 from outpace.planner.estimate import Question, Times, estimate
 from outpace.planner.finalists import order, played
+from outpace.planner.hints import hint
 from outpace.planner.machines import Cluster
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
@@ -55,7 +57,8 @@ class Job:
     """A model, a batch and a machine, and what is asked of the answer.
 
     `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `host_bytes`: a
-    node's host memory, all of which may be offloaded to; None: not known.
+    node's host memory, all of which may be offloaded to; None: not known. `hints`: whether to say
+    what a setting that is not searched would gain.
     """
 
     outline: Outline
@@ -66,6 +69,7 @@ class Job:
     count: int = 5
     idle: bool = False
     host_bytes: int | None = None
+    hints: bool = False
 
     @property
     def limit(self) -> float:
@@ -167,8 +171,17 @@ def plans(job: Job) -> Plans:
         considered=found.considered,
         took_s=time.perf_counter() - began,
         source="probed" if job.cluster.probed else "catalog",
-        notes=(*job.outline.notes, *job.cluster.notes),
+        notes=(*job.outline.notes, *job.cluster.notes, *_hinted(used, found)),
     )
+
+
+def _hinted(job: Job, found: Found) -> list[str]:
+    """What is not searched and would gain, where it is asked for."""
+    if not job.hints or job.wanted.on_host:
+        return []
+    best = to_plan(found.columns, int(found.ranked[0]))
+    told = hint(job.question, job.wanted, job.asks, job.limit, best, _seconds(found))
+    return [] if told is None else [told]
 
 
 def _played(job: Job, found: Found) -> Found:
@@ -222,8 +235,9 @@ def _least_s(job: Job, nodes: int) -> float:
     """Less than any plan's step on so many nodes takes: its products at the best rate."""
     wanted = job.wanted
     flops = 3 * forward_flops(job.outline, wanted.seq_len, wanted.global_batch, attention=False)
-    precision = wanted.keep.get("precision", wanted.precision)
-    rate = job.cluster.device.rate(dtype_of(precision))
+    own = (wanted.keep.get("precision", wanted.precision),)
+    names = wanted.vary.get("precision", own)
+    rate = max(job.cluster.device.rate(dtype_of(name)) for name in names)
     return flops / (rate * nodes * job.cluster.fabric.per_node)
 
 
@@ -239,18 +253,20 @@ def one(job: Job, plan: Plan) -> Planned:
         estimate=_estimate(job, columns, times, job.needs(columns), 0),
         why="as given",
         untrained=job.outline.untrained or plan.untrained,
+        placement=crossing(job.cluster, plan),
     )
 
 
 def _planned(job: Job, found: Found, place: int, rank: int) -> Planned:
     plan = to_plan(found.columns, place)
     return Planned(
-        title=title(plan),
+        title=", ".join([title(plan), *_varied(plan, job.wanted.vary)]),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, found.columns, found.times, found.needs, place),
         why=_why(job, found, place, rank),
         untrained=job.outline.untrained or plan.untrained,
+        placement=crossing(job.cluster, plan),
     )
 
 
@@ -358,6 +374,20 @@ def _levers(plan: Plan) -> list[str]:
         if place != "none":
             found.append(f"{what} on {'disk' if place == 'disk' else 'the host'}")
     return found
+
+
+def _varied(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
+    """What a plan has of the settings that are varied, where it is not what plans have anyway."""
+    words = {
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "compile": "compiled" if plan.compile else "",
+        "stage_split": "even stages" if plan.stage_split == "even" else "",
+        "sequence_parallel": "" if plan.sequence_parallel else "no sequence parallelism",
+        "async_tp": "async TP" if plan.async_tp else "",
+        "optimizer_in_backward": "steps in the backward" if plan.optimizer_in_backward else "",
+    }
+    return [words[name] for name in vary if words[name]]
 
 
 def _why(job: Job, found: Found, place: int, rank: int) -> str:

@@ -23,8 +23,9 @@ FAMILIES = (
     "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
     "one device", "product of axes",
 )  # fmt: skip
-_BATCH = 128  # layouts whose levers are looked at together
+_BATCH = 512  # layouts whose levers are looked at together
 _FIRST = 16
+_PIECE = 4096  # plans whose bytes are reckoned together
 _NEAR = 1.001  # what plainness can make up for
 
 
@@ -90,36 +91,55 @@ def _family(
     memory_bytes: float,
     count: int,
 ) -> Iterator[Columns]:
-    """Of one family's layouts, cheapest first: those that can be among the `count` kinds."""
+    """Of one family's layouts, cheapest first: those that can be among the `count` kinds.
+
+    Of a kind that was found, only what may be faster still is looked at. Times are reckoned before
+    bytes, which take longer.
+    """
     fastest: dict[int, float] = {}
     least: tuple[float, Columns] | None = None
-    begin, size = 0, _FIRST
-    while begin < len(order):
-        worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
-        if bound[order[begin]] > worst * _NEAR:
-            return
-        part = expand(plain.take(order[begin : begin + size]), chosen)
-        begin, size = begin + size, min(2 * size, _BATCH)
-        if not len(part):
-            continue
-        need = needs(part)
-        fits = need <= memory_bytes
-        if not fastest:
-            small = int(np.argmin(need))
-            if least is None or need[small] < least[0]:
-                least = (float(need[small]), part.take([small]))
-        if not fits.any():
-            continue
-        part = part.take(fits)
-        seconds = estimate(question, part).step_s
-        kinds = _kinds(part)
-        keep = _first_of(kinds, _plainly(part, seconds))
-        for place in keep:
-            own, took = int(kinds[place]), float(seconds[place])
-            fastest[own] = min(fastest.get(own, np.inf), took)
-        yield part.take(keep)
+    size = _FIRST
+    while True:
+        order = order[bound[order] <= _worth(fastest, count, kind[order])]
+        if not len(order):
+            break
+        part = expand(plain.take(order[:size]), chosen)
+        order, size = order[size:], min(2 * size, _BATCH)
+        seconds, kinds = estimate(question, part).step_s, _kinds(part)
+        for piece in _pieces(seconds):
+            piece = piece[seconds[piece] <= _worth(fastest, count, kinds[piece])]
+            if not len(piece):
+                continue
+            some = part.take(piece)
+            need = needs(some)
+            if not fastest:
+                small = int(np.argmin(need))
+                if least is None or need[small] < least[0]:
+                    least = (float(need[small]), some.take([small]))
+            fits = piece[need <= memory_bytes]
+            keep = fits[_first_of(kinds[fits], _plainly(part.take(fits), seconds[fits]))]
+            for place in keep:
+                own, took = int(kinds[place]), float(seconds[place])
+                fastest[own] = min(fastest.get(own, np.inf), took)
+            yield part.take(keep)
     if not fastest and least is not None:
         yield least[1]
+
+
+def _worth(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
+    """Seconds that a plan of each of `kinds` may take at most to be worth a look."""
+    worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
+    each, place = np.unique(kinds, return_inverse=True)
+    limits = [min(worst, fastest.get(int(one), np.inf)) for one in each]
+    found: Floats = np.array(limits, float)[place] * _NEAR
+    return found
+
+
+def _pieces(seconds: Floats) -> Iterator[Ints]:
+    """Places, the fastest first, some at a time."""
+    order = np.argsort(seconds, kind="stable")
+    for begin in range(0, len(order), _PIECE):
+        yield order[begin : begin + _PIECE]
 
 
 def _first_of(kinds: Ints, seconds: Floats) -> Ints:
@@ -147,7 +167,7 @@ def _plainly(c: Columns, seconds: Floats) -> Floats:
         for values in (
             c.tp > 1, c.cp > 1, c.pp > 1, c.dp_replicate > 1, c.stages_per_rank > 1,
             c.chunked_loss, c.offload_activations > 0, c.offload_parameters > 0,
-            c.offload_optimizer > 0, c.modes[:, 0] < 1,
+            c.offload_optimizer > 0, c.modes[:, 0] < 1, c.even_stages, c.in_backward,
         )
     )  # fmt: skip
     ranked: Floats = seconds * (1 + 1e-4 * pulled)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -48,11 +48,24 @@ _MOST_VIRTUAL = 8
 _LOOPS = ("interleaved", "loopedbfs", "zb")
 _SPLITS = ("zb", "zbv", "dualpipev")
 
+# What may be varied, its plainest first. Precision and optimizer change the numbers that are
+# trained, the others only how they are computed. Optimizers are AdamW and its forms that keep less.
+VARIED: Mapping[str, tuple[Any, ...]] = {
+    "precision": ("bf16", "fp16", "fp32", "fp8"),
+    "optimizer": ("adamw-fused", "adamw-bf16", "adamw-8bit", "adamw-4bit"),
+    "compile": (False, True),
+    "stage_split": ("cost", "even"),
+    "sequence_parallel": (True, False),
+    "async_tp": (False, True),
+    "optimizer_in_backward": (False, True),
+}
+
 
 @dataclass(frozen=True)
 class Wanted:
     """What is planned for. `keep` has what a person insists on, by the names of a plan's settings.
 
+    `vary` has values of settings (of VARIED) that are searched too, the fastest optimizer first.
     `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well.
     """
 
@@ -65,6 +78,7 @@ class Wanted:
     optimizer: OptimizerName | None = None
     most_tp: int | None = None
     keep: Mapping[str, Any] = field(default_factory=dict)
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     trained: bool = False
     naive: bool = True
     on_host: bool = False  # devices are CPUs: offloading to them means nothing
@@ -84,24 +98,49 @@ Lever = dict[str, Any]
 
 
 def layouts(wanted: Wanted) -> Columns:
-    """Every layout without any lever, kept or not: it takes no longer than with some."""
+    """Every layout without any lever, kept or not: it takes no longer than with some.
+
+    What is varied and makes some layouts faster and others slower makes layouts of its own.
+    """
     rows = np.array([*_layouts(wanted)], np.int64).reshape(-1, len(_COLUMNS))
     values: dict[str, Any] = dict(zip(_COLUMNS, rows.T, strict=True))
-    plain = _lever(("none", 1), _OFFLOADS[0], False, wanted)
+    optimizer, in_backward = _optimizers(wanted)[0]
+    plain = _lever(wanted, ("none", 1), _OFFLOADS[0], False, optimizer, in_backward)
     count = len(rows)
     keep = wanted.keep
     found = Columns(
         **values,
         **{name: _repeated(value, count) for name, value in plain.items()},
+        precision=np.full(count, PRECISIONS.index(keep.get("precision", wanted.precision))),
+        compile=np.full(count, bool(keep.get("compile", False))),
         sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
         async_tp=np.full(count, bool(keep.get("async_tp", False))),
         even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
     )
+    found = _varied(found, wanted.vary)
     fine = _kept(found, keep) & _goes(found)
     if wanted.trained:
-        fine &= ~(found.async_tp & (found.tp > 1))
+        fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
     return found.take(fine)
+
+
+def _varied(found: Columns, vary: Mapping[str, Sequence[Any]]) -> Columns:
+    """Each layout with each of the values, where they make a difference; else with the first."""
+    for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
+        if name not in vary:
+            continue
+        column = "even_stages" if name == "stage_split" else name
+        codes = [
+            PRECISIONS.index(value) if name == "precision" else value == "even"
+            if name == "stage_split" else value for value in vary[name]
+        ]  # fmt: skip
+        repeated = found.take(np.repeat(np.arange(len(found)), len(codes)))
+        found = replace(repeated, **{column: np.tile(np.array(codes), len(found))})
+        axis = {"stage_split": found.pp, "sequence_parallel": found.tp, "async_tp": found.tp}
+        if name in axis:
+            found = found.take((axis[name] > 1) | (getattr(found, column) == codes[0]))
+    return found
 
 
 def _repeated(value: Any, count: int) -> Any:
@@ -151,16 +190,28 @@ def levers(wanted: Wanted) -> Iterator[Lever]:
         and not (wanted.on_host and "cpu" in three)
     ]
     losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
-    for three, mode, chunked in product(places, modes, losses):
-        yield _lever(mode, three, chunked, wanted)
+    for (name, now), three, mode, chunked in product(_optimizers(wanted), places, modes, losses):
+        yield _lever(wanted, mode, three, chunked, name, now)
+
+
+def _optimizers(wanted: Wanted) -> list[tuple[OptimizerName, bool]]:
+    """Optimizers, and whether in the backward; the first takes no longer than the others."""
+    keep = wanted.keep
+    precision = keep.get("precision", wanted.precision)
+    own = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
+    names = wanted.vary.get("optimizer", (own,))
+    whens = wanted.vary.get("optimizer_in_backward", (keep.get("optimizer_in_backward", False),))
+    return [*product(names, whens)]
 
 
 def _lever(
-    mode: tuple[str, int], places: tuple[Offload, Offload, Offload], chunked: bool, wanted: Wanted
+    wanted: Wanted,
+    mode: tuple[str, int],
+    places: tuple[Offload, Offload, Offload],
+    chunked: bool,
+    optimizer: OptimizerName,
+    in_backward: bool,
 ) -> Lever:
-    keep = wanted.keep
-    precision = keep.get("precision", wanted.precision)
-    optimizer = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
     shares, layers = [0.0] * len(MODES), wanted.outline.layers
     again = math.ceil(layers / mode[1])  # each so-many-th layer from the first
     shares[[*MODES].index(mode[0])] += again / layers  # type: ignore[arg-type]
@@ -171,11 +222,9 @@ def _lever(
         "offload_activations": activations,
         "offload_parameters": parameters,
         "offload_optimizer": state,
-        "precision": PRECISIONS.index(precision),
         "optimizer": OPTIMIZERS.index(optimizer),
         "chunked_loss": chunked,
-        "compile": bool(keep.get("compile", False)),
-        "in_backward": bool(keep.get("optimizer_in_backward", False)),
+        "in_backward": in_backward,
     }
 
 

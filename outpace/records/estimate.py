@@ -61,6 +61,9 @@ class Planned(Record):
     estimate: Estimate
     why: str
     untrained: str | None = Field(default=None, description="why outpace does not train it")
+    placement: dict[str, str] = Field(
+        default_factory=dict, description="of each axis that is split, the link that it crosses"
+    )
 
 
 class Rejected(Record):

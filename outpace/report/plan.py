@@ -201,6 +201,7 @@ def explained(answer: Plans, number: int) -> Group:
             f"  The fullest rank needs {show_bytes(one.peak_memory_bytes)} of {fits}.\n"
             f"  {_rates(one)}.{_budget(one)}"
         ),
+        *(_item("  •", f"{axis}: {link}") for axis, link in planned.placement.items()),
     ]
     if planned.untrained:
         lines.append(Text(f"  Not trained by outpace: {planned.untrained}."))

@@ -19,7 +19,7 @@ from outpace.planner.finalists import played
 from outpace.planner.machines import of_catalog
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import outline, parameters
-from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
 from outpace.records.outline import Attention, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
@@ -210,6 +210,41 @@ def test_the_ring_goes_round_again_where_attention_is_computed_again():
     assert selective == plain
 
 
+@pytest.mark.parametrize(
+    ("name", "nbytes"),
+    [("adamw-fused", 28), ("adamw-foreach", 80), ("sgd", 44), ("adafactor", 108),
+     ("adamw-bf16", 176), ("adamw-8bit", 208), ("adamw-4bit", 220)],
+)  # fmt: skip
+def test_an_optimizers_step_moves_its_own_bytes(name, nbytes):
+    """And 12 of every gradient to clip it; shards have their part."""
+    slow = replace(FLAT, memory_bytes_per_s=1e9)
+    for values, share in (({}, 1), ({"strategy": "zero3", "dp_shard": 8}, 8)):
+        times = step(Question(BLOCKS, 512, slow, FREE), 8, optimizer=name, **values)
+        hand = parameters(BLOCKS) / share * (nbytes + 12) / 1e9
+        assert times["optimizer_s"] == pytest.approx(hand)
+
+
+def test_a_tensor_by_tensor_step_waits_for_its_launches():
+    host = replace(FLAT, operator_s=1e-6)
+    each = {name: step(Question(BLOCKS, 512, host, FREE), 8, optimizer=name)["optimizer_s"]
+            for name in ("adamw-fused", "adamw-for-loop", "sgd")}  # fmt: skip
+    assert each["adamw-fused"] == pytest.approx(100e-6)
+    assert each["adamw-for-loop"] / each["sgd"] > 1 < each["sgd"] / each["adamw-fused"]
+
+
+def test_muon_makes_every_matrix_orthogonal_on_every_rank_that_has_a_part():
+    # Matrices of 1024 × 4096: five times 4r²k + 2r³, two (gated: three) in each of 16 layers.
+    matrices = parameters(BLOCKS) / (1024 * 4096)
+    flops = matrices * 5 * (4 * 1024**2 * 4096 + 2 * 1024**3)
+    question = Question(BLOCKS, 512, FLAT, WIRED)
+    alone = step(question, 8, optimizer="muon")["optimizer_s"]
+    assert alone == pytest.approx(flops / RATE)
+    whole = step(question, 8, optimizer="muon", strategy="zero1", dp_shard=8)["optimizer_s"]
+    assert whole == pytest.approx(alone / 8)
+    shards = step(question, 8, optimizer="muon", strategy="zero3", dp_shard=8)["optimizer_s"]
+    assert shards == pytest.approx(alone + 7 / 8 * 4 * parameters(BLOCKS) / 100e9)
+
+
 # Laws, on the catalog's models and machines and on any outline.
 
 MACHINES = sorted(name for name, node in NODES.items() if node.accelerator is not None)
@@ -255,6 +290,8 @@ def spaces(draw):
         world=cluster.devices, per_node=cluster.fabric.per_node, keep=keep,
         precision=draw(st.sampled_from(["bf16", "fp32", "fp16-master", "bf16-pure", "fp8"])),
     )  # fmt: skip
+    if wanted.precision != "bf16-pure" and draw(st.booleans()):
+        wanted = replace(wanted, vary={"optimizer": VARIED["optimizer"]})
     kernel = draw(st.sampled_from(["fused", "triton", "unfused"]))
     question = Question(model, seq_len, cluster.device, cluster.fabric, kernel)
     bare = layouts(wanted)

@@ -8,13 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outpace.catalog import efficiency
 from outpace.planner.fabric import Fabric, Protocol
 
 # 8 devices a node: 100 GB/s to each other, 80 GB/s out of the node, no latency.
 PLAIN = Protocol(0.0, 0.0, 0.0, 1.0)
 FABRIC = Fabric(8, 100e9, 80e9, 50e9, (PLAIN,))
 LATE = Protocol(1e-5, 1e-6, 1e-5, 1.0)
+# Trees of one share whatever the size, and NCCL's own.
+TREE = Protocol(0.0, 0.0, 0.0, 0.5, (1.0,))
+NCCL = tuple(
+    Protocol(one.base_s, one.nvlink_s, one.network_s, one.bandwidth, one.by_size)
+    for one in (*efficiency.NCCL.values(), *efficiency.NCCL_TREES.values())
+)
 POWERS = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24])
+
+
+PROTOCOLS = st.sampled_from([(PLAIN, LATE), NCCL, (NCCL[0], *NCCL[3:])])
 
 
 def collective(fabric, nbytes, size, stride=1, rounds=2):
@@ -65,6 +75,44 @@ def test_the_protocol_that_is_faster_is_taken():
     assert collective(both, 1, 8) < collective(replace(FABRIC, protocols=(LATE,)), 1, 8)
 
 
+@pytest.mark.parametrize(
+    ("size", "stride", "seconds"),
+    [
+        (16, 1, 2 / 100 / 0.5),  # two whole nodes: 1 GB/80 GB/s across, twice as much in the chain
+        (2, 8, 1 / 10 / 0.5),  # two ranks: half of each tree, over an eighth of the cards
+        (32, 1, 2 / 80 / 0.5),  # four: a node that is inner sends twice the array
+        (4, 4, 1 / 20 / 0.5),  # two devices on each of two nodes
+    ],
+)
+def test_an_all_reduce_over_nodes_may_go_over_trees(size, stride, seconds):
+    slow = Protocol(0.0, 1.0, 1.0, 1.0)  # a ring that is never taken
+    assert collective(replace(FABRIC, protocols=(slow, TREE)), 1e9, size, stride) == pytest.approx(
+        seconds
+    )
+
+
+def test_trees_are_for_sums_over_nodes_alone_and_messages_know_none():
+    both, rings = (replace(FABRIC, protocols=some) for some in ((LATE, TREE), (LATE,)))
+    assert collective(both, 1e9, 8) == collective(rings, 1e9, 8)
+    assert collective(both, 1e3, 64, 1, 1) == collective(rings, 1e3, 64, 1, 1)
+    assert send(both, 1e9, 8) == send(rings, 1e9, 8)
+
+
+def test_a_trees_latency_grows_with_the_logarithm_of_the_nodes():
+    tree = replace(FABRIC, protocols=(LATE, Protocol(1e-5, 1e-6, 1e-5, 1.0, (1.0,))))
+    took = [collective(tree, 1, 8 * nodes) for nodes in (2, 4, 16, 128, 1024)]
+    hand = [1e-5 + 2 * (7e-6 + hops * 1e-5) for hops in (1, 2, 4, 7, 10)]
+    assert took == pytest.approx(hand, rel=1e-4)
+    ring = [collective(replace(FABRIC, protocols=(LATE,)), 1, 8 * 1024)]
+    assert ring[0] > 50 * took[-1]
+
+
+def test_nccls_trees_win_small_sums_on_many_nodes_and_rings_large_ones():
+    both, rings = (replace(FABRIC, protocols=NCCL[:count]) for count in (6, 3))
+    assert collective(both, 1e6, 1024) < collective(rings, 1e6, 1024) / 5
+    assert collective(both, 1e11, 64) == collective(rings, 1e11, 64)
+
+
 def test_a_message_goes_to_the_neighbour_or_out_of_the_node():
     assert send(FABRIC, 1e9, 4) == pytest.approx(1 / 50)
     assert send(FABRIC, 1e9, 8) == pytest.approx(1 / 10)  # 8 devices share 80 GB/s
@@ -75,20 +123,25 @@ def test_a_message_goes_to_the_neighbour_or_out_of_the_node():
 
 @given(
     nbytes=st.floats(0, 1e12), size=POWERS, stride=POWERS, rounds=st.sampled_from([1, 2]),
-    faster=st.floats(1, 1e3), which=st.integers(0, 2),
+    faster=st.floats(1, 1e3), which=st.integers(0, 2), draw=PROTOCOLS,
 )  # fmt: skip
-def test_a_faster_link_never_makes_a_collective_slower(nbytes, size, stride, rounds, faster, which):
+def test_a_faster_link_never_makes_a_collective_slower(
+    nbytes, size, stride, rounds, faster, which, draw
+):
     name = ("inside_bytes_per_s", "across_bytes_per_s", "pair_bytes_per_s")[which]
-    fabric = replace(FABRIC, protocols=(PLAIN, LATE))
+    fabric = replace(FABRIC, protocols=draw)
     better = replace(fabric, **{name: getattr(fabric, name) * faster})
     before = collective(fabric, nbytes, size, stride, rounds)
     assert 0 <= collective(better, nbytes, size, stride, rounds) <= before < math.inf
     assert send(better, nbytes, stride) <= send(fabric, nbytes, stride)
 
 
-@given(nbytes=st.floats(1, 1e12), more=st.floats(0, 1e12), size=POWERS, stride=POWERS)
-def test_more_bytes_never_take_less(nbytes, more, size, stride):
-    fabric = replace(FABRIC, protocols=(PLAIN, LATE))
+@given(
+    nbytes=st.floats(1, 1e12), more=st.floats(0, 1e12) | st.floats(0, 1e6), size=POWERS,
+    stride=POWERS, draw=PROTOCOLS,
+)  # fmt: skip
+def test_more_bytes_never_take_less(nbytes, more, size, stride, draw):
+    fabric = replace(FABRIC, protocols=draw)
     assert collective(fabric, nbytes + more, size, stride) >= collective(
         fabric, nbytes, size, stride
     )

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
@@ -45,6 +46,15 @@ def test_devices_without_links_of_their_own_go_through_the_host():
     )
     assert bare.inside_bytes_per_s < bridged.inside_bytes_per_s
     assert bare.protocols[0].inside_s > bridged.protocols[0].inside_s
+
+
+def test_sums_over_nodes_may_go_over_nccls_trees():
+    fabric = of_catalog(find_node("dgx-h100", ACCELERATORS), 128).fabric
+    rings = replace(fabric, protocols=tuple(p for p in fabric.protocols if not p.by_size))
+    assert len(rings.protocols) == 3 < len(fabric.protocols)
+    small = np.array([1e6]), np.array([1024]), np.array([1])
+    assert fabric.collective_s(*small, 2)[0] < rings.collective_s(*small, 2)[0] / 5
+    assert fabric.collective_s(*small, 1)[0] == rings.collective_s(*small, 1)[0]
 
 
 def test_direct_links_are_shared_out_among_the_others():

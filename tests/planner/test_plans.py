@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outpace.launch.planning import Asked, job
+from outpace.planner.crossing import crossing
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.plans import one, plans, throughput
 from outpace.records.errors import BadInputError
@@ -73,6 +74,63 @@ def test_doubling_the_machine_never_lowers_the_best_where_ranks_may_stay_idle(
     idle = replace(question, idle=True)
     assert best(idle.on(2 * nodes)) >= best(idle) * (1 - 1e-9)
     assert best(idle) >= best(question)
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "plan", "links"),
+    [
+        ("hgx-h100", 1, {"strategy": "zero3", "dp_shard": 8}, {"dp_shard": "NVLink 4, in a node"}),
+        ("hgx-h100", 4, {"strategy": "3d", "pp": 2, "tp": 4, "dp_shard": 4, "pp_microbatches": 4},
+         {"pp": "network, 2 nodes, 8 groups share a node's cards",
+          "dp_shard": "network, 2 nodes with 2 ranks each, 4 groups share a node's cards",
+          "tp": "NVLink 4, in a node"}),
+        ("hgx-h100", 2, {"strategy": "ddp", "dp_replicate": 16},
+         {"dp_replicate": "network, 2 nodes with 8 ranks each"}),
+        ("2x-titan-rtx", 1, {"strategy": "tp", "tp": 2}, {"tp": "PCIe 3 x8, in a node"}),
+        ("l4", 1, {}, {}),
+    ],
+)  # fmt: skip
+def test_every_axis_lies_on_a_link(machine, nodes, plan, links):
+    question = asked("gpt2", machine, nodes=nodes, global_batch=64, seq_len=256)
+    made = Plan.parse(plan, "test")
+    assert list(crossing(question.cluster, made).items()) == list(links.items())
+    assert one(question, made).placement == links
+
+
+def test_experts_lie_on_links_too():
+    question = asked("mixtral-8x7b", nodes=4, global_batch=64)
+    made = Plan(strategy="3d", dp_shard=32, ep=8, zero=1)
+    assert crossing(question.cluster, made)["ep"] == "NVLink 4, in a node"
+
+
+def test_what_is_varied_is_searched_and_said():
+    free = plans(asked("llama-3-8b", global_batch=64))
+    varied = plans(asked("llama-3-8b", global_batch=64, vary="precision,compile"))
+    first = varied.plans[0]
+    assert first.plan.precision == "fp8" and first.title.split(", ")[-2:] == ["fp8", "compiled"]
+    assert first.estimate.step_time_s < free.plans[0].estimate.step_time_s
+    assert {planned.plan.precision for planned in free.plans} == {"bf16"}
+    assert not any("Not searched" in note for note in free.notes)
+
+
+def test_what_would_gain_is_said_where_it_is_asked_for():
+    question = replace(asked("llama-3-8b", global_batch=64), hints=True)
+    (told,) = [note for note in plans(question).notes if "Not searched" in note]
+    assert "fp8 would be 1." in told and "--vary precision" in told
+    varied = plans(asked("llama-3-8b", global_batch=64, vary="precision")).plans[0]
+    gain = plans(question).plans[0].estimate.step_time_s / varied.estimate.step_time_s
+    said = float(told.split("fp8 would be ")[1].split()[0])
+    assert 1 < said <= gain + 0.005
+    decided = replace(asked("llama-3-8b", global_batch=64, keep="precision=bf16,compile=false,"
+                            "optimizer=adamw-fused"), hints=True)  # fmt: skip
+    assert not any("Not searched" in note for note in plans(decided).notes)
+
+
+def test_optimizers_are_varied_that_go_with_the_precision():
+    for precision, first in (("bf16", "adamw-fused"), ("bf16-pure", "adamw-bf16")):
+        question = asked("gpt2", "l4", vary="optimizer", precision=precision, seq_len=256)
+        assert question.wanted.vary["optimizer"][0] == first
+        assert plans(question).plans[0].plan.optimizer == first
 
 
 def test_nodes_that_cannot_be_used_stay_idle_and_are_told():

@@ -17,7 +17,7 @@ from outpace.planner.estimate import Question, estimate
 from outpace.planner.machines import of_catalog
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.search import FAMILIES, family, search
-from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
 
 # Plainness may decide between plans that differ by so little.
 ALIKE = 1.0011
@@ -120,6 +120,21 @@ def test_the_search_finds_what_trying_everything_finds(model, machine, batch, ke
     check(question, wanted, by_hand(question, wanted), limit, count)
 
 
+@pytest.mark.parametrize("names", [*([one] for one in VARIED), [*VARIED]])
+@pytest.mark.parametrize("share", [0.9, 3.0])
+def test_what_is_varied_is_searched_as_if_everything_were_tried(names, share):
+    vary = {name: VARIED[name] for name in names}
+    question, wanted = asked("llama-3-8b", "2x-titan-rtx-nv2", 1, 4, vary=vary)
+    plain = replace(wanted, vary={})
+    limit = share * question.device.memory_bytes
+    found = check(question, wanted, by_hand(question, wanted), limit, 5)
+    without = search(question, plain, by_hand(question, plain), limit, 5)
+    assert found.considered > without.considered
+    assert len(found.ranked) >= len(without.ranked) > 0
+    best = [float(one.times.step_s[one.ranked[0]]) for one in (found, without)]
+    assert best[0] <= best[1] * ALIKE
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("share", [0.1, 0.3, 1.0])
 def test_the_search_ends_as_soon_as_it_may_and_no_sooner(count, share, monkeypatch):
@@ -127,6 +142,7 @@ def test_the_search_ends_as_soon_as_it_may_and_no_sooner(count, share, monkeypat
     found = importlib.import_module("outpace.planner.search")
     monkeypatch.setattr(found, "_FIRST", 1)
     monkeypatch.setattr(found, "_BATCH", 1)
+    monkeypatch.setattr(found, "_PIECE", 32)
     for model, machine, batch in (("llama-3-8b", "4x-v100", 12), ("gpt2", "4x-gtx-1080-ti", 32)):
         question, wanted = asked(model, machine, 1, batch)
         limit = share * question.device.memory_bytes * (1 if model == "gpt2" else 2)

@@ -11,7 +11,7 @@ from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.columns import STRATEGIES, Columns, of_plans
 from outpace.planner.outlines import outline
-from outpace.planner.space import Wanted, cost_order, expand, layouts, levers, to_plan
+from outpace.planner.space import VARIED, Wanted, cost_order, expand, layouts, levers, to_plan
 from outpace.records.plan import Plan
 
 MODELS = ["outpace-tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v3", "bert-base"]
@@ -54,13 +54,15 @@ def strategies(columns):
     precision=st.sampled_from(["bf16", "fp32", "fp16", "fp16-master", "bf16-pure", "fp8"]),
     on_host=st.booleans(),
     trained=st.booleans(),
+    names=st.sets(st.sampled_from([name for name in VARIED if name != "optimizer"]), max_size=3),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_every_row_is_a_plan_and_comes_back(
-    model, world, batch, keep, precision, on_host, trained, seed
+    model, world, batch, keep, precision, on_host, trained, names, seed
 ):
+    vary = {name: VARIED[name] for name in names if name not in keep}
     asked = wanted(model, world=world, per_node=min(world, 4), global_batch=batch, keep=keep,
-                   precision=precision, on_host=on_host, trained=trained)  # fmt: skip
+                   precision=precision, on_host=on_host, trained=trained, vary=vary)  # fmt: skip
     found = plans(asked)
     chosen = np.random.default_rng(seed).permutation(len(found))[:25]
     rows = found.take(chosen)
@@ -105,6 +107,26 @@ def test_all_kinds_of_plans_are_there():
     assert set(plans(wanted("mixtral-8x7b")).ep) == {1, 2, 4, 8}
     assert found.stages_per_rank.max() == 8
     assert plans(wanted(world=2)).stages_per_rank.max() == 6
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_what_is_varied_has_all_its_values_and_nothing_else_does(name):
+    column = {"stage_split": "even_stages", "optimizer_in_backward": "in_backward"}.get(name, name)
+    values = np.unique(getattr(plans(wanted(vary={name: VARIED[name]})), column))
+    assert len(values) == len(VARIED[name])
+    assert len(np.unique(getattr(plans(wanted()), column))) == 1
+
+
+def test_what_is_varied_makes_no_plan_twice():
+    vary = {name: VARIED[name] for name in VARIED if name not in ("precision", "optimizer")}
+    found = plans(wanted(world=4, global_batch=4, vary=vary))
+    rows = np.concatenate(
+        [getattr(found, f.name).reshape(len(found), -1).astype(float) for f in fields(Columns)],
+        axis=1,
+    )
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    assert not (found.async_tp & (found.tp == 1)).any()
+    assert not (found.even_stages & (found.pp == 1)).any()
 
 
 def test_naive_ways_are_left_out_where_nobody_asks():

@@ -1,0 +1,58 @@
+"""What a setting that is not searched by itself would gain, from a search beside the best plan."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from outpace.planner.columns import Floats
+from outpace.planner.device import Device
+from outpace.planner.estimate import Question
+from outpace.planner.search import Needs, search
+from outpace.planner.space import Wanted
+from outpace.records.plan import Plan
+
+_ASKED: tuple[tuple[str, Any, str], ...] = (
+    ("precision", "fp8", "fp8"), ("compile", True, "compile"),
+    ("optimizer", "adamw-8bit", "adamw-8bit"),
+)  # fmt: skip
+_LEAST = 1.02  # times as fast, to be worth a word
+
+
+def hint(
+    question: Question, wanted: Wanted, needs: Needs, limit: float, best: Plan, step_s: float
+) -> str | None:
+    """One sentence on what could be varied; None where nothing gains or all of it is decided.
+
+    Only the best plan's tensor, context and pipeline axes are searched (fp8 has no tensor axis), so
+    that it takes a share of the search before: what is found may be less than --vary finds.
+    """
+    gains = []
+    for name, beside in _beside(question.device, wanted, best):
+        found = search(question, beside, needs, limit, 1)
+        if len(found.ranked):
+            seconds: Floats = found.times.step_s[found.ranked]
+            gains.append((step_s / float(seconds[0]), name, beside))
+    told = [one for one in sorted(gains, key=lambda one: -one[0]) if one[0] >= _LEAST]
+    if not told:
+        return None
+    words = [f"{_word(name)} would be {gain:.2f} times as fast" for gain, name, _ in told]
+    names = ",".join(name for _, name, _ in told)
+    own = " (fp8 without what finding its scales takes)" if "precision" in names else ""
+    return f"Not searched unless asked: {', '.join(words)}{own}: --vary {names}."
+
+
+def _word(name: str) -> str:
+    return next(word for one, _, word in _ASKED if one == name)
+
+
+def _beside(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
+    """What is asked for with one setting more, on the axes of the best plan."""
+    for name, value, _ in _ASKED:
+        if name in wanted.keep or name in wanted.vary:
+            continue
+        axes: Mapping[str, int] = {"tp": best.tp, "cp": best.cp, "pp": best.pp, "ep": best.ep}
+        if name == "precision":
+            if wanted.precision != "bf16" or "fp8" not in device.best_flops_per_s:
+                continue
+            axes = axes if best.tp == 1 else {"tp": 1}
+        yield name, replace(wanted, keep={**axes, **wanted.keep, name: value})
