@@ -32,13 +32,16 @@ from outpace.catalog.models import PRESETS
 from outpace.catalog.nodes import NODES
 from outpace.planner import memory
 from outpace.planner.columns import OPTIMIZERS, of_plans
-from outpace.planner.estimate import Question, estimate
+from outpace.planner.estimate import estimate
 from outpace.planner.finalists import played
 from outpace.planner.habits import LIGHTNING_FSDP
+from outpace.planner.job import Job
 from outpace.planner.machines import of_catalog
 from outpace.planner.outlines import outline, parameters
-from outpace.planner.plans import Job, plans, title
+from outpace.planner.plans import plans
 from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.planner.step_setup import Question
+from outpace.planner.titles import title
 from outpace.records.errors import BadInputError
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan

@@ -175,9 +175,10 @@ def probe(world: int, quick: bool) -> Any:
 
 def predicted(cluster: Any, world: int, course: int, plan: dict[str, Any]) -> dict[str, Any]:
     """What the planner says of a configuration, from the probe alone."""
+    from outpace.planner.job import Job
     from outpace.planner.outline_flops import forward_flops
     from outpace.planner.outlines import outline, parameters
-    from outpace.planner.plans import Job, one
+    from outpace.planner.plans import one
     from outpace.planner.space import Wanted
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan

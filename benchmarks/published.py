@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.planner.estimate import Question
 from outpace.planner.habits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
 from outpace.planner.layers import Kernel
 from outpace.planner.machines import of_catalog
 from outpace.planner.networks import read_network
+from outpace.planner.step_setup import Question
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Node
 from outpace.records.outline import Attention, Mlp, Outline, Product, Stack

@@ -14,7 +14,7 @@ from outpace.records.optimizers import Precision
 
 if TYPE_CHECKING:
     from outpace.launch.planning import Asked
-    from outpace.planner.plans import Job
+    from outpace.planner.job import Job
     from outpace.records.estimate import Plans
 
 _ABOUT = "The fastest ways to train a model on given machines: which fit, why, and how sure."

@@ -10,8 +10,9 @@ from outpace.launch.outlines import find_outline
 from outpace.launch.planning import KEPT
 from outpace.launch.resolve import resolve_seq_len
 from outpace.launch.traced import beside_tensors, fullest
+from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
-from outpace.planner.plans import Job, plans
+from outpace.planner.plans import plans
 from outpace.planner.space import Wanted
 from outpace.probe.limits import anonymous_bytes
 from outpace.probe.machine import identify

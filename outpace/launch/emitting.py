@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.interop.emit import Emitted, dropped, emit
-from outpace.planner.plans import Job, one
+from outpace.planner.job import Job
+from outpace.planner.plans import one
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Planned, Plans
 from outpace.records.model import ModelSpec

@@ -10,9 +10,9 @@ from pydantic import TypeAdapter, ValidationError
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.launch.outlines import find_outline
+from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_catalog, of_probe
 from outpace.planner.networks import read_network
-from outpace.planner.plans import Job
 from outpace.planner.space import VARIED, Wanted
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.machine import Machine

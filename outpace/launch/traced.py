@@ -4,8 +4,8 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.interop.models import open_model
 from outpace.launch.tracing import Ask, account_of
 from outpace.planner.columns import of_plans
+from outpace.planner.job import Job
 from outpace.planner.memory import peak_bytes
-from outpace.planner.plans import Job
 from outpace.planner.stages import representatives
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned

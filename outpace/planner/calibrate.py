@@ -15,9 +15,10 @@ from scipy.optimize import least_squares
 
 from outpace.planner.columns import Columns, Floats, of_plans
 from outpace.planner.device import Device
-from outpace.planner.estimate import Question, estimate
+from outpace.planner.estimate import estimate
 from outpace.planner.fabric import Fabric
 from outpace.planner.finalists import played
+from outpace.planner.step_setup import Question
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 

@@ -9,7 +9,8 @@ from dataclasses import fields
 import numpy as np
 
 from outpace.planner.columns import SCHEDULE_NAMES, Columns, Ints
-from outpace.planner.estimate import Question, Times, stages_of
+from outpace.planner.estimate import Times, stages_of
+from outpace.planner.step_setup import Question
 from outpace.planner.tables import wired
 
 # Of a step, what a pipeline's passes are made of.

@@ -6,9 +6,9 @@ from typing import Any
 
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device
-from outpace.planner.estimate import Question
 from outpace.planner.search import Needs, search
 from outpace.planner.space import Wanted
+from outpace.planner.step_setup import Question
 from outpace.records.plan import Plan
 
 _ASKED: tuple[tuple[str, Any, str], ...] = (

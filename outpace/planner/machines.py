@@ -26,7 +26,8 @@ from outpace.records.units import show_share
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many nodes, and what is known of them. `probed`: its rates were measured.
+    """So many nodes, and what is known of them. `probed`: its rates were measured; `calibrated`: by
+    whole steps, too.
 
     `loader_tokens_per_s` is what a node loads; infinite where that was not probed.
     """
@@ -38,6 +39,7 @@ class Cluster:
     probed: bool
     notes: tuple[str, ...] = ()
     loader_tokens_per_s: float = math.inf
+    calibrated: bool = False
 
     @property
     def devices(self) -> int:
@@ -157,6 +159,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         probed=True,
         notes=(*said, *known.notes),
         loader_tokens_per_s=known.loader_tokens_per_s(),
+        calibrated=bool(seen),
     )
 
 

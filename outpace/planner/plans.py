@@ -1,144 +1,33 @@
 """The planner's answer: plans that fit, fastest first, each with its reasons, and what was not."""
 
-import json
 import math
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from importlib.resources import files
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import numpy as np
 
 from outpace.planner import memory
-from outpace.planner.batches import nearest_batches
-from outpace.planner.columns import MODES, OFFLOADS, Bools, Columns, Floats, of_plans
+from outpace.planner.columns import MODES, Columns, Floats, of_plans
 from outpace.planner.crossing import crossing
 from outpace.planner.device import dtype_of
-from outpace.planner.estimate import Question, Times, estimate
+from outpace.planner.estimate import Times, estimate
 from outpace.planner.finalists import order, played
 from outpace.planner.hints import hint
-from outpace.planner.machines import Cluster
+from outpace.planner.interval import LEVEL, interval
+from outpace.planner.job import Job
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
-from outpace.planner.search import FAMILIES, Found, family, fits, search
-from outpace.planner.space import Wanted, layouts, to_plan
+from outpace.planner.reasons import impossible, lacks, rejected, why
+from outpace.planner.search import Found, fits, search
+from outpace.planner.space import Wanted, to_plan
+from outpace.planner.titles import title, varied
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Estimate, Insistence, Planned, Plans, Rejected
-from outpace.records.outline import Outline
+from outpace.records.estimate import Estimate, Insistence, Planned, Plans
 from outpace.records.plan import Plan
-from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.units import show_count
 
-LEVEL = 0.9
 _FINALISTS = 2  # times as many as are shown
-_ALIKE = 5e-4  # what would be shown as 0.0 %
-# Words for where the time goes.
-PARTS: Mapping[str, str] = {
-    "products_s": "matrix products",
-    "attention_s": "attention",
-    "memory_s": "memory-bound operations",
-    "host_s": "waiting for host and slowest stage",
-    "bubble_s": "pipeline bubble",
-    "tensor_s": "tensor-parallel exchange",
-    "context_s": "context-parallel exchange",
-    "pipeline_s": "sends between stages",
-    "expert_s": "exchange of tokens among experts",
-    "data_s": "gradients and parameters",
-    "optimizer_s": "optimizer",
-    "offload_s": "offloading",
-    "loading_s": "waiting for data",
-}
-
-
-@dataclass(frozen=True)
-class Job:
-    """A model, a batch and a machine, and what is asked of the answer.
-
-    `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `host_bytes`: a
-    node's host memory, all of which may be offloaded to; None: not known. `hints`: whether to say
-    what a setting that is not searched would gain.
-    """
-
-    outline: Outline
-    cluster: Cluster
-    wanted: Wanted
-    tokens: int | None = None
-    price: float | None = None  # of a device and hour
-    count: int = 5
-    idle: bool = False
-    host_bytes: int | None = None
-    hints: bool = False
-
-    @property
-    def limit(self) -> float:
-        """Bytes of a device's memory, as its driver leaves it; the largest number: not known."""
-        return float(self.cluster.device.memory_bytes or sys.float_info.max)
-
-    def on(self, nodes: int) -> "Job":
-        """The same on so many nodes."""
-        cluster = replace(self.cluster, nodes=nodes)
-        return replace(self, cluster=cluster, wanted=replace(self.wanted, world=cluster.devices))
-
-    @property
-    def question(self) -> Question:
-        """What times are reckoned from."""
-        return Question(
-            self.outline,
-            self.wanted.seq_len,
-            self.cluster.device,
-            self.cluster.fabric,
-            loader_tokens_per_s=self.cluster.loader_tokens_per_s,
-        )
-
-    def needs(self, columns: Columns) -> Floats:
-        """Bytes of each plan's fullest rank."""
-        return memory.reserved_bytes(
-            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind
-        )
-
-    def asks(self, columns: Columns) -> Floats:
-        """`needs`, but just above the limit where a node's host cannot take what is offloaded.
-
-        Such a plan does not fit, and is nearer to it than those that are too large for a device.
-        """
-        needs = self.needs(columns)
-        if self.host_bytes is None:
-            return needs
-        away = np.flatnonzero((needs <= self.limit) & _on_host(columns))
-        if len(away):
-            short = self.offloads(columns.take(away)) > self.host_bytes
-            needs[away[short]] = np.nextafter(self.limit, np.inf)
-        return needs
-
-    def offloads(self, columns: Columns) -> Floats:
-        """Bytes of a node's host memory that its ranks offload to, of each plan."""
-        host = OFFLOADS.index("cpu")
-        # What goes to a disk, or to the host of a device that is the host, takes none of it.
-        kept = {
-            name: np.where(getattr(columns, name) == host, host, 0)
-            for name in ("offload_activations", "offload_parameters", "offload_optimizer")
-        }
-        return self.away(replace(columns, **kept))
-
-    def away(self, columns: Columns) -> Floats:
-        """Bytes that the ranks of a node keep on its host or its disks, of each plan."""
-        device = self.cluster.device.kind
-        each = memory.anatomy(self.outline, self.wanted.seq_len, columns, device)["offloaded"]
-        found: Floats = each * np.minimum(self.cluster.fabric.per_node, columns.ranks)
-        return found
-
-
-def _on_host(columns: Columns) -> Bools:
-    """Which plans offload to the host's memory."""
-    host = OFFLOADS.index("cpu")
-    found: Bools = (
-        (columns.offload_activations == host)
-        | (columns.offload_parameters == host)
-        | (columns.offload_optimizer == host)
-    )
-    return found
 
 
 def plans(job: Job) -> Plans:
@@ -166,7 +55,7 @@ def plans(job: Job) -> Plans:
         seq_len=wanted.seq_len,
         global_batch=wanted.global_batch,
         plans=tuple(planned),
-        rejected=tuple(_rejected(used, found)),
+        rejected=tuple(rejected(used, found)),
         insistences=tuple(_insistences(job, planned[0].estimate.step_time_s)),
         considered=found.considered,
         took_s=time.perf_counter() - began,
@@ -260,11 +149,11 @@ def one(job: Job, plan: Plan) -> Planned:
 def _planned(job: Job, found: Found, place: int, rank: int) -> Planned:
     plan = to_plan(found.columns, place)
     return Planned(
-        title=", ".join([title(plan), *_varied(plan, job.wanted.vary)]),
+        title=", ".join([title(plan), *varied(plan, job.wanted.vary)]),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, found.columns, found.times, found.needs, place),
-        why=_why(job, found, place, rank),
+        why=why(job, found, place, rank),
         untrained=job.outline.untrained or plan.untrained,
         placement=crossing(job.cluster, plan),
     )
@@ -281,7 +170,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     full = row.modes[0, MODES.index("full")] + row.modes[0, MODES.index("attention")]
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
     mfu = None if peak is None else 3 * forward / seconds / peak / ranks
-    low, high = interval(job.cluster.probed)
+    low, high = interval(job.cluster.calibrated)
     by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind)
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
@@ -314,199 +203,6 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     )
 
 
-@lru_cache
-def _residuals() -> Mapping[str, Any]:
-    text = files("outpace.catalog").joinpath("residuals.json").read_text(encoding="utf-8")
-    loaded: Mapping[str, Any] = json.loads(text)
-    return loaded
-
-
-def interval(probed: bool) -> tuple[float, float]:
-    """Of a predicted time: the factors between which the true one lies with LEVEL.
-
-    They are quantiles of real comparisons, written by benchmarks/planner_accuracy.py.
-    """
-    table = _residuals()
-    # Until steps on probed machines are recorded, they are taken as no surer than the catalog's.
-    row = (table["probed"] if probed else None) or table["catalog"]
-    return float(row["low"]), float(row["high"])
-
-
-_NAMES: Mapping[str, str] = {
-    "ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "hsdp": "HSDP",
-    "single": "one device", "ps": "parameter server", "ring": "ring all-reduce",
-    "dp": "DP, one process", "mp": "naive model parallel",
-}  # fmt: skip
-
-
-def title(plan: Plan) -> str:
-    """A plan in a few words: its axes, micro-batch and what it gives for memory."""
-    name = _NAMES.get(plan.strategy)
-    if name is None:
-        mesh = _axes(plan)
-    else:
-        mesh = name if plan.world_size == 1 else f"{name} {plan.world_size}"
-        if plan.strategy == "hsdp":
-            mesh = f"HSDP {plan.dp_replicate} × {plan.dp_shard}"
-    return ", ".join([mesh, f"micro-batch {plan.micro_batch}", *_levers(plan)])
-
-
-def _axes(plan: Plan) -> str:
-    words = [f"TP {plan.tp}"] if plan.tp > 1 else []
-    words += [f"CP {plan.cp}"] if plan.cp > 1 else []
-    if plan.pp > 1:
-        loops = f" × {plan.stages_per_rank}" if plan.stages_per_rank > 1 else ""
-        words.append(f"PP {plan.pp}{loops} {plan.schedule}")
-    words += [f"replicas {plan.dp_replicate}"] if plan.dp_replicate > 1 else []
-    words += [f"ZeRO-{plan.zero} {plan.dp_shard}"] if plan.dp_shard > 1 else []
-    return " × ".join(words + ([f"EP {plan.ep}"] if plan.ep > 1 else []))
-
-
-def _levers(plan: Plan) -> list[str]:
-    found = []
-    if plan.checkpointing != "none":
-        half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
-        found.append(f"{plan.checkpointing} recomputation{half}")
-    if plan.loss == "chunked":
-        found.append("chunked loss")
-    for what in ("activations", "parameters", "optimizer"):
-        place = getattr(plan, f"offload_{what}")
-        if place != "none":
-            found.append(f"{what} on {'disk' if place == 'disk' else 'the host'}")
-    return found
-
-
-def _varied(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """What a plan has of the settings that are varied, where it is not what plans have anyway."""
-    words = {
-        "precision": plan.precision,
-        "optimizer": plan.optimizer,
-        "compile": "compiled" if plan.compile else "",
-        "stage_split": "even stages" if plan.stage_split == "even" else "",
-        "sequence_parallel": "" if plan.sequence_parallel else "no sequence parallelism",
-        "async_tp": "async TP" if plan.async_tp else "",
-        "optimizer_in_backward": "steps in the backward" if plan.optimizer_in_backward else "",
-    }
-    return [words[name] for name in vary if words[name]]
-
-
-def _why(job: Job, found: Found, place: int, rank: int) -> str:
-    """One sentence: against the fastest, or, of the fastest, against the next."""
-    others = [int(other) for other in found.ranked if other != place]
-    if not others:
-        return _alone(job.wanted)
-    other = others[0]
-    mine, theirs = found.times.step_s[place], found.times.step_s[other]
-    gaps = {
-        name: float(getattr(found.times, name)[other] - getattr(found.times, name)[place])
-        for name in PARTS
-    }
-    against = title(to_plan(found.columns, other)).split(", micro-batch")[0]
-    if rank == 0:
-        name = max(gaps, key=lambda key: gaps[key])
-        if gaps[name] <= 0 or theirs / mine - 1 < _ALIKE:
-            return f"as fast as the next ({against}), and no harder to set up"
-        return (
-            f"{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
-            f"{show_seconds(gaps[name])} more for {PARTS[name]}{_stream(found, name, other, place)}"
-        )
-    name = min(gaps, key=lambda key: gaps[key])
-    if mine / theirs - 1 < _ALIKE:
-        return f"as fast as the fastest ({against})"
-    more = show_seconds(max(0.0, -gaps[name]))
-    return (
-        f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
-        f"{_stream(found, name, place, other)}"
-    )
-
-
-def _stream(found: Found, part: str, slower: int, faster: int) -> str:
-    """Why memory-bound operations take longer, where one plan's numbers are wider than another's.
-
-    Autocast leaves the residual stream in fp32 and casts weights for each micro-batch; strategies
-    that shard parameters or gradients hold all of it in 16 bits (docs/planner.md).
-    """
-    c = found.columns
-    wide = c.precise("bf16", "fp16", "fp8") & ~c.of("zero2", "zero3", "hsdp", "3d")
-    if part != "memory_s" or not wide[slower] or wide[faster]:
-        return ""
-    return " (autocast leaves its residual stream in fp32: docs/planner.md)"
-
-
-def _alone(wanted: Wanted) -> str:
-    """Why a plan has no other to be compared with."""
-    c = layouts(wanted)
-    splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
-    if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
-        return "no other kind of plan fits"
-    if wanted.keep:
-        return "the only kind that --keep leaves"
-    return "the only kind of plan that there is"
-
-
-def _rejected(job: Job, found: Found) -> list[Rejected]:
-    """Every family that is not among the ranked, and its best or its smallest plan."""
-    shown = {FAMILIES[place] for place in family(found.columns)[found.ranked[: job.count]]}
-    laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
-    rows = []
-    for name in FAMILIES:
-        if name in found.best and name not in shown:
-            rows.append(_passed_over(job, found, name))
-        elif name in laid_out and name not in shown:
-            reason = f"does not go with {_kept(job.wanted)}"
-            rows.append(Rejected(family=name, reason=reason))
-    return rows
-
-
-def _passed_over(job: Job, found: Found, name: str) -> Rejected:
-    """A family's best plan against the fastest, or how far its smallest is from fitting."""
-    place, first = found.best[name], found.ranked[0]
-    if place < 0:
-        small = found.smallest[name]
-        plan = to_plan(found.columns, small)
-        lever = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
-        reason = f"{_lacks(job, found.columns, small)} even with {_choices(plan)}{lever}"
-        return Rejected(family=name, reason=reason, plan=plan)
-    plan = to_plan(found.columns, place)
-    seconds = float(found.times.step_s[place])
-    gaps = {
-        part: float(getattr(found.times, part)[place] - getattr(found.times, part)[first])
-        for part in PARTS
-    }
-    worst = max(gaps, key=lambda key: gaps[key])
-    reason = (
-        f"{show_seconds(seconds)} at best, with {_choices(plan)}; "
-        f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
-        f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
-        f"{_stream(found, worst, place, int(first))}"
-    )
-    return Rejected(family=name, reason=reason, plan=plan)
-
-
-# Strategies that outpace has for comparison, whose plans offload nothing.
-_WHOLE = ("dp", "ps", "ring", "horovod", "mp")
-
-
-def _choices(plan: Plan) -> str:
-    """A plan's micro-batch and levers, in words."""
-    return ", ".join([f"micro-batch {plan.micro_batch}", *_levers(plan)])
-
-
-def _kept(wanted: Wanted) -> str:
-    return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
-
-
-def _lacks(job: Job, columns: Columns, place: int) -> str:
-    """Of a plan that does not fit: what it needs of what there is, on a device or its host."""
-    row = columns.take([place])
-    need = float(job.needs(row)[0])
-    if need > job.limit or job.host_bytes is None:
-        has = show_bytes(job.cluster.device.memory_bytes)
-        return f"needs {show_bytes(round(need))} of a device's {has}"
-    away = round(float(job.offloads(row)[0]))
-    return f"needs {show_bytes(away)} of a node's {show_bytes(job.host_bytes)} of host memory"
-
-
 def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
     """What each thing that a person insists on costs: the time without it, all else kept."""
     rows = []
@@ -529,32 +225,17 @@ def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
 def _infeasible(job: Job, found: Found) -> str:
     """Why nothing fits, and the smallest machine that would do."""
     if not found.smallest:
-        return _impossible(job.wanted)
+        return impossible(job.wanted)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
     place = found.smallest[min(needs, key=lambda name: needs[name])]
     more = _enough(lambda nodes: _fits_on(job, nodes))
     return (
         f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
         f"smallest plan ({title(to_plan(found.columns, place))}) "
-        f"{_lacks(job, found.columns, place)}. "
+        f"{lacks(job, found.columns, place)}. "
         + (f"It fits on {more} nodes of {job.cluster.name}." if more else
            "Use devices with more memory, a shorter --seq-len, or a smaller model.")
     )  # fmt: skip
-
-
-def _impossible(wanted: Wanted) -> str:
-    """Why no plan can be laid out, and the nearest global batches that could be."""
-    kept = f", with {_kept(wanted)}" if wanted.keep else ""
-    near = nearest_batches(wanted)
-    if near:
-        remedy = f"Use a global batch of {' or '.join(f'{n:,}' for n in near)}, or insist on less."
-    else:
-        remedy = "Insist on less, or use other numbers of devices."
-    return (
-        f"no plan can be laid out: {wanted.world} devices and a global batch of "
-        f"{wanted.global_batch}{kept}. The axes have to multiply to the devices, tp has to divide "
-        f"the heads, and what is left of the devices the batch. {remedy}"
-    )
 
 
 _MOST_NODES = 4096

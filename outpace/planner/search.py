@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.columns import STRATEGIES, Columns, Floats, Ints
-from outpace.planner.estimate import Question, Times, estimate
+from outpace.planner.estimate import Times, estimate
 from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.planner.step_setup import Question
 
 # Bytes that each plan's fullest rank needs.
 Needs = Callable[[Columns], Floats]

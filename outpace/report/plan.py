@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outpace.planner.plans import PARTS
+from outpace.planner.titles import PARTS
 from outpace.records.estimate import Estimate, Planned, Plans
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
 

@@ -11,10 +11,11 @@ from outpace.catalog.references import references
 from outpace.planner.calibrate import Rates, SeenStep, calibrated
 from outpace.planner.columns import of_plans
 from outpace.planner.device import Device
-from outpace.planner.estimate import Question, estimate
+from outpace.planner.estimate import estimate
 from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.finalists import played
 from outpace.planner.outlines import outline
+from outpace.planner.step_setup import Question
 
 ASSUMED = Rates(
     Device(

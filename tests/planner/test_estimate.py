@@ -13,13 +13,14 @@ from outpace.catalog.nodes import NODES, find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.columns import Columns, of_plans
 from outpace.planner.device import Device
-from outpace.planner.estimate import Question, Times, estimate, stages_of
+from outpace.planner.estimate import Times, estimate, stages_of
 from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.finalists import played
 from outpace.planner.machines import of_catalog
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
+from outpace.planner.step_setup import Question
 from outpace.records.outline import Attention, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 

@@ -13,11 +13,12 @@ from outpace.catalog.models import preset
 from outpace.catalog.nodes import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner import memory
-from outpace.planner.estimate import Question, estimate
+from outpace.planner.estimate import estimate
 from outpace.planner.machines import of_catalog
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.search import FAMILIES, family, search
 from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
+from outpace.planner.step_setup import Question
 
 # Plainness may decide between plans that differ by so little.
 ALIKE = 1.0011

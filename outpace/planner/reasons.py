@@ -1,0 +1,141 @@
+"""Why a plan is where it is, why others were not taken, and why nothing can be."""
+
+import numpy as np
+
+from outpace.planner.batches import nearest_batches
+from outpace.planner.columns import Columns
+from outpace.planner.job import Job
+from outpace.planner.search import FAMILIES, Found, family
+from outpace.planner.space import Wanted, layouts, to_plan
+from outpace.planner.titles import PARTS, choices, title
+from outpace.records.estimate import Rejected
+from outpace.records.units import show_bytes, show_seconds, show_share
+
+_ALIKE = 5e-4  # what would be shown as 0.0 %
+
+
+def why(job: Job, found: Found, place: int, rank: int) -> str:
+    """One sentence: against the fastest, or, of the fastest, against the next."""
+    others = [int(other) for other in found.ranked if other != place]
+    if not others:
+        return _alone(job.wanted)
+    other = others[0]
+    mine, theirs = found.times.step_s[place], found.times.step_s[other]
+    gaps = {
+        name: float(getattr(found.times, name)[other] - getattr(found.times, name)[place])
+        for name in PARTS
+    }
+    against = title(to_plan(found.columns, other)).split(", micro-batch")[0]
+    if rank == 0:
+        name = max(gaps, key=lambda key: gaps[key])
+        if gaps[name] <= 0 or theirs / mine - 1 < _ALIKE:
+            return f"as fast as the next ({against}), and no harder to set up"
+        return (
+            f"{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
+            f"{show_seconds(gaps[name])} more for {PARTS[name]}{_stream(found, name, other, place)}"
+        )
+    name = min(gaps, key=lambda key: gaps[key])
+    if mine / theirs - 1 < _ALIKE:
+        return f"as fast as the fastest ({against})"
+    more = show_seconds(max(0.0, -gaps[name]))
+    return (
+        f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
+        f"{_stream(found, name, place, other)}"
+    )
+
+
+def _stream(found: Found, part: str, slower: int, faster: int) -> str:
+    """Why memory-bound operations take longer, where one plan's numbers are wider than another's.
+
+    Autocast leaves the residual stream in fp32 and casts weights for each micro-batch; strategies
+    that shard parameters or gradients hold all of it in 16 bits (docs/planner.md).
+    """
+    c = found.columns
+    wide = c.precise("bf16", "fp16", "fp8") & ~c.of("zero2", "zero3", "hsdp", "3d")
+    if part != "memory_s" or not wide[slower] or wide[faster]:
+        return ""
+    return " (autocast leaves its residual stream in fp32: docs/planner.md)"
+
+
+def _alone(wanted: Wanted) -> str:
+    """Why a plan has no other to be compared with."""
+    c = layouts(wanted)
+    splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
+    if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
+        return "no other kind of plan fits"
+    if wanted.keep:
+        return "the only kind that --keep leaves"
+    return "the only kind of plan that there is"
+
+
+def rejected(job: Job, found: Found) -> list[Rejected]:
+    """Every family that is not among the ranked, and its best or its smallest plan."""
+    shown = {FAMILIES[place] for place in family(found.columns)[found.ranked[: job.count]]}
+    laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
+    rows = []
+    for name in FAMILIES:
+        if name in found.best and name not in shown:
+            rows.append(_passed_over(job, found, name))
+        elif name in laid_out and name not in shown:
+            reason = f"does not go with {_kept(job.wanted)}"
+            rows.append(Rejected(family=name, reason=reason))
+    return rows
+
+
+def _passed_over(job: Job, found: Found, name: str) -> Rejected:
+    """A family's best plan against the fastest, or how far its smallest is from fitting."""
+    place, first = found.best[name], found.ranked[0]
+    if place < 0:
+        small = found.smallest[name]
+        plan = to_plan(found.columns, small)
+        lever = " (it offloads nothing)" if plan.strategy in _WHOLE else ""
+        reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{lever}"
+        return Rejected(family=name, reason=reason, plan=plan)
+    plan = to_plan(found.columns, place)
+    seconds = float(found.times.step_s[place])
+    gaps = {
+        part: float(getattr(found.times, part)[place] - getattr(found.times, part)[first])
+        for part in PARTS
+    }
+    worst = max(gaps, key=lambda key: gaps[key])
+    reason = (
+        f"{show_seconds(seconds)} at best, with {choices(plan)}; "
+        f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
+        f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
+        f"{_stream(found, worst, place, int(first))}"
+    )
+    return Rejected(family=name, reason=reason, plan=plan)
+
+
+# Strategies that outpace has for comparison, whose plans offload nothing.
+_WHOLE = ("dp", "ps", "ring", "horovod", "mp")
+
+
+def _kept(wanted: Wanted) -> str:
+    return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
+
+
+def lacks(job: Job, columns: Columns, place: int) -> str:
+    """Of a plan that does not fit: what it needs of what there is, on a device or its host."""
+    row = columns.take([place])
+    need = float(job.needs(row)[0])
+    if need > job.limit or job.host_bytes is None:
+        has = show_bytes(job.cluster.device.memory_bytes)
+        return f"needs {show_bytes(round(need))} of a device's {has}"
+    away = round(float(job.offloads(row)[0]))
+    return f"needs {show_bytes(away)} of a node's {show_bytes(job.host_bytes)} of host memory"
+
+
+def impossible(wanted: Wanted) -> str:
+    """Why no plan can be laid out, and the nearest global batches that could be."""
+    kept = f", with {_kept(wanted)}" if wanted.keep else ""
+    near = nearest_batches(wanted)
+    if near:
+        remedy = f"Use a global batch of {' or '.join(f'{n:,}' for n in near)}, or insist on less."
+    else:
+        remedy = "Insist on less, or use other numbers of devices."
+    return (
+        f"no plan can be laid out: {wanted.world} devices and a global batch of "
+        f"{wanted.global_batch}{kept}. The axes have to multiply to the devices, tp has to divide "
+        f"the heads, and what is left of the devices the batch. {remedy}"
+    )

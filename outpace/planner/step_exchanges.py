@@ -1,0 +1,133 @@
+"""Seconds that are exposed of exchanges: gradients and parameters, keys and values, experts."""
+
+import numpy as np
+
+from outpace.planner.columns import MODES, Floats
+from outpace.planner.step_pipeline import Pipeline
+from outpace.planner.step_setup import FP32, Pass, Setup, of_stacks
+
+
+class Exchanges(Setup):
+    """What no computing hides."""
+
+    def ring_s(
+        self, forwards: list[Pass], backwards: list[Pass], shares: Floats, own: Floats
+    ) -> Floats:
+        """Keys and values go round while attention is computed; what is left is waited for.
+
+        Forwards once round, backwards with gradients twice as much; where attention is computed
+        again, they go round again.
+        """
+        c = self.c
+        total, merged = np.zeros(len(c)), np.zeros(len(c))
+        for stack in self.outline.stacks:
+            a = stack.attention
+            if a is None:
+                continue
+            # Each part's outputs are put together with those before: read, read, written, in fp32;
+            # gradients likewise.
+            outputs = self.tokens * a.heads / c.tp * a.value_dim * 3 * FP32
+            merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
+                outputs / self.device.memory_bytes_per_s + 3 * self.device.fixed_s
+            )
+            widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
+            each = self.fabric.send_s(self.tokens * widths * self.item, c.tp)
+            total = total + stack.layers / c.pp * (c.cp - 1) * each
+        share = (c.cp - 1) / c.cp
+        full = self.c.modes[:, MODES.index("full")]
+        ahead = share * own * of_stacks(forwards, shares, "attention_s")
+        back = share * own * of_stacks(backwards, shares, "attention_s") - full * ahead
+        exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
+        return np.where(c.cp > 1, self.micro * (exposed + merged * (1 + full / 2)), 0.0)
+
+    def experts_s(self) -> Floats:
+        """Tokens to their experts and back, all to all: twice forwards, twice backwards."""
+        c = self.c
+        total = np.zeros(len(c))
+        for stack in self.outline.stacks:
+            if stack.mlp is not None and stack.mlp.experts:
+                nbytes = self.tokens * stack.mlp.active * self.outline.hidden * self.item
+                one = self.fabric.collective_s(nbytes * c.ep, c.ep, c.tp, 1)
+                total = total + stack.layers / c.pp * 4 * one
+        return np.where(c.ep > 1, self.micro * total, 0.0)
+
+    def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: Pipeline) -> Floats:
+        """What is exposed of gradients' sums, and of gathering parameters that are sharded.
+
+        `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
+        differ, one that is not the slowest may be by what it exposes.
+        """
+        c = self.c
+        together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
+        grads = self.parameters * self.kept
+        low = self.parameters * np.where(self.item < FP32, 2.0, FP32)
+        shard_sum = self.fabric.collective_s(grads, together, c.tp, 1)
+        gather = self.fabric.collective_s(low, together, c.tp, 1)
+        far = c.tp * c.cp * c.dp_shard
+        replicas = self.fabric.collective_s(
+            grads / np.where(c.zero > 0, c.dp_shard, 1), c.dp_replicate, far, 2
+        )
+        replicas = replicas + np.where(
+            c.zero == 0, self.fabric.collective_s(grads, c.cp, c.tp, 2), 0.0
+        )
+        # The embedding's gradient is the last to be whole, and a bucket is no smaller than it.
+        table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
+        last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
+        buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
+        buckets = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
+        units = np.maximum(self.outline.layers / c.pp, 1.0)
+        # A pipeline's micro-batches share gathers and sums.
+        shared = np.where(c.pp > 1, c.microbatches, 1)
+        rounds = np.where(c.pp > 1, c.passes, self.micro)
+        # Megatron's gathers go on beside the next forward, ZeroRedundancyOptimizer's do not.
+        product = c.of("3d")
+        sums = shard_sum + replicas
+
+        def exposed_by(ahead: Floats, back: Floats) -> Floats:
+            own_gather = np.where(product, self.beside(gather, ahead, units), gather)
+            zero1 = self.beside(shard_sum, back, buckets) + self.beside(replicas, back, buckets)
+            # Layer by layer: a gather before each forward and backward, a sum after.
+            into = self.beside(gather + sums, shared * back, units + 1)
+            zero3 = rounds * (self.beside(gather, shared * ahead, units + 1) + into)
+            zero2 = self.beside(gather, shared * ahead, units + 1)
+            zero2 = rounds * (zero2 + self.beside(sums, shared * back, units + 1))
+            plain = self.beside(replicas, back, buckets)
+            levels = [c.zero == level for level in (1, 2, 3)]
+            return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
+
+        busy = self.micro * pipeline.pace_s
+        exposed: Floats = np.max(
+            [
+                self.micro * seconds - busy + exposed_by(count * ahead_s, count * back_s)
+                for seconds, count in pipeline.ranks
+            ],
+            axis=0,
+        )
+        exposed = exposed + self._units(units)
+        exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
+        return np.where(c.of("dp", "ps"), self._one_to_all(grads), exposed)
+
+    def _units(self, units: Floats) -> Floats:
+        """The host's part of gathering shards and summing up gradients, unit by unit."""
+        c = self.c
+        rounds = np.where(c.pp > 1, c.passes, self.micro)
+        sums = np.where(c.zero > 1, rounds, 0)
+        gathers = np.where(c.zero == 3, 2 * rounds, sums)
+        found: Floats = (sums + gathers) * (units + 1) * self.device.unit_s
+        return found
+
+    def _one_to_all(self, grads: Floats) -> Floats:
+        """dp: parameters to every replica before a forward, gradients back, over one device's link.
+
+        ps: as much over the servers' links, each worker's in turn, both ways at the same time.
+        """
+        c = self.c
+        others = np.maximum(c.data_parallel - 1, 0)
+        link = np.where(
+            c.data_parallel <= self.fabric.per_node,
+            self.fabric.pair_bytes_per_s,
+            self.fabric.across_bytes_per_s,
+        )
+        dp = 2 * others * grads / link
+        ps = c.data_parallel * grads / np.maximum(c.servers, 1) / link
+        return np.where(c.of("ps"), ps, self.micro * dp)

@@ -1,0 +1,72 @@
+"""Seconds that a rank's parameters cost: casts, the optimizer's step, what is offloaded."""
+
+import numpy as np
+
+from outpace.planner.columns import MODES, Floats
+from outpace.planner.optimizer_time import optimizer_s
+from outpace.planner.step_setup import FP32, Setup
+
+
+class Parameters(Setup):
+    """Beside the passes, or on a pipeline's ranks within them."""
+
+    def weight_traffic_s(self) -> Floats:
+        """Of a micro-batch: weights cast for products, gradients cast back and added up."""
+        cast = np.where(self.autocast, 12.0, 0.0)
+        add = np.where(self.micro > 1, 3 * self.kept, 0.0)
+        seconds: Floats = self.parameters * (cast + add) / self.device.memory_bytes_per_s
+        return seconds
+
+    def optimizer_step_s(self) -> Floats:
+        """By the optimizer's own traffic, launches and products, of the parameters of a shard."""
+        shards = np.where(self.c.zero > 0, self.c.dp_shard * self.c.cp, 1)
+        return optimizer_s(self.outline, self.device, self.fabric, self.c, self.owned / shards)
+
+    def offloading_s(self, busy: Floats) -> Floats:
+        """What lies in host memory goes over the host's link: what passes do not hide."""
+        c = self.c
+        shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
+        own = self.owned / shards
+        rate = self.device.host_bytes_per_s
+        host_steps = own * 7 * FP32 / self.device.host_memory_bytes_per_s
+        state = np.where(c.offload_optimizer > 0, own * (self.kept + FP32) / rate + host_steps, 0)
+        gathers = np.where(c.pp > 1, c.passes, self.micro)
+        lent = 2 * gathers * own * self.kept / rate
+        weights_s = np.where(c.offload_parameters > 0, np.maximum(lent - busy, 0.0) + host_steps, 0)
+        there_and_back = 2 * self.micro * self._saved() / rate
+        acts = np.where(c.offload_activations > 0, np.maximum(there_and_back - busy, 0.0), 0.0)
+        disk = np.maximum(c.offload_optimizer, c.offload_parameters) > 1
+        slow = np.where(disk, own * 2 * 3 * FP32 / self.device.disk_bytes_per_s, 0.0)
+        total: Floats = state + weights_s + acts + slow
+        return total
+
+    def _saved(self) -> Floats:
+        """Bytes that a rank's blocks keep of a micro-batch for the backward.
+
+        Inputs and outputs of norms and what products read: queries, keys, values and their mix,
+        and of the MLP what its activation reads and gives (Korthikanti et al., arXiv 2205.05198,
+        §4.1, without scores). A block that is computed again keeps its input alone; with
+        "attention" the mix as well, with "selective" what products gave.
+        """
+        c, hidden = self.c, self.outline.hidden
+        modes = {name: c.modes[:, place] for place, name in enumerate(MODES)}
+        total = np.zeros(len(c))
+        for stack in self.outline.stacks:
+            a, m = stack.attention, stack.mlp
+            mix = 0 if a is None else a.heads * a.value_dim
+            read = (
+                0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
+            )
+            inner = 0 if m is None else m.width * (m.active if m.experts else 1) + m.shared
+            products = (read + mix + inner * (2 if m is not None and m.gated else 1)) / c.tp
+            activated = inner * (2 if m is not None and m.gated else 1) / c.tp
+            everything = 4 * hidden + products + activated
+            each = (
+                modes["none"] * everything
+                + modes["selective"] * (2 * hidden + products)
+                + modes["attention"] * (hidden + mix / c.tp)
+                + modes["full"] * hidden
+            )
+            total = total + stack.layers / c.pp * each
+        saved: Floats = total * self.tokens * self.item
+        return saved

@@ -1,0 +1,94 @@
+"""Seconds of a micro-batch's passes through a layer, the embedding and the head, on one rank."""
+
+from dataclasses import fields
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.planner.columns import MODES, Floats
+from outpace.planner.layers import Work, embedding, head, layer
+from outpace.planner.step_setup import Pass, Setup
+
+# Of a block that is computed again: states of random numbers are kept, set, and set back, on the
+# host and the device (torch.utils.checkpoint).
+_CHECKPOINT_OPERATORS = 6
+
+
+class Passes(Setup):
+    """Forwards and backwards, with what is computed again and what tensor parallelism waits for."""
+
+    def layer_passes(self) -> tuple[list[Pass], list[Pass]]:
+        """Of each stack's layer: a forward, and a backward with what it computes again."""
+        forwards, backwards = [], []
+        for stack in self.outline.stacks:
+            work = layer(self.device, self.outline, stack, self.cells, self.q.seq_len,
+                         self.q.kernel)  # fmt: skip
+            w = Work(**{f.name: self.spread(getattr(work, f.name)) for f in fields(work)})
+            sums = float(stack.attention is not None) + float(stack.mlp is not None)
+            forwards.append(self._forward(w, sums))
+            backwards.append(self._backward(w, sums))
+        return forwards, backwards
+
+    def _forward(self, w: Work, sums: float) -> Pass:
+        tensor_s, calls = self._tensor(sums, w.products_s)
+        host_s = (w.forward_operators + calls) * self.device.operator_s
+        none = np.zeros_like(w.forward_s)
+        return Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self.alone)
+
+    def _backward(self, w: Work, sums: float) -> Pass:
+        """Recomputation by its shares of the blocks: all of a block, or all but attention itself.
+
+        What "selective" computes again has no products; it moves memory, as norms and activations.
+        """
+        modes = {name: self.c.modes[:, place] for place, name in enumerate(MODES)}
+        full, dense = modes["full"], modes["attention"]
+        most = full + dense
+        light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
+        again_s = most * w.forward_s - dense * w.inner_s + modes["selective"] * light_s
+        again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
+        again_tensor_s, calls = self._tensor(sums, w.products_s)
+        tensor_s, _ = self._tensor(sums, 2 * w.products_s)
+        launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
+        return Pass(
+            w.backward_s + again_s,
+            launched * self.device.operator_s,
+            tensor_s + most * again_tensor_s,
+            (2 + most) * w.products_s,
+            w.attention_back_s + full * w.attention_s,
+            w.weights_s,
+            self.alone,
+        )
+
+    def _tensor(self, sums: float, products_s: Floats) -> tuple[Floats, Floats]:
+        """Exchanges of tensor parallelism in a layer's forward, and how many; as many backwards.
+
+        A sum after attention and one after the MLP; with sequence parallelism each is a gather and
+        a scattering sum, of the same bytes together (Korthikanti et al., arXiv 2205.05198, §4.2).
+        With async_tp each goes on in tp parts beside the product that it is for.
+        """
+        c = self.c
+        nbytes = self.tokens * self.outline.hidden * self.item
+        near = np.ones_like(c.tp)
+        whole = self.fabric.collective_s(nbytes, c.tp, near, 2)
+        halves = 2 * self.fabric.collective_s(nbytes, c.tp, near, 1)
+        calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
+        exchange_s = sums * np.where(c.sequence_parallel, halves, whole)
+        exposed_s = np.where(
+            c.async_tp, self.beside(exchange_s, products_s, c.tp.astype(float)), exchange_s
+        )
+        return exposed_s, sums * calls
+
+    def end_passes(self) -> tuple[Pass, Pass, Pass, Pass]:
+        """Embedding and head, forward and backward."""
+        zero = np.zeros(len(self.c))
+        found = []
+        for part in (embedding, head):
+            work = part(self.device, self.outline, self.cells, self.q.seq_len)
+            for seconds, products, share in (
+                (work.forward_s, work.products_s, 1.0),
+                (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
+            ):
+                device_s, products_s = self.spread(seconds), self.spread(products)
+                host_s = self.spread(work.operators) * self.device.operator_s * share
+                found.append(Pass(device_s, host_s, zero, products_s, zero, zero, self.alone))
+        return found[0], found[1], found[2], found[3]

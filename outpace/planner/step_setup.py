@@ -1,0 +1,126 @@
+"""What a step's terms are reckoned from: bytes of numbers, a rank's parameters, distinct layers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outpace.planner.columns import PRECISIONS, Columns, Floats
+from outpace.planner.device import Device, dtype_of, items
+from outpace.planner.fabric import Fabric
+from outpace.planner.layers import Cells, Kernel
+from outpace.planner.outlines import layer_parameters, outside_elements, weights
+from outpace.records.outline import Outline
+
+FP32 = 4.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model on a machine, and the attention kernel there.
+
+    `loader_tokens_per_s` is what a node loads beside computing.
+    """
+
+    outline: Outline
+    seq_len: int
+    device: Device
+    fabric: Fabric
+    kernel: Kernel = "fused"
+    loader_tokens_per_s: float = math.inf
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Of one micro-batch: seconds on the device, on the host, and waiting for other ranks' parts.
+
+    `weights_s` are the device's for gradients of weights, which some schedules put off.
+
+    A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
+    both are one (`alone`), it takes what both take.
+    """
+
+    device_s: Floats
+    host_s: Floats
+    tensor_s: Floats
+    products_s: Floats
+    attention_s: Floats
+    weights_s: Floats
+    alone: bool
+
+    @property
+    def seconds(self) -> Floats:
+        if self.alone:
+            return self.device_s + self.tensor_s + self.host_s
+        return np.maximum(self.device_s + self.tensor_s, self.host_s)
+
+
+def of_stacks(passes: Sequence[Pass], shares: Floats, name: str) -> Floats:
+    """Of all stacks, each by its share of the layers."""
+    found: Floats = np.sum(
+        [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
+    )
+    return found
+
+
+class Setup:
+    """Of all plans at once, one entry each."""
+
+    def __init__(self, question: Question, columns: Columns) -> None:
+        self.q, self.c = question, columns
+        self.outline, self.device, self.fabric = question.outline, question.device, question.fabric
+        self._sizes()
+        self._cells()
+        self.micro = columns.microbatches * columns.passes
+
+    def _sizes(self) -> None:
+        """Bytes of numbers, and parameters of a rank before data parallelism shards them."""
+        c = self.c
+        self.item = items(c.precision)
+        shards_cast = c.of("zero2", "zero3", "hsdp", "3d")
+        self.autocast = c.precise("bf16", "fp16", "fp8") & ~shards_cast
+        self.wide = np.where(self.autocast, FP32, self.item)
+        self.kept = np.where(c.precise("fp16-master", "bf16-pure", "fp16-pure"), 2.0, FP32)
+        layers, more = np.zeros(len(c)), np.zeros(len(c))
+        for stack in self.outline.stacks:
+            experts = sum(w.elements for w in weights(stack, self.outline.hidden) if w.experts)
+            rest = layer_parameters(stack, self.outline.hidden) - experts
+            layers = layers + stack.layers * (rest / c.tp + experts / c.ep)
+            # Who shares out experts shards as well: of what is sharded ep is a part.
+            alone = np.where(c.zero > 0, c.ep, 1)
+            more = more + stack.layers * experts * (alone - 1) / c.ep
+        ends = outside_elements(self.outline) / c.tp
+        # A pipeline's ends have the embedding and the head; the fuller one decides.
+        self.parameters = layers / c.pp + np.where(c.pp > 1, ends / (1 if self.tied else 2), ends)
+        self.owned = self.parameters + more / c.pp
+
+    @property
+    def alone(self) -> bool:
+        return self.device.kind == "cpu"
+
+    @property
+    def tied(self) -> bool:
+        return self.outline.tied
+
+    def _cells(self) -> None:
+        c = self.c
+        rates = np.array([self.device.rate(dtype_of(name)) for name in PRECISIONS])
+        split = np.where(c.sequence_parallel, c.tp, 1)
+        keys = np.stack(
+            [rates[c.precision], self.item, self.wide, c.micro_batch, c.tp, c.cp, c.ep, split,
+             c.compile], axis=1,
+        ).astype(float)  # fmt: skip
+        unique, self.of = np.unique(keys, axis=0, return_inverse=True)
+        self.cells = Cells(*unique.T)
+        self.tokens = c.micro_batch * self.q.seq_len / c.cp
+
+    def spread(self, values: Floats) -> Floats:
+        """Of each plan, what is of each cell."""
+        return np.broadcast_to(values, self.cells.rate.shape)[self.of]
+
+    def beside(self, exchange_s: Floats, compute_s: Floats, units: Floats) -> Floats:
+        """What is exposed of an exchange in equal parts, one fewer of which has company."""
+        exposed = np.maximum(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
+        found: Floats = exchange_s - self.device.hides * (exchange_s - exposed)
+        return found
