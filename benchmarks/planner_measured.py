@@ -227,15 +227,14 @@ def main() -> int:
                 told = predicted(cluster, world, course, row["plan"])
                 rows.append({**row, **told, "world": world, "model": COURSES[course][0]})
             if arguments.out:  # what is there already, should the rest be interrupted
-                arguments.out.write_text(json.dumps({"rows": rows}))
+                arguments.out.write_text(json.dumps({"rows": rows, "probes": _dumped(machines)}))
     ratios: dict[str, list[float]] = {}
     for row in rows:
         took = statistics.median(row["steps_s"])
         ratios.setdefault(f"{row['model']} on {row['world']}", []).append(took / row["predicted_s"])
     spread = coverage.residuals(ratios)
     result = {"scores": scores(rows), "regrets": regrets(rows), "residuals": spread, "rows": rows,
-              "probes": {str(world): machine.model_dump(mode="json")
-                         for world, machine in machines.items()}}  # fmt: skip
+              "probes": _dumped(machines)}  # fmt: skip
     print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "probes")}, indent=2))
     if arguments.out:
         arguments.out.write_text(json.dumps(result))
@@ -243,6 +242,10 @@ def main() -> int:
         save("planner_measured", result)
         coverage.keep("probed", spread)
     return 0
+
+
+def _dumped(machines: dict[int, Any]) -> dict[str, Any]:
+    return {str(world): machine.model_dump(mode="json") for world, machine in machines.items()}
 
 
 def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

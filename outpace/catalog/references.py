@@ -1,8 +1,8 @@
 """Small trainings whose steps `outpace probe` times: what the planner cannot add up from parts.
 
 What operators take one after the other in a step is not what each takes alone: caches are cold,
-allocators and autograd are at work, hooks of strategies run. Three models, of which one waits for
-operators, one computes and one does both, by every strategy of so many ranks.
+allocators and autograd are at work, hooks of strategies run. Models of which one waits for operators, one
+computes, one does both and one has long sequences, by every strategy of so many ranks.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-Size = Literal["small", "medium", "large"]
+Size = Literal["small", "medium", "large", "long"]
 Kind = Literal["cpu", "cuda"]
 
 _SPECS: dict[Kind, dict[Size, dict[str, Any]]] = {
@@ -21,15 +21,18 @@ _SPECS: dict[Kind, dict[Size, dict[str, Any]]] = {
         "medium": {"family": "llama", "layers": 4, "hidden": 320, "heads": 8, "ffn": 896,
                    "vocab": 3072},
         "large": {"family": "gpt2", "layers": 4, "hidden": 448, "heads": 8, "vocab": 6144},
+        "long": {"family": "gpt2", "layers": 2, "hidden": 256, "heads": 8, "vocab": 1024},
     },
     "cuda": {
         "small": {"family": "gpt2", "layers": 8, "hidden": 768, "heads": 16, "vocab": 8192},
         "medium": {"family": "llama", "layers": 8, "hidden": 2048, "heads": 16, "ffn": 5632,
                    "vocab": 32000},
         "large": {"family": "gpt2", "layers": 8, "hidden": 3072, "heads": 16, "vocab": 50304},
+        "long": {"family": "gpt2", "layers": 2, "hidden": 2048, "heads": 16, "vocab": 8192},
     },
 }  # fmt: skip
 _SEQ_LEN: dict[Kind, int] = {"cpu": 64, "cuda": 1024}
+_LONGER = 4  # times as long are the sequences of "long"
 _OFTEN = ("single", "ddp", "zero3", "tp")
 _BATCH = 8  # or as many more as the ranks can share
 
@@ -54,7 +57,8 @@ def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Referen
         batch = plan.micro_batch * plan.pp_microbatches * plan.dp_replicate * plan.dp_shard
         batch = max(batch, -(-_BATCH // batch) * batch)
         name = f"{size}: {_words(values)}"
-        found[name] = Reference(name, spec, _SEQ_LEN[kind], batch, plan)
+        seq_len = _SEQ_LEN[kind] * (_LONGER if size == "long" else 1)
+        found[name] = Reference(name, spec, seq_len, batch, plan)
     return found
 
 
@@ -80,6 +84,7 @@ def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str
         if ranks == 1 or layout["strategy"] == "ddp":
             other = {**base, "precision": "fp32" if plain == "bf16" else "bf16"}
             yield from ((size, other) for size in sizes if size != "small")
+            yield from (("long", one) for one in (base, other))
         if layout.get("pp", 1) == 1 and micro > 1 and not quick:
             yield "medium", {**base, "micro_batch": 1}
             if layout["strategy"] in _OFTEN[:3]:

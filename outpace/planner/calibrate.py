@@ -112,6 +112,7 @@ def _knobs(rates: Rates) -> list[Knob]:
     """Of every dtype that products were measured in, and of all else that a step is made of."""
     return [
         *(_products(dtype) for dtype in rates.device.best_flops_per_s),
+        *(_attention(dtype) for dtype in rates.device.attention_rates),
         _memory, _operators, _optimizer, _units, _links, _latency,
     ]  # fmt: skip
 
@@ -121,6 +122,15 @@ def _products(dtype: str) -> Knob:
         best = dict(rates.device.best_flops_per_s)
         best[dtype] /= factor
         return _with(rates, best_flops_per_s=best)
+
+    return knob
+
+
+def _attention(dtype: str) -> Knob:
+    def knob(rates: Rates, factor: float) -> Rates:
+        own = dict(rates.device.attention_rates)
+        own[dtype] /= factor
+        return _with(rates, attention_rates=own)
 
     return knob
 

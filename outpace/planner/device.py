@@ -1,7 +1,7 @@
 """What a device reaches: products, attention, memory and the host's part, from catalog or probe."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -35,6 +35,8 @@ class Device:
     where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
     are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
     `piecewise`: RMS norms and rotations are put together from operators of their own.
+    `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where they are not
+    those of products.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Device:
     sharers: float = 1.0
     unit_s: float = 0.0
     piecewise: bool = False
+    attention_rates: Mapping[str, float] = field(default_factory=dict)
     nominal_bytes: int | None = None
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()

@@ -163,8 +163,7 @@ def _attention(
         flops = 2.0 * cells.samples * heads * own * seen * widths * half
         narrow = device.attention_narrow if attention.head_dim <= 64 else 1.0
         slower = efficiency.TRITON_SLOWER if kernel == "triton" else 1.0
-        # In 16 bits under fp8 too; in fp32 as slowly as products are.
-        speed = np.minimum(device.rate("bf16"), cells.rate) * narrow / slower
+        speed = _attention_rate(device, cells) * narrow / slower
         ahead = flops / (speed * device.attention_forward)
         back = 2.5 * flops / (speed * device.attention_backward)
         return ahead + device.fixed_s, back + 2 * device.fixed_s
@@ -181,6 +180,15 @@ def _attention(
     back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
     rate = device.memory_bytes_per_s
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
+
+
+def _attention_rate(device: Device, cells: Cells) -> Floats:
+    """FLOP/s: in 16 bits under fp8 too; in fp32 as slowly as products are."""
+    if device.attention_rates:
+        low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
+        return np.where(cells.item < 4, low, full)
+    rate: Floats = np.minimum(device.rate("bf16"), cells.rate)
+    return rate
 
 
 def _moved(
