@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PIPELINES = ("gpipe", "1f1b")
-_PROBE_S = 200.0
+# Seconds of a probe for steps, and for the rest.
+_STEPS_S, _REST_S = 330.0, 90.0
+_PASSES = 2  # over all groups: a machine is slower for minutes at a time
 _AGAIN = 5  # of a group, stepped again in pairs
 
 
@@ -161,14 +164,24 @@ def measured(world: int, course: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def probe(world: int, quick: bool) -> Any:
-    """The machine's record, with collectives of `world` processes."""
+    """The machine's record, with collectives and steps of `world` processes."""
+    steps = _probe(world, ["steps"], quick, _STEPS_S)
+    rest = _probe(world, ["matmul", "memory", "allreduce"], quick, _REST_S)
+    both = rest.probed.model_copy(
+        update={"figures": (*rest.probed.figures, *steps.probed.figures),
+                "notes": (*rest.probed.notes, *steps.probed.notes)}
+    )  # fmt: skip
+    return rest.model_copy(update={"probed": both})
+
+
+def _probe(world: int, sections: list[str], quick: bool, budget_s: float) -> Any:
     from outpace.records.machine import Machine
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "machine.json"
-        command = [sys.executable, "-m", "outpace", "probe", "matmul", "memory", "allreduce",
-                   "steps", "--nproc", str(max(2, world)), "--model", "gpt2", "--out", str(out),
-                   *(["--quick"] if quick else ["--budget", str(_PROBE_S)])]  # fmt: skip
+        command = [sys.executable, "-m", "outpace", "probe", *sections, "--nproc",
+                   str(max(2, world)), "--model", "gpt2", "--out", str(out),
+                   *(["--quick"] if quick else ["--budget", str(budget_s)])]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return Machine.load(out)
 
@@ -198,10 +211,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path)
     parser.add_argument("--course", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--quick-probe", action="store_true", help="a minute for each probe")
     parser.add_argument("--out", type=Path, help="write all rows and probes here, too")
+    parser.add_argument("--stored", type=Path, help="predict and score rows and probes of --out")
     arguments = parser.parse_args()
     if arguments.worker is not None:
         worker(arguments.worker, arguments.course, arguments.rounds)
@@ -209,25 +223,7 @@ def main() -> int:
     import coverage_intervals as coverage
     from recording import save
 
-    from outpace.planner.machines import of_probe
-
-    machines, rows = {}, []
-    courses = range(1 if arguments.quick else len(COURSES))
-    worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
-    for world in worlds:
-        # One process is measured beside two.
-        again = world == 2 and 1 in machines
-        machines[world] = (
-            machines[1] if again else probe(world, arguments.quick or arguments.quick_probe)
-        )
-        cluster = of_probe(machines[world], world)
-        print(*cluster.notes, sep="\n", file=sys.stderr, flush=True)
-        for course in courses:
-            for row in measured(world, course, arguments.rounds):
-                told = predicted(cluster, world, course, row["plan"])
-                rows.append({**row, **told, "world": world, "model": COURSES[course][0]})
-            if arguments.out:  # what is there already, should the rest be interrupted
-                arguments.out.write_text(json.dumps({"rows": rows, "probes": _dumped(machines)}))
+    rows, machines = _stored(arguments.stored) if arguments.stored else _measure(arguments)
     ratios: dict[str, list[float]] = {}
     for row in rows:
         took = statistics.median(row["steps_s"])
@@ -242,6 +238,77 @@ def main() -> int:
         save("planner_measured", result)
         coverage.keep("probed", spread)
     return 0
+
+
+def _measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    """Probes, and steps of every configuration with what is predicted of them."""
+    from outpace.planner.machines import of_probe
+
+    machines, clusters = {}, {}
+    courses = range(1 if arguments.quick else len(COURSES))
+    worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
+    for world in worlds:
+        # One process is measured beside two.
+        again = world == 2 and 1 in machines
+        machines[world] = (
+            machines[1] if again else probe(world, arguments.quick or arguments.quick_probe)
+        )
+        clusters[world] = of_probe(machines[world], world)
+        print(*clusters[world].notes, sep="\n", file=sys.stderr, flush=True)
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for number in range(1 if arguments.quick else _PASSES):
+        for world, course in product(worlds, courses):
+            found = measured(world, course, arguments.rounds)
+            print(f"pass {number + 1}: {COURSES[course][0]} on {world}", file=sys.stderr)
+            groups[world, course] = _joined(groups.get((world, course)), found)
+            if arguments.out:  # what is there already, should the rest be interrupted
+                told = {"rows": _rows(groups, clusters), "probes": _dumped(machines)}
+                arguments.out.write_text(json.dumps(told))
+    return _rows(groups, clusters), machines
+
+
+def _stored(path: Path) -> tuple[list[dict[str, Any]], dict[int, Any]]:
+    """Steps and probes that were measured before, with what is predicted from these probes now."""
+    from outpace.planner.machines import of_probe
+    from outpace.records.machine import Machine
+
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    machines = {int(world): Machine.parse(one, str(path)) for world, one in kept["probes"].items()}
+    names = [name for name, *_ in COURSES]
+    # One process was measured beside two.
+    clusters = {world: of_probe(machines[world], world) for world in machines}
+    rows = [
+        {**row, **predicted(clusters[row["world"]], row["world"], names.index(row["model"]),
+                            row["plan"])}
+        for row in kept["rows"]
+    ]  # fmt: skip
+    return rows, machines
+
+
+def _joined(before: list[dict[str, Any]] | None, found: list[dict[str, Any]]) -> Any:
+    """Steps of both passes; those that were stepped again in either."""
+    if before is None:
+        return found
+    return [
+        {
+            **one,
+            "steps_s": one["steps_s"] + other["steps_s"],
+            **({"again_s": both} if (both := one.get("again_s", []) + other.get("again_s", []))
+               else {}),
+        }
+        for one, other in zip(before, found, strict=True)
+    ]  # fmt: skip
+
+
+def _rows(
+    groups: dict[tuple[int, int], list[dict[str, Any]]], clusters: dict[int, Any]
+) -> list[dict[str, Any]]:
+    """What was measured beside what is predicted."""
+    return [
+        {**row, **predicted(clusters[world], world, course, row["plan"]), "world": world,
+         "model": COURSES[course][0]}
+        for (world, course), found in groups.items() for row in found
+    ]  # fmt: skip
 
 
 def _dumped(machines: dict[int, Any]) -> dict[str, Any]:

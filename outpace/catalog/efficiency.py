@@ -212,6 +212,7 @@ CPU_OPERATOR_S = 7e-6
 CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
 # A guess: Python and copies around a unit's gather or sum in FSDP. Steps of a probe put it right.
 CPU_UNIT_S = 1e-3
+CUDA_UNIT_S = 1e-4
 # Of it in a backward, which autograd runs without Python.
 BACKWARD_SHARE = 0.5
 BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch issue 41383)"

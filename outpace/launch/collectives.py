@@ -194,13 +194,13 @@ def _most_bytes(run: _Run) -> int:
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 8
     else:
-        share = _free_bytes() // 8 // run.groups.ranks.local_world_size
+        share = free_bytes() // 8 // run.groups.ranks.local_world_size
     least = torch.tensor([min(share, _TOP_BYTES)])
     dist.all_reduce(least, dist.ReduceOp.MIN, group=run.groups.control)
     return int(least.item())
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Of the host's memory, what this process may still take: its control group may have less."""
     free = int(psutil.virtual_memory().available)
     group = find_cgroup()

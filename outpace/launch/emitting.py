@@ -1,7 +1,7 @@
 """Which of the ranked plans is written for another trainer, and what is lost by it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.interop.emit import Emitted, dropped, emit
@@ -74,10 +74,12 @@ def _warning(name: str, job: Job, planned: Planned, written: Emitted) -> str | N
     if other is None:
         return f"{rests}{differs}"
     has = "" if other.memory_bytes is None else f" of {show_bytes(other.memory_bytes)}"
+    with_ = " and ".join(f"{name}={value}" for name, value in left.items())
     verdict = "fits" if other.fits else "does NOT fit"
     return (
-        f"{rests} Without {' and '.join(left)} a device needs {show_bytes(other.peak_memory_bytes)}"
-        f"{has}, with it {show_bytes(planned.estimate.peak_memory_bytes)}: it {verdict}.{differs}"
+        f"{rests} With {with_} a device needs {show_bytes(other.peak_memory_bytes)}"
+        f"{has}, as planned {show_bytes(planned.estimate.peak_memory_bytes)}: it {verdict}."
+        f"{differs}"
     )
 
 
@@ -85,7 +87,10 @@ def _without(job: Job, plan: Plan, left: Mapping[str, Any]) -> Estimate | None:
     """The plan's estimate with some settings at their defaults; None where that is no plan."""
     if not left:
         return None
+    # A program that cannot be told to chunk the loss does not do so by itself, as outpace does.
+    habits = replace(job.habits, chunks_loss=job.habits.chunks_loss and "loss" not in left)
     try:
-        return one(job, Plan.parse({**plan.model_dump(), **left}, "plan")).estimate
+        values = {**plan.model_dump(), **left}
+        return one(replace(job, habits=habits), Plan.parse(values, "plan")).estimate
     except BadInputError:
         return None

@@ -8,10 +8,11 @@ from typing import Annotated, Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.links import LINKS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.launch.outlines import find_outline
 from outpace.planner.job import Job
-from outpace.planner.machines import Cluster, of_catalog, of_probe
+from outpace.planner.machines import Cluster, network_share, of_catalog, of_probe
 from outpace.planner.networks import read_network
 from outpace.planner.space import VARIED, Wanted
 from outpace.records.errors import BadInputError, nearest
@@ -68,11 +69,6 @@ def job(asked: Asked) -> Job:
         )
     keep = read_keep(asked.keep)
     precision = asked.precision or _precision(cluster)
-    if asked.vary and asked.precision and "precision" in asked.vary:
-        raise BadInputError(
-            f"--precision {asked.precision} and --vary {asked.vary}: one precision or all of them."
-            " Leave one of the two out."
-        )
     return Job(
         outline=outline,
         cluster=cluster,
@@ -85,7 +81,7 @@ def job(asked: Asked) -> Job:
             precision=precision,
             most_tp=asked.most_tp,
             keep=keep,
-            vary=read_vary(asked.vary, keep, precision, cluster),
+            vary=read_vary(asked.vary, keep, asked.precision, cluster),
             trained=asked.trained,
             on_host=cluster.device.kind == "cpu",
         ),
@@ -168,7 +164,7 @@ def _meant(name: str) -> str:
 
 
 def read_vary(
-    text: str | None, keep: Mapping[str, Any], precision: Precision, cluster: Cluster
+    text: str | None, keep: Mapping[str, Any], asked: Precision | None, cluster: Cluster
 ) -> dict[str, tuple[Any, ...]]:
     """ "precision,compile" as the values to try; "all": of what is not kept. Raises BadInputError.
 
@@ -177,7 +173,14 @@ def read_vary(
     """
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
     if names == ["all"]:
-        names = [name for name in VARIED if name not in keep]
+        decided = {*keep, *(["precision"] if asked else [])}
+        names = [name for name in VARIED if name not in decided]
+    if asked and "precision" in names:
+        raise BadInputError(
+            f"--precision {asked} and --vary {text}: one precision or all of them. Leave one "
+            "of the two out."
+        )
+    precision = asked or _precision(cluster)
     for name in names:
         if name not in VARIED:
             raise BadInputError(
@@ -264,8 +267,19 @@ def what_if(asked: Asked, text: str) -> tuple[Asked, Mapping[str, float]]:
             except ValueError as error:
                 raise BadInputError(f"--what-if memory={value}: {error}.") from None
         else:
-            numbers[name] = read_network(value).bytes_per_s
+            network = read_network(value)
+            share = network_share(network) if name == "link" else 1.0
+            numbers[name] = network.bytes_per_s * share
     return changed, numbers
+
+
+def _inside_share(cluster: Cluster) -> float:
+    """What links within a node reach of what is printed of them; of a probed machine all of it."""
+    node = NODES.get(cluster.name)
+    if node is None or node.device_link is None:
+        return 1.0
+    printed = LINKS[node.device_link.link].bytes_per_s * node.device_link.count
+    return cluster.fabric.inside_bytes_per_s / printed
 
 
 def changed(question: Job, numbers: Mapping[str, float]) -> Job:
@@ -275,8 +289,9 @@ def changed(question: Job, numbers: Mapping[str, float]) -> Job:
     if "link" in numbers:
         fabric = replace(fabric, across_bytes_per_s=numbers["link"])
     if "inside" in numbers:
-        rate = numbers["inside"]
-        fabric = replace(fabric, inside_bytes_per_s=rate, pair_bytes_per_s=rate)
+        rate = numbers["inside"] * _inside_share(cluster)
+        pair = rate * fabric.pair_bytes_per_s / fabric.inside_bytes_per_s
+        fabric = replace(fabric, inside_bytes_per_s=rate, pair_bytes_per_s=pair)
     if "memory" in numbers:
         # What is said is a maker's figure: of another size the driver leaves the same share.
         said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes

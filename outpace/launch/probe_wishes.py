@@ -21,8 +21,8 @@ from outpace.records.settings import TrainSettings
 # and within 10 minutes.
 SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
     {
-        "matmul": (9, 165), "memory": (4, 45), "storage": (4, 40), "loader": (7, 45),
-        "allreduce": (8, 90), "collectives": (11, 165), "steps": (7, 75),
+        "matmul": (9, 120), "memory": (4, 45), "storage": (4, 40), "loader": (7, 45),
+        "allreduce": (8, 90), "collectives": (11, 135), "steps": (7, 150),
     }
 )  # fmt: skip
 BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives", "steps")

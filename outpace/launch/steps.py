@@ -8,7 +8,11 @@ import torch.distributed as dist
 
 from outpace.catalog.references import Kind, Reference, references
 from outpace.launch.alive import Doing, watched
+from outpace.launch.collectives import free_bytes
 from outpace.launch.group import Groups
+from outpace.planner import memory
+from outpace.planner.columns import of_plans
+from outpace.planner.outlines import outline
 from outpace.probe.machine import usable_cores
 from outpace.probe.measure import Case, Effort, measure, rounds_of
 from outpace.probe.ranks_clock import RanksClock, patient_clock
@@ -49,18 +53,55 @@ def probe_steps(
 def _cases(
     groups: Groups, device: torch.device, quick: bool, doing: Doing
 ) -> tuple[list[Case], list[str]]:
+    """Those that fit together into half of the memory, and what the others lack."""
     cases, notes = [], []
-    world = groups.ranks.world_size
+    world, room = groups.ranks.world_size, _room(groups, device)
     for ranks in sorted({1, world}):
         for name, one in references(ranks, _kind(device), quick).items():
             doing.what = f"a step of {name}"
-            try:
-                case = _case(one, ranks, groups, device, doing)
-            except OutpaceError as error:  # alike on all ranks: what this torch or device cannot
-                notes.append(f"no steps of {name}: {error}")
-            else:
+            room -= _needs(one, device)
+            if room < 0:
+                notes.append(f"no steps of {name}: it would take more than half of the memory")
+                room += _needs(one, device)
+                continue
+            case, refused = _case_or_refusal(one, ranks, groups, device, doing)
+            if refused is not None:
+                notes.append(f"no steps of {name}: {refused}")
+            elif case is not None:
                 cases.append(case)
     return cases, notes
+
+
+def _case_or_refusal(
+    one: Reference, ranks: int, groups: Groups, device: torch.device, doing: Doing
+) -> tuple[Case | None, str | None]:
+    """What all ranks can do, or why one cannot. Collective."""
+    case, own = None, None
+    try:
+        case = _case(one, ranks, groups, device, doing)
+    except (OutpaceError, torch.OutOfMemoryError) as error:
+        own = str(error).splitlines()[0]
+    said: list[str | None] = [None] * groups.ranks.world_size
+    dist.all_gather_object(said, own, group=groups.control)
+    return case, next((why for why in said if why is not None), None)
+
+
+def _needs(one: Reference, device: torch.device) -> float:
+    """Bytes of a rank."""
+    columns = of_plans([one.plan], one.global_batch, one.spec.layers)
+    model = outline(one.spec, one.name)
+    return float(memory.reserved_bytes(model, one.seq_len, columns, _kind(device))[0])
+
+
+def _room(groups: Groups, device: torch.device) -> float:
+    """Half of what the rank with the least has free. Collective."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = free_bytes() // groups.ranks.local_world_size
+    least = torch.tensor([free / 2], dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.control)
+    return float(least.item())
 
 
 def _kind(device: torch.device) -> Kind:
@@ -74,7 +115,8 @@ def _case(one: Reference, ranks: int, groups: Groups, device: torch.device, doin
     def threads() -> Iterator[None]:
         doing.what = f"a step of {one.name}"
         own = torch.get_num_threads()
-        torch.set_num_threads(max(1, usable_cores() // ranks) if _alone(ranks, device) else own)
+        if ranks == 1 and device.type == "cpu":  # a process has the cores of the others, too
+            torch.set_num_threads(usable_cores())
         try:
             yield
         finally:
@@ -84,10 +126,6 @@ def _case(one: Reference, ranks: int, groups: Groups, device: torch.device, doin
         steps = SyntheticSteps(one.plan, course, groups.ranks, device, groups.control)
         steps.step()  # what is refused only then, is refused here
     key = Key(kind="step", what="time",
-              of={"reference": one.name, "ranks": ranks, "device": device.type})  # fmt: skip
+              of={"reference": one.name, "ranks": ranks, "device": device.type,
+                  "digest": one.digest})  # fmt: skip
     return Case(key, "s", lambda: steps.step, within=threads)
-
-
-def _alone(ranks: int, device: torch.device) -> bool:
-    """Whether a process has the cores of the others, too."""
-    return ranks == 1 and device.type == "cpu"

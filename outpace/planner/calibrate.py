@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from outpace.planner.columns import Columns, Floats, of_plans
-from outpace.planner.device import Device
+from outpace.planner.device import Device, dtype_of
 from outpace.planner.estimate import estimate
 from outpace.planner.fabric import Fabric
 from outpace.planner.finalists import played
@@ -25,6 +24,7 @@ from outpace.records.plan import Plan
 # How far a step is from its prediction when all rates are right, and a rate from what is assumed
 # before, both as standard deviations of logarithms.
 _STEP_SPREAD, _RATE_SPREAD = 0.05, math.log(3)
+_SOFT = 2.0  # spreads
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ Knob = Callable[[Rates, float], Rates]
 
 def calibrated(rates: Rates, seen: Sequence[SeenStep]) -> tuple[Rates, float]:
     """The rates by which `seen` are predicted best, and by how much these are off in the median."""
-    knobs, groups = _knobs(rates), _groups(seen)
+    from scipy.optimize import least_squares  # slow to load, and needed here alone
+
+    knobs, groups = _knobs(rates, seen), _groups(seen)
     took = np.concatenate([group.step_time_s for group in groups])
 
     def turned(logs: Floats) -> Rates:
@@ -67,12 +69,17 @@ def calibrated(rates: Rates, seen: Sequence[SeenStep]) -> tuple[Rates, float]:
         return missed
 
     def residuals(logs: Floats) -> Floats:
-        return np.concatenate([misses(logs) / _STEP_SPREAD, logs / _RATE_SPREAD])
+        return np.concatenate([_softened(misses(logs) / _STEP_SPREAD), logs / _RATE_SPREAD])
 
-    # A step that something disturbed counts as much as one that is off by a few spreads.
-    start = np.zeros(len(knobs))
-    found = least_squares(residuals, start, loss="soft_l1", f_scale=2.0, xtol=1e-4, ftol=1e-5)
+    found = least_squares(residuals, np.zeros(len(knobs)), xtol=1e-4, ftol=1e-5)
     return turned(found.x), float(np.median(np.abs(misses(found.x))))
+
+
+def _softened(misses: Floats) -> Floats:
+    """Misses in spreads whose squares grow linearly beyond _SOFT: a disturbed step counts less."""
+    squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
+    found: Floats = np.sign(misses) * np.sqrt(squares)
+    return found
 
 
 @dataclass(frozen=True)
@@ -108,10 +115,11 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
     ]
 
 
-def _knobs(rates: Rates) -> list[Knob]:
-    """Of every dtype that products were measured in, and of all else that a step is made of."""
+def _knobs(rates: Rates, seen: Sequence[SeenStep]) -> list[Knob]:
+    """Of every dtype that steps computed in, and of all else that a step is made of."""
+    dtypes = sorted({dtype_of(one.plan.precision) for one in seen})
     return [
-        *(_products(dtype) for dtype in rates.device.best_flops_per_s),
+        *(_products(dtype) for dtype in dtypes if dtype in rates.device.best_flops_per_s),
         *(_attention(dtype) for dtype in rates.device.attention_rates),
         _memory, _operators, _optimizer, _units, _links, _latency,
     ]  # fmt: skip

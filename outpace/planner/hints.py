@@ -6,6 +6,7 @@ from typing import Any
 
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device
+from outpace.planner.finalists import played
 from outpace.planner.search import Needs, search
 from outpace.planner.space import Wanted
 from outpace.planner.step_setup import Question
@@ -30,8 +31,9 @@ def hint(
     for name, beside in _beside(question.device, wanted, best):
         found = search(question, beside, needs, limit, 1)
         if len(found.ranked):
-            seconds: Floats = found.times.step_s[found.ranked]
-            gains.append((step_s / float(seconds[0]), name, beside))
+            times = played(question, found.columns, found.times, found.ranked)
+            seconds: Floats = times.step_s[found.ranked]
+            gains.append((step_s / float(seconds.min()), name, beside))
     told = [one for one in sorted(gains, key=lambda one: -one[0]) if one[0] >= _LEAST]
     if not told:
         return None

@@ -16,12 +16,12 @@ def _residuals() -> Mapping[str, Any]:
     return loaded
 
 
-def interval(probed: bool) -> tuple[float, float]:
+def interval(calibrated: bool) -> tuple[float, float]:
     """Of a predicted time: the factors between which the true one lies with LEVEL.
 
-    They are quantiles of real comparisons, written by benchmarks/planner_accuracy.py.
+    They are quantiles of real comparisons: of published steps, and of steps on a machine whose
+    rates steps of a probe put right (benchmarks/planner_accuracy.py, planner_measured.py).
     """
     table = _residuals()
-    # Until steps on probed machines are recorded, they are taken as no surer than the catalog's.
-    row = (table["probed"] if probed else None) or table["catalog"]
+    row = (table["probed"] if calibrated else None) or table["catalog"]
     return float(row["low"]), float(row["high"])

@@ -7,6 +7,7 @@ import numpy as np
 
 from outpace.planner import memory
 from outpace.planner.columns import OFFLOADS, Bools, Columns, Floats
+from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.machines import Cluster
 from outpace.planner.space import Wanted
 from outpace.planner.step_setup import Question
@@ -19,7 +20,7 @@ class Job:
 
     `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `host_bytes`: a
     node's host memory, all of which may be offloaded to; None: not known. `hints`: whether to say
-    what a setting that is not searched would gain.
+    what a setting that is not searched would gain. `habits`: what the trainer holds in memory.
     """
 
     outline: Outline
@@ -30,6 +31,7 @@ class Job:
     count: int = 5
     idle: bool = False
     host_bytes: int | None = None
+    habits: Habits = OUTPACE
     hints: bool = False
 
     @property
@@ -56,8 +58,9 @@ class Job:
     def needs(self, columns: Columns) -> Floats:
         """Bytes of each plan's fullest rank."""
         return memory.reserved_bytes(
-            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind
-        )
+            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
+            habits=self.habits,
+        )  # fmt: skip
 
     def asks(self, columns: Columns) -> Floats:
         """`needs`, but just above the limit where a node's host cannot take what is offloaded.

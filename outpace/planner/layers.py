@@ -198,9 +198,9 @@ def _moved(
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
     adds += stack.cross_attention is not None
-    norm, norm_back = 2 * _NORM_AHEAD, 3 * _NORM_BACK
-    if device.piecewise and not stack.norm_bias:
-        norm, norm_back = _RMS_PIECES
+    pieces = (cells.compiled == 0) & device.piecewise & (not stack.norm_bias)
+    norm = np.where(pieces, _RMS_PIECES[0], 2 * _NORM_AHEAD)
+    norm_back = np.where(pieces, _RMS_PIECES[1], 3 * _NORM_BACK)
     ahead = stack.norms * norm * wide + adds * 3 * wide
     back = stack.norms * norm_back * wide + adds * 3 * wide
     if stack.dropout:
@@ -219,7 +219,8 @@ def _moved(
         keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
         values = a.kv_heads * a.value_dim * cells.item / cells.tp
         if not outline.learned_positions:
-            turned = _TURN_PIECES if device.piecewise else 4  # read, turned, written
+            apart = (cells.compiled == 0) & device.piecewise
+            turned = np.where(apart, _TURN_PIECES, 4)  # or read, turned, written
             ahead, back = ahead + turned * keys, back + turned * keys
         if not fused:  # heads are laid out one after the other for batched products
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)

@@ -111,7 +111,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     direct = node.topology in _DIRECT and per_node > 2
     pair = whole / (per_node - 1) if direct else whole
     slow = kind == "pcie" or node.topology == "none"
-    across = 0.0 if network is None else network.bytes_per_s * _network_share(network)
+    across = 0.0 if network is None else network.bytes_per_s * network_share(network)
     protocols = [
         Protocol(one.base_s, one.pcie_s if slow else one.nvlink_s, one.network_s, one.bandwidth,
                  one.by_size)
@@ -143,10 +143,10 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     if machine.devices:
         chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
     rates = Rates(_probed_device(machine, known, ranks, chip), _probed_fabric(known, ranks))
-    seen = list(_seen(known, ranks, "cuda" if machine.devices else "cpu"))
+    seen = list(_seen(known, ranks * probed.hosts, rates.device.kind))
     said = []
     if seen:
-        rates, off = calibrated(rates, seen)
+        rates, off = calibrated(_with_all_rates(rates), seen)
         said = [
             f"its rates are those by which {len(seen)} steps of the probe are predicted best, "
             f"off by {show_share(off)} in the median"
@@ -158,7 +158,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         fabric=rates.fabric,
         probed=True,
         notes=(*said, *known.notes),
-        loader_tokens_per_s=known.loader_tokens_per_s(),
+        loader_tokens_per_s=known.loader_tokens_per_s(ranks, machine.host_cores),
         calibrated=bool(seen),
     )
 
@@ -175,13 +175,26 @@ def _probed_fabric(known: "_Known", ranks: int) -> Fabric:
     return Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
 
 
+def _with_all_rates(rates: Rates) -> Rates:
+    """With what the catalog has no figure of for an accelerator: steps mend it."""
+    device = rates.device
+    if device.kind == "cpu":
+        return rates
+    low = device.rate("bf16")
+    attention = {"bf16": low, "fp32": min(low, device.rate("fp32"))}
+    device = replace(device, unit_s=efficiency.CUDA_UNIT_S, attention_rates=attention)
+    return replace(rates, device=device)
+
+
 def _seen(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """The references' steps on so many ranks, as far as this version has them."""
+    """The references' steps on so many ranks of all hosts, as far as this version has them."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
         key = figure.key
         one = catalog.get(str(key.of.get("reference")))
-        if key.kind != "step" or one is None or not key.has(ranks=ranks):
+        if key.kind != "step" or one is None or not key.has(ranks=ranks, device=kind):
+            continue
+        if key.of.get("digest", one.digest) != one.digest:
             continue
         step_time_s = known.of(figure)
         if step_time_s:
@@ -260,15 +273,18 @@ class _Known:
                 best[flops] = max(best.get(flops, 0.0), rate)
         return best
 
-    def loader_tokens_per_s(self) -> float:
-        """The best of outpace's own loader; infinite where it was not probed."""
-        rates = [
-            self.of(figure)
-            for figure in self.probed.figures
-            if (figure.key.kind, figure.key.what) == ("loader", "tokens")
-            and figure.key.has(loader="outpace")
-        ]
-        return max((rate for rate in rates if rate), default=math.inf)
+    def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
+        """What `ranks` loaders of outpace load at best; infinite where none was probed.
+
+        One was probed at a time; so many at once are as fast as long as each worker has a core.
+        """
+        found = []
+        for figure in self.probed.figures:
+            key, rate = figure.key, self.of(figure)
+            if (key.kind, key.what) == ("loader", "tokens") and key.has(loader="outpace") and rate:
+                at_once = cores / max(1, int(key.of["workers"]))
+                found.append(rate * max(1.0, min(ranks, at_once)))
+        return max(found, default=math.inf)
 
     @property
     def notes(self) -> list[str]:
@@ -353,7 +369,12 @@ def _cpu(
     found = _as_measured(machine.cpu, share, rates, bytes_per_s, curve)
     # What exchanges does the same cores do that compute.
     sharers = max(1.0, ranks / machine.host_cores)
-    return replace(found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S, piecewise=True)
+    # Its attention in 16 bits is no faster than in fp32 (docs/log.md).
+    rate = found.rate("fp32")
+    return replace(
+        found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S, piecewise=True,
+        attention_rates={"fp32": rate, "bf16": rate},
+    )  # fmt: skip
 
 
 def _as_measured(
@@ -386,7 +407,7 @@ def _as_measured(
     )
 
 
-def _network_share(network: Network) -> float:
+def network_share(network: Network) -> float:
     """Of what a network carries, by the kind of link that its name has; measured: all of it."""
     if network.origin == "measured":
         return 1.0

@@ -18,6 +18,7 @@ _CLIPPING = 12.0  # bytes of a parameter's gradient: read for the norm; read and
 _MASTERS = 12.0  # read in 16 bits and unscaled before, weights written in 16 bits
 # What an optimizer launches besides, whatever its parameters are.
 _OPERATORS = 100
+_ENDS = 4  # tensors outside of layers
 _NEWTON_SCHULZ_STEPS = 5
 
 
@@ -63,7 +64,8 @@ def optimizer_s(
     muon = c.optimizer == OPTIMIZERS.index("muon")
     if muon.any():
         busy = busy + np.where(muon, _muon_s(outline, device, fabric, c), 0.0)
-    tensors = _tensors(outline) / c.pp
+    # ZeRO-1 shares out whole tensors; the embedding, the head and what lies beside them are few.
+    tensors = (_tensors(outline) / c.pp + _ENDS) / np.where(c.zero == 1, c.dp_shard, 1)
     host = launched * tensors * device.operator_s
     together = busy + host if device.kind == "cpu" else np.maximum(busy, host)
     found: Floats = together + _OPERATORS * device.operator_s

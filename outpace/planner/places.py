@@ -7,8 +7,8 @@ import numpy as np
 
 from outpace.planner.columns import MODES, SCHEDULE_NAMES, Columns, Floats, Ints
 from outpace.planner.in_flight import Rank, alone, ranks_of
-from outpace.planner.outlines import weights
-from outpace.planner.stages import balance
+from outpace.planner.outlines import head_in_layers
+from outpace.planner.stages import balance, even
 from outpace.records.outline import Outline
 
 
@@ -43,11 +43,8 @@ def places(outline: Outline, columns: Columns) -> list[Place]:
     kept = [getattr(columns, name) for name in names]
     rows = np.stack([*kept, every(columns, outline.layers)], axis=1)
     unique, place = np.unique(rows, axis=0, return_inverse=True)
-    block = sum(w.inputs * w.outputs * max(1, w.active) for s in outline.stacks[:1]
-                for w in weights(s, outline.hidden))  # fmt: skip
-    head = outline.outputs * outline.hidden
-    head += sum(p.inputs * p.outputs * p.count for p in outline.head_products)
-    found = [_ranks(outline.layers, head / max(block, 1), *map(int, row)) for row in unique]
+    head = head_in_layers(outline)
+    found = [_ranks(outline.layers, head, *map(int, row)) for row in unique]
     return [
         Place(*np.array([r[min(n, len(r) - 1)] for r in found], float)[place.reshape(-1)].T)
         for n in range(max(map(len, found)))
@@ -74,12 +71,13 @@ def _ranks(
     pp: int,
     each: int,
     microbatches: int,
-    even: int,
+    evenly: int,
     every: int,
 ) -> tuple[Rank, ...]:
     if pp == 1:
         return (alone(layers, every),)
     name = SCHEDULE_NAMES[schedule]
     stages = min(layers, pp * each)
-    counts = balance(layers, stages, 0.0 if even else head) + (0,) * (pp * each - stages)
+    cut = even(layers, stages) if evenly else balance(layers, stages, head)
+    counts = cut + (0,) * (pp * each - stages)
     return ranks_of(name, pp, each, microbatches, counts, every)

@@ -16,7 +16,6 @@ from outpace.planner.columns import (
     SCHEDULE_NAMES,
     STRATEGIES,
     Columns,
-    Ints,
 )
 from outpace.planner.outlines import weights
 from outpace.records.optimizers import (
@@ -351,8 +350,6 @@ def _scheduled(
 ) -> Iterator[_Row]:
     """With every schedule for `parts` micro-batches; without a pipeline they are accumulated."""
     layers, pp = wanted.outline.layers, axes[5]
-    if wanted.trained and pp > 1 and wanted.keep.get("stage_split", "cost") != "cost":
-        return
     if pp == 1:
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
         return
@@ -385,8 +382,7 @@ def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
 def _naive(wanted: Wanted) -> Iterator[_Row]:
     """What is there to compare with: one process for all, servers, a ring, one after another."""
     world, batch = wanted.world, wanted.global_batch
-    uneven = wanted.trained and wanted.keep.get("stage_split", "cost") != "cost"
-    if 1 < world <= wanted.outline.layers and not uneven:
+    if 1 < world <= wanted.outline.layers:
         for micro in _micro_batches(batch, wanted.keep):
             axes = (1, 1, 0, 1, 1, world, 1)
             yield (STRATEGIES.index("mp"), *axes, 1, 1, micro, 1, batch // micro, 0)
@@ -441,12 +437,3 @@ def _mode(shares: Any) -> tuple[str, int]:
         if shares[place]:
             return MODES[place], round(1 / float(shares[place]))
     return "none", 1
-
-
-def cost_order(c: Columns) -> Ints:
-    """Of plans that take equally long: the plainest first, by how many levers are pulled."""
-    pulled: Ints = (
-        c.chunked_loss.astype(np.int64) + (c.offload_activations > 0) + (c.offload_parameters > 0)
-        + (c.offload_optimizer > 0) + (c.modes[:, 0] < 1)
-    )  # fmt: skip
-    return pulled

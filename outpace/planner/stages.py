@@ -36,6 +36,12 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
     )
 
 
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers over stages whatever they cost; of what is left the first stages have one each."""
+    each, more = divmod(layers, stages)
+    return tuple(each + (place < more) for place in range(stages))
+
+
 def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     """Every number of layers for the last stage; the others share what is left evenly."""
     if stages == 1:

@@ -38,6 +38,8 @@ class Exchanges(Setup):
         ahead = share * own * of_stacks(forwards, shares, "attention_s")
         back = share * own * of_stacks(backwards, shares, "attention_s") - full * ahead
         exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
+        whole = (3 + full) * total
+        exposed = whole - self.device.hides * (whole - exposed)
         return np.where(c.cp > 1, self.micro * (exposed + merged * (1 + full / 2)), 0.0)
 
     def experts_s(self) -> Floats:

@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.columns import Floats, Ints
 from outpace.planner.outlines import head_in_layers
 from outpace.planner.play import StageTime
-from outpace.planner.stages import balance
+from outpace.planner.stages import balance, even
 from outpace.planner.step_parameters import Parameters
 from outpace.planner.step_passes import Passes
 from outpace.planner.step_setup import Pass, of_stacks
@@ -70,14 +70,18 @@ class Pipelines(Passes, Parameters):
         Cut by multiply-adds, as outpace does (`stages.layers_per_stage`), whatever takes how long.
         """
         layers, head = self.outline.layers, head_in_layers(self.outline)
-        even = np.where(self.c.even_stages | (stages == 1), layers / stages, 0.0)
-        first, middle, last = even.copy(), even.copy(), even.copy()
-        balanced = np.nonzero(~self.c.even_stages & (stages > 1) & (stages <= layers))[0]
-        unique, places = np.unique(stages[balanced], return_inverse=True)
-        cuts = np.array(
-            [[*_ends_of(balance(layers, int(count), head))] for count in unique], float
-        ).reshape(-1, 3)
-        first[balanced], middle[balanced], last[balanced] = cuts[places].T
+        alone = np.where(stages == 1, float(layers), 0.0)
+        first, middle, last = alone.copy(), alone.copy(), alone.copy()
+        for evenly in (True, False):
+            chosen = self.c.even_stages == evenly
+            rows = np.nonzero(chosen & (stages > 1) & (stages <= layers))[0]
+            unique, places = np.unique(stages[rows], return_inverse=True)
+            spreads = [
+                even(layers, int(count)) if evenly else balance(layers, int(count), head)
+                for count in unique
+            ]
+            cuts = np.array([[*_ends_of(spread)] for spread in spreads], float).reshape(-1, 3)
+            first[rows], middle[rows], last[rows] = cuts[places].T
         return first, middle, last
 
     def stages(self) -> Stages:
@@ -96,8 +100,7 @@ class Pipelines(Passes, Parameters):
         )  # fmt: skip
         ends = [float(end.seconds[0]) for end in self.end_passes()]
         number = int(c.pp[0] * c.stages_per_rank[0])
-        each, more = divmod(layers, number)
-        spread = tuple(each + (place < more) for place in range(number))
+        spread = even(layers, number)
         if not c.even_stages[0]:
             spread = balance(layers, number, head_in_layers(self.outline))
         traffic = float(self.weight_traffic_s()[0]) / float(c.stages_per_rank[0])

@@ -212,6 +212,15 @@ def test_every_family_that_can_be_laid_out_has_a_row(capsys):
     assert others["ring all-reduce"] == "does not go with offload_optimizer=cpu"
 
 
+def test_a_precision_that_is_given_is_not_varied(capsys):
+    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--global-batch=16",
+             "--precision=bf16"]  # fmt: skip
+    found = said(capsys, *words, "--vary=all", "--max-tp=1", "--keep=micro_batch=1")
+    assert {one["plan"]["precision"] for one in found["plans"]} == {"bf16"}
+    assert main([*words, "--vary=precision"]) == 2
+    assert "--precision bf16 and --vary precision" in capsys.readouterr().err
+
+
 def test_dimensions_that_nobody_gave_are_told(capsys, tmp_path):
     given = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4,
              "num_attention_heads": 8, "intermediate_size": 1024, "vocab_size": 1000,
@@ -235,7 +244,7 @@ def test_the_plan_that_is_written_is_one_that_can_be_said(capsys):
     assert "offload_activations cpu" in found["why"]
     first = said(capsys, *words, "--explain=1")
     assert first["plan"] == 1 and first["lost"]
-    for part in ("offload_activations", "Without offload_activations a device needs", "NOT fit"):
+    for part in ("offload_activations", "With offload_activations=none a device needs", "NOT fit"):
         assert part in first["warning"]
 
 

@@ -8,8 +8,11 @@ import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import NODES, find_node
+from outpace.catalog.references import references
 from outpace.planner.machines import of_catalog, of_host, of_probe
 from outpace.planner.networks import read_network
+from outpace.planner.outline_flops import forward_flops
+from outpace.planner.outlines import outline
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Device, Machine
@@ -137,6 +140,37 @@ def test_loading_is_as_fast_as_the_best_loader_that_was_probed():
     )
     assert of_probe(machine((*PRODUCTS, *COPIES, *loaders)), 1).loader_tokens_per_s == 5e6
     assert of_probe(machine(), 1).loader_tokens_per_s == float("inf")
+    # Two processes on four cores load twice as much: each worker has a core.
+    two = machine((*PRODUCTS, *COPIES, *loaders), (link(1e9),))
+    assert of_probe(two, 2).loader_tokens_per_s == 10e6
+
+
+def steps(ranks, slower=1.0, device="cpu", digest=None):
+    """Steps of a probe, as fast as products alone would make them, or slower."""
+    found = []
+    for one in references(ranks, "cpu").values():
+        flops = 3 * forward_flops(outline(one.spec, "m"), one.seq_len, one.global_batch)
+        of = {"reference": one.name, "ranks": ranks, "device": device,
+              "digest": digest or one.digest}  # fmt: skip
+        found.append(figure("step", "time", "s", slower * flops / 50e9, **of))
+    return tuple(found)
+
+
+def test_steps_that_were_probed_put_the_rates_right():
+    parts = (*PRODUCTS, *COPIES)
+    found = of_probe(machine((*parts, *steps(1, slower=4.0))), 1)
+    assert found.calibrated and found.device.rate("fp32") < 0.5 * 100e9
+    (note,) = found.notes
+    assert "steps of the probe are predicted best" in note
+
+
+@pytest.mark.parametrize(
+    "others", [steps(2), steps(1, device="cuda"), steps(1, digest="of another version")]
+)
+def test_steps_of_other_ranks_devices_and_versions_are_left_alone(others):
+    parts = (*PRODUCTS, *COPIES)
+    found = of_probe(machine((*parts, *others)), 1)
+    assert not found.calibrated and found == of_probe(machine(parts), 1)
 
 
 def test_unsteady_figures_count_with_their_median_and_are_told():

@@ -11,7 +11,7 @@ from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.columns import STRATEGIES, Columns, of_plans
 from outpace.planner.outlines import outline
-from outpace.planner.space import VARIED, Wanted, cost_order, expand, layouts, levers, to_plan
+from outpace.planner.space import VARIED, Wanted, expand, layouts, levers, to_plan
 from outpace.records.plan import Plan
 
 MODELS = ["outpace-tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v3", "bert-base"]
@@ -180,7 +180,7 @@ def test_what_contradicts_itself_leaves_nothing():
 def test_layouts_pull_no_lever_even_where_one_is_insisted_on():
     bare = layouts(wanted(keep={"checkpointing": "full", "offload_optimizer": "cpu"}))
     assert len(bare) and (bare.modes[:, 0] == 1).all() and not bare.offload_optimizer.any()
-    assert not cost_order(bare).any()
+    assert not bare.chunked_loss.any()
 
 
 def test_plans_of_ones_own_have_columns():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.planner.stages import balance, layers_per_stage, spread_by_cost
+from outpace.planner.stages import balance, even, layers_per_stage, spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 
@@ -60,3 +60,10 @@ def test_unequal_blocks_are_cut_where_the_costliest_stage_is_cheapest(costs, dat
         max(sum(costs[b:e]) for b, e in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts
     )
     assert max(sum(costs[n] for n in part) for part in parts) == cheapest
+
+
+@given(st.integers(1, 60), st.integers(1, 12))
+def test_even_stages_differ_by_one_layer_at_most(layers, stages):
+    counts = even(layers, stages)
+    assert sum(counts) == layers and len(counts) == stages
+    assert max(counts) - min(counts) <= 1 and list(counts) == sorted(counts, reverse=True)
