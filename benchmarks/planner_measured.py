@@ -331,6 +331,9 @@ def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     blind_memory = _off([row["parameters"] * each for row in rows], peaks)
     picks = list(regrets(rows).values())
     picked, any_of = (statistics.fmean(column) for column in zip(*picks, strict=True))
+    # bf16 wins wherever it is tried; without it a pick is harder.
+    plain = list(regrets([row for row in rows if row["plan"]["precision"] == "fp32"]).values())
+    picked_plain, any_plain = (statistics.fmean(column) for column in zip(*plain, strict=True))
     found = [
         ("step time, mean error", len(rows), statistics.fmean(errors), 0.08,
          statistics.fmean(blind)),
@@ -338,6 +341,7 @@ def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("peak memory, mean error", len(rows), statistics.fmean(memory), 0.03,
          statistics.fmean(blind_memory)),
         ("mean regret", len(picks), picked, 0.03, any_of),
+        ("mean regret, fp32 alone", len(plain), picked_plain, 0.03, any_plain),
     ]  # fmt: skip
     return [
         {"on": "2 cores, probed", "figure": figure, "rows": count, "value": value,

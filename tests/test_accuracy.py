@@ -108,6 +108,18 @@ def test_residuals_are_what_was_recorded(accuracy, recorded):
     assert 0.88 <= recorded["residuals"]["coverage"] <= 0.92
 
 
+def test_intervals_of_probed_machines_are_what_was_recorded(accuracy):
+    kept = json.loads(files("outpace.catalog").joinpath("residuals.json").read_text())
+    found = json.loads((BENCHMARKS / "results" / "planner_measured.json").read_text())
+    assert kept["probed"] == accuracy.coverage.kept(found["residuals"])
+    ratios = {}
+    for row in found["rows"]:
+        took = statistics.median(row["steps_s"])
+        ratios.setdefault(f"{row['model']} on {row['world']}", []).append(took / row["predicted_s"])
+    assert accuracy.coverage.residuals(ratios) == found["residuals"]
+    assert 0.88 <= found["residuals"]["coverage"] <= 0.92
+
+
 def test_recorded_rows_are_what_the_planner_says_now(accuracy, table, recorded):
     by_id = {row.number("row_id"): row for row in table}
     for one in recorded["rows"][::40]:
