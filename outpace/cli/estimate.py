@@ -50,7 +50,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     from outpace.report.plan import one_plan
 
-    Console().print(one_plan(planned, (*question.outline.notes, *question.cluster.notes)))
+    of = (
+        f"of {question.outline.name} with sequences of {question.wanted.seq_len:,} and a global "
+        f"batch of {question.wanted.global_batch:,}: a plan says neither. For others give "
+        "--seq-len and --global-batch."
+    )
+    Console().print(one_plan(planned, (of, *question.outline.notes, *question.cluster.notes)))
     return 0
 
 

@@ -11,6 +11,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.links import LINKS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.launch.outlines import find_outline
+from outpace.planner.device import dtype_of
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, network_share, of_catalog, of_probe
 from outpace.planner.networks import read_network
@@ -69,6 +70,7 @@ def job(asked: Asked) -> Job:
         )
     keep = read_keep(asked.keep)
     precision = asked.precision or _precision(cluster)
+    _check_dtype(keep.get("precision", precision), cluster)
     return Job(
         outline=outline,
         cluster=cluster,
@@ -91,6 +93,17 @@ def job(asked: Asked) -> Job:
         idle=asked.idle,
         host_bytes=_host_bytes(asked, cluster),
     )
+
+
+def _check_dtype(precision: Precision, cluster: Cluster) -> None:
+    """Raises BadInputError for products that an accelerator does not have."""
+    device = cluster.device
+    has = sorted(device.best_flops_per_s)
+    if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
+        raise BadInputError(
+            f"precision {precision}: {device.name} has no products in {dtype_of(precision)}. It "
+            f"has {', '.join(has)}."
+        )
 
 
 def _host_bytes(asked: Asked, cluster: Cluster) -> int | None:

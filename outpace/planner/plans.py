@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -60,8 +60,23 @@ def plans(job: Job) -> Plans:
         considered=found.considered,
         took_s=time.perf_counter() - began,
         source="probed" if job.cluster.probed else "catalog",
-        notes=(*job.outline.notes, *job.cluster.notes, *_hinted(used, found)),
+        notes=(
+            *job.outline.notes,
+            *job.cluster.notes,
+            *_unsure(planned),
+            *_hinted(used, found),
+        ),
     )
+
+
+def _unsure(planned: Sequence[Planned]) -> list[str]:
+    """What plans rest on that the interval knows nothing of."""
+    told = []
+    if any(one.plan.precision == "fp8" for one in planned):
+        told.append("fp8: what finding its scales takes is not counted; MFU is of fp8's own peak.")
+    if any(one.plan.compile for one in planned):
+        told.append("compile: its gain is a rough guess (docs/planner.md).")
+    return told
 
 
 def _hinted(job: Job, found: Found) -> list[str]:

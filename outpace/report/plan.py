@@ -248,7 +248,7 @@ def scaling(
             over = nodes
         table.add_row(
             f"{nodes:,}", f"{devices:,}", show_count(one.tokens_per_s), show_share(each / first),
-            show_share(exposed), planned.title,
+            show_share(exposed), _marked(planned),
         )  # fmt: skip
     caption = (
         f"Global batch {global_batch:,} throughout. efficiency: tokens/s of a device, against the "
@@ -256,7 +256,16 @@ def scaling(
         + (f" The network takes over at {over:,} nodes: more than half of computing." if over
            else " Nowhere does the network take over (half of computing).")
     )  # fmt: skip
+    if any(planned is not None and planned.untrained for *_, planned in rows):
+        notes = (_UNTRAINED, *notes)
     return Group(table, Text(caption), *(_item("•", note) for note in notes))
+
+
+_UNTRAINED = "†: outpace itself does not train it."
+
+
+def _marked(planned: Planned) -> str:
+    return f"{planned.title} †" if planned.untrained else planned.title
 
 
 _EXCHANGES = ("tensor_s", "context_s", "pipeline_s", "expert_s", "data_s")
@@ -296,6 +305,8 @@ def compared(now: Planned | str, then: Planned | str, changes: str) -> Group:
         one = best.estimate
         table.add_row(
             name, show_seconds(one.step_time_s), show_count(one.tokens_per_s),
-            show_bytes(one.peak_memory_bytes), best.title,
+            show_bytes(one.peak_memory_bytes), _marked(best),
         )  # fmt: skip
-    return Group(Text(f"What if {changes}: {verdict}."), table)
+    marked = any(not isinstance(one, str) and one.untrained for one in (now, then))
+    below = [Text(_UNTRAINED)] if marked else []
+    return Group(Text(f"What if {changes}: {verdict}."), table, *below)

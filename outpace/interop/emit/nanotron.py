@@ -215,10 +215,8 @@ def _other_parts(spec: ModelSpec) -> list[str]:
 
 def _starcoder(spec: ModelSpec, unsaid: list[str]) -> dict[str, Any]:
     unsaid.append(
-        Note(
-            f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
-            "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
-        )
+        f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
+        "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
     )
     return {
         "is_starcoder2_config": True,

@@ -127,10 +127,8 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     ]
     if spec.family not in ("llama", "qwen3"):
         sentences.append(
-            Note(
-                f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
-                "the nearest."
-            )
+            f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
+            "the nearest."
         )
     return {"name": name, "flavor": _OWN_FLAVOR}, sentences
 
