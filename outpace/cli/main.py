@@ -34,6 +34,7 @@ COMMANDS = {
     "network": "how much network a training needs, and what each would cost it",
     "watch": "how busy devices and cores are while something trains",
     "merge": "add a LoRA adapter to the weights it was trained beside",
+    "compare": "which of several ways to train is faster, beyond the noise",
     "verify": "prove that strategies compute what a single process does",
     "version": "versions of outpace and of what it stands on",
 }

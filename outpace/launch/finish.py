@@ -38,8 +38,9 @@ def finish(
         assert model is not None
         if final is not None:
             tell(job.callbacks, "on_eval", final, True)
-        tell(job.callbacks, "on_stage", "writing the model")
-        _export(job, model)
+        if not job.settings.measure_only:
+            tell(job.callbacks, "on_stage", "writing the model")
+            _export(job, model)
         sample = _sample(job, model)
         measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
         measurement = measurement.model_copy(update={"utilisation": utilisation})

@@ -330,6 +330,7 @@ class TrainSettings(Record):
     eval_batches: PositiveInt | None = _field(
         "run", "global batches per evaluation (default: 8; to classify all)"
     )
+    measure_only: bool = _field("run", "write neither checkpoints nor the model", False)
     save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
     keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")

@@ -97,7 +97,7 @@ class Loop:
             evaluation = self.evaluate(step)
             if evaluation is not None:
                 tell(self.callbacks, "on_eval", evaluation, False)
-        if due_save:
+        if due_save and not settings.measure_only:
             self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))
         else:
             self.checkpointer.poll()
@@ -106,6 +106,8 @@ class Loop:
 
     def _interrupted(self, step: int) -> None:
         saved = self.checkpointer.settle()
+        if self.settings.measure_only:
+            raise InterruptedRunError("interrupted; with --measure-only nothing was saved")
         where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"
         raise InterruptedRunError(
             f"interrupted, {where}. Go on with --resume --out {self.checkpointer.directory.parent}"

@@ -1,0 +1,144 @@
+"""Experiments as a person writes them: words of a command line, or a TOML file."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, get_args
+
+from outpace.cli import options
+from outpace.records.comparison import Arm, Experiment
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.plan import Strategy
+from outpace.records.settings import TrainSettings
+
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+_OF_AN_ARM = ("name", "environment", "command")
+
+
+def arm_of(word: str) -> Arm:
+    """'zero3', 'precision=bf16,micro_batch=2', 'NCCL_P2P_DISABLE=1', with 'name:' before it or not.
+
+    Raises BadInputError.
+    """
+    name, colon, rest = word.partition(":")
+    if not colon or "=" in name or "," in name:
+        name, rest = word, word
+    settings: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+    for part in rest.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            settings["strategy"] = _strategy(key, word)
+        elif _VARIABLE.fullmatch(key):
+            environment[key] = value
+        else:
+            settings |= _setting(key, value, f"arm {word}")
+    return Arm(name=name, settings=settings, environment=environment)
+
+
+def _strategy(name: str, word: str) -> str:
+    known = get_args(Strategy)
+    if name not in known:
+        raise BadInputError(
+            f"arm {word!r}: {name!r} is no strategy.{nearest(name, known)} Write a strategy, "
+            "settings (micro_batch=2,precision=bf16) or environment variables (NAME=value), with "
+            "commas between; or give an experiment's .toml file."
+        )
+    return name
+
+
+def _setting(key: str, value: Any, where: str) -> dict[str, Any]:
+    name = key.replace("-", "_")
+    known = TrainSettings.model_fields
+    if name not in known or name in ("out", "resume"):
+        raise BadInputError(f"{where}: {key!r} is no setting.{nearest(name, known)}")
+    return {name: _plain(options.convert(name, _boolean(name, value), f"{where}: {key}"))}
+
+
+def _boolean(name: str, value: Any) -> Any:
+    if options.shape(TrainSettings.model_fields[name].annotation).kind is bool:
+        return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}.get(
+            str(value).lower(), value
+        )
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def commands(lines: Sequence[str]) -> list[Arm]:
+    """A command of one's own is an arm, called as it is written."""
+    return [Arm(name=line, command=line) for line in lines]
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """An experiment file's values, as Experiment has them. Raises BadInputError."""
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path} is not TOML: {error}") from None
+    common = _settings(table.pop("common", {}), f"{path}: common")
+    given = table.pop("arm", [])
+    grid = table.pop("grid", {})
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise BadInputError(f"{path}: arms are written as tables, each under [[arm]]")
+    arms = [_arm(one, place, path) for place, one in enumerate(given)]
+    return {**table, "common": common, "arms": [*_crossed(arms, grid, path)]}
+
+
+def _arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
+    where = f"{path}: arm {place + 1}"
+    own = {name: table[name] for name in _OF_AN_ARM if name in table}
+    rest = {name: value for name, value in table.items() if name not in _OF_AN_ARM}
+    settings = _settings(rest, where)
+    own.setdefault("name", own.get("command") or _name(settings, own.get("environment", {})))
+    return Arm.parse({**own, "settings": settings}, where)
+
+
+def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        raise BadInputError(f"{where}: write it as a table of settings")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _setting(key, value, where)
+    return found
+
+
+def _crossed(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
+    """Every arm with every combination of the grid's values."""
+    if not grid:
+        return list(arms)
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise BadInputError(f"{path}: grid: {name} needs a list of values to try")
+    found = []
+    for arm in arms or [Arm(name="-")]:
+        for values in product(*grid.values()):
+            more = _settings(dict(zip(grid, values, strict=True)), f"{path}: grid")
+            name = _name(more, {})
+            name = name if arm.name == "-" else f"{arm.name}, {name}"
+            settings = {**arm.settings, **more}
+            found.append(arm.model_copy(update={"name": name, "settings": settings}))
+    return found
+
+
+def _name(settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    words = [
+        str(value) if key == "strategy" else f"{key}={options.show(value)}"
+        for key, value in settings.items()
+    ]
+    return ", ".join([*words, *(f"{key}={value}" for key, value in environment.items())]) or "-"
+
+
+def experiment_of(values: dict[str, Any], where: str) -> Experiment:
+    """Checked as a whole. Raises BadInputError."""
+    return Experiment.parse(values, where)

@@ -1,0 +1,138 @@
+"""One run of an arm in processes of its own: a training of outpace's, or a person's command."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from outpace.records.comparison import Arm, Experiment, Outcome
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import Measurement
+from outpace.records.settings import TrainSettings
+from outpace.train.run_dir import RESULT_FILE
+
+# What a comparison does not look at takes no time.
+_SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
+_STOP_S = 20.0  # for a run to end by itself when it is told to
+_TOLD = 2000  # characters of what a failed run said last
+
+
+def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
+    """What an arm's runs are told. Raises BadInputError."""
+    return TrainSettings.parse({**_SHORT, **experiment.common, **arm.settings}, f"arm {arm.name}")
+
+
+def run_training(
+    experiment: Experiment, arm: Arm, number: int, folder: Path, limit_s: float | None = None
+) -> Outcome:
+    """Train once; the outcome's value is the median step, warm-up left out."""
+    where = Path("runs") / f"{_safe(arm.name)}-{number:03d}"
+    run = folder / where
+    given = {**_SHORT, **experiment.common, **arm.settings, "out": str(run)}
+    config = folder / "configs" / f"{run.name}.toml"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(_toml(given), encoding="utf-8")
+    words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--json"]
+    code, said, failed = _run(words, arm, limit_s)
+    outcome = Outcome(arm=arm.name, round=number, value=None, run=str(where))
+    if failed is not None or code != 0:
+        return outcome.model_copy(update={"failure": failed or _last(said, code)})
+    measured = Measurement.load(run / RESULT_FILE)
+    return outcome.model_copy(update={"value": measured.step_time_s})
+
+
+def run_command(
+    experiment: Experiment, arm: Arm, number: int, folder: Path, limit_s: float | None = None
+) -> Outcome:
+    """Run a person's command once; the outcome's value is what the metric finds last."""
+    assert arm.command is not None and experiment.metric is not None
+    code, said, failed = _run(["sh", "-c", arm.command], arm, limit_s)
+    log = folder / "logs" / f"{_safe(arm.name)}-{number:03d}.txt"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(said, encoding="utf-8")
+    outcome = Outcome(arm=arm.name, round=number, value=None, run=str(log.relative_to(folder)))
+    if failed is not None or code != 0:
+        return outcome.model_copy(update={"failure": failed or _last(said, code)})
+    found = re.findall(experiment.metric, said)
+    try:
+        value = float(found[-1])
+    except (IndexError, ValueError, TypeError):
+        seen = f"found {found[-1]!r}" if found else "was not found"
+        told = f"the metric {experiment.metric!r} {seen} in its output ({log})"
+        return outcome.model_copy(update={"failure": told})
+    if value <= 0:
+        return outcome.model_copy(update={"failure": f"its metric is {value:g}, not above 0"})
+    return outcome.model_copy(update={"value": value})
+
+
+def check_metric(metric: str) -> None:
+    """Raises BadInputError unless it is a regular expression with one group."""
+    try:
+        groups = re.compile(metric).groups
+    except re.error as error:
+        raise BadInputError(f"--metric {metric!r} is no regular expression: {error}.") from None
+    if groups != 1:
+        raise BadInputError(
+            f"--metric {metric!r} has {groups} groups. Put one pair of parentheses around the "
+            "number, as in 'step time: ([0-9.]+)'."
+        )
+
+
+def _run(words: list[str], arm: Arm, limit_s: float | None) -> tuple[int, str, str | None]:
+    """Exit code, all that was said, and why it was ended, if it was. Nothing is left behind."""
+    process = subprocess.Popen(
+        words,
+        env={**os.environ, **arm.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        said = _end(process)
+        return -1, said, f"it took longer than {limit_s:.0f} s"
+    except BaseException:
+        _end(process)
+        raise
+    return process.returncode, said, None
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Asked first, then at once, all that it started with it."""
+    for how, wait_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        try:
+            return process.communicate(timeout=wait_s)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def _last(said: str, code: int) -> str:
+    """What a run said last that is meant for a person."""
+    lines = [line for line in said[-_TOLD:].splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("outpace: ")]
+    words = (told or lines or ["it said nothing"])[-1].removeprefix("outpace: ")
+    return f"exit code {code}: {words}"
+
+
+def _safe(name: str) -> str:
+    """A file's name: no separators, and no longer than file systems take."""
+    return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name)[:80].lstrip(".") or "arm"
+
+
+def _toml(values: Mapping[str, Any]) -> str:
+    """Flat settings as TOML, which JSON's strings, numbers and lists are."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+    return "\n".join([*lines, ""])

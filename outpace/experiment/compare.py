@@ -1,0 +1,117 @@
+"""Arms in alternating rounds until a verdict is clear, or what may be spent is spent.
+
+Every round runs each arm once in processes of its own, in an order that is drawn: what differs from
+one start to the next (where memory lies, which cores) is part of the noise, so that nothing is
+claimed of it.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from outpace.experiment.sequential import verdict
+from outpace.records.comparison import Arm, Experiment, Outcome, Verdict
+
+ALPHA = 0.01  # of claiming a difference that is none, of all pairs together
+LEVEL = 0.95
+_FAILS = 2  # so often an arm may fail before it is left out
+# An interval is narrow enough where it is this share of the difference.
+_NARROW = 0.5
+
+
+class Run(Protocol):
+    """One run of an arm."""
+
+    def __call__(
+        self, experiment: Experiment, arm: Arm, number: int, folder: Path, limit_s: float | None
+    ) -> Outcome: ...
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All outcomes, and why there are no more."""
+
+    outcomes: tuple[Outcome, ...]
+    stopped: str
+
+
+def compare(
+    experiment: Experiment,
+    folder: Path,
+    run: Run,
+    before: Sequence[Outcome] = (),
+    told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Ended:
+    """Rounds after those of `before`. `told` hears of every run, and what may be said since."""
+    outcomes, began_s = list(before), clock()
+    begin = 1 + max((one.round for one in before), default=-1)
+    for number in range(begin, experiment.rounds):
+        arms = _left(experiment, outcomes)
+        if experiment.arms[0] not in arms:
+            return Ended(
+                tuple(outcomes),
+                f"{experiment.arms[0].name} fails: {_why(experiment.arms[0], outcomes)}",
+            )
+        if len(arms) < 2:
+            return Ended(tuple(outcomes), "all arms but the first fail")
+        if number > begin and clock() - began_s >= experiment.budget_s:
+            return Ended(tuple(outcomes), f"the budget of {experiment.budget_s:.0f} s is spent")
+        if all(clear(one, experiment.within) for one in verdicts(experiment, outcomes).values()):
+            return Ended(tuple(outcomes), "the verdict is clear")
+        for arm in _order(experiment, arms, number):
+            outcome = run(experiment, arm, number, folder, None)
+            outcomes.append(outcome)
+            told(outcome, verdicts(experiment, outcomes))
+    return Ended(tuple(outcomes), f"all {experiment.rounds} rounds are done")
+
+
+def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
+    """Of each arm that has not failed against the first, by the rounds in which both ran.
+
+    That some difference is claimed though there is none has probability ALPHA, of all arms.
+    """
+    of: dict[str, dict[int, float]] = {arm.name: {} for arm in experiment.arms}
+    for one in outcomes:
+        if one.value is not None:
+            of[one.arm][one.round] = one.value
+    base, *others = experiment.arms
+    found = {}
+    for arm in others:
+        rounds = sorted(of[base.name].keys() & of[arm.name].keys())
+        times = [of[arm.name][number] for number in rounds]
+        against = [of[base.name][number] for number in rounds]
+        found[arm.name] = verdict(times, against, ALPHA / len(others), LEVEL)
+    return found
+
+
+def clear(one: Verdict, within: float) -> bool:
+    """A difference whose size is known well enough, or none that matters."""
+    if one.low is None or one.high is None or one.slowdown is None:
+        return False
+    if max(abs(one.low), abs(one.high)) <= within:
+        return True
+    return one.claimed and one.high - one.low <= max(within, _NARROW * abs(one.slowdown))
+
+
+def _left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
+    """Arms that do not fail time and again."""
+    return [
+        arm
+        for arm in experiment.arms
+        if sum(one.arm == arm.name and one.value is None for one in outcomes) < _FAILS
+    ]
+
+
+def _why(arm: Arm, outcomes: Sequence[Outcome]) -> str:
+    return next(
+        (one.failure for one in reversed(outcomes) if one.arm == arm.name and one.failure), "?"
+    )
+
+
+def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
+    """Drawn anew for every round, the same in every repetition of an experiment."""
+    return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

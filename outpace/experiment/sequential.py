@@ -1,0 +1,70 @@
+"""Verdicts on paired ratios that stay valid however often one looks, and whenever one stops.
+
+Two arms run side by side, round after round, in an order that is drawn. Where they are equally
+fast, either is the faster of a round with probability 1/2, whatever the noise is like and however
+it drifts. Betting on the signs with a Beta(1/2, 1/2) mixture, n rounds of which k were one way are
+worth
+
+    E(n, k) = 2^n · B(k + 1/2, n − k + 1/2) / B(1/2, 1/2)
+
+and by Ville's inequality E ever reaches 1/α with probability α at most (Robbins, "Statistical
+methods related to the law of the iterated logarithm", 1970; Howard and Ramdas, "Sequential
+estimation of quantiles", 2022). The shifts that make a median which E does not refute are an
+interval of the order statistics, which holds the median at all times with probability 1 − α.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from scipy.special import betaln
+
+from outpace.records.comparison import Verdict
+
+_LOG_HALF_HALF = float(betaln(0.5, 0.5))
+
+
+def log_evidence(rounds: int, one_way: int) -> float:
+    """log E(n, k) against the other way being as likely."""
+    beta = float(betaln(one_way + 0.5, rounds - one_way + 0.5))
+    return rounds * math.log(2) + beta - _LOG_HALF_HALF
+
+
+def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
+    """Where the median of what these were drawn from lies, at any time, but with probability α.
+
+    Infinite where there are too few to say.
+    """
+    ordered, count = sorted(values), len(values)
+    outside = 0  # so many below an end, and the median is not there
+    while outside < count / 2 and log_evidence(count, outside) >= -math.log(alpha):
+        outside += 1
+    if outside == 0:
+        return -math.inf, math.inf
+    return ordered[outside - 1], ordered[count - outside]
+
+
+def verdict(
+    times: Sequence[float], against: Sequence[float], alpha: float, level: float
+) -> Verdict:
+    """By how much what took `times` is slower than what took `against`, round by round.
+
+    A difference is claimed where E reaches 1/`alpha`; the interval is that of `level`.
+    """
+    logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
+    slower = sum(log > 0 for log in logs)
+    decided = sum(log != 0 for log in logs)  # ties say nothing of either
+    low, high = interval(logs, 1 - level)
+    return Verdict(
+        rounds=len(logs),
+        slowdown=math.expm1(median(logs)) if logs else None,
+        low=_share(low),
+        high=_share(high),
+        level=level,
+        claimed=decided > 0 and log_evidence(decided, slower) >= -math.log(alpha),
+        alpha=alpha,
+    )
+
+
+def _share(log: float) -> float | None:
+    return None if math.isinf(log) else math.expm1(log)

@@ -1,0 +1,64 @@
+"""Runs that are over, as arms of a comparison: blocks of their steps in the place of rounds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outpace.experiment.results import steps_of
+from outpace.records.comparison import Arm, Experiment, Outcome
+from outpace.records.errors import BadInputError
+from outpace.records.run import RunRecord
+from outpace.train.run_dir import RUN_FILE
+
+_WARM_UP = 3  # steps
+_MOST_BLOCKS = 30
+NOT_IN_TURN = (
+    "These runs were not made in turn: what else the machine did, and what differs from one start "
+    "to the next, is part of every difference. outpace compare with the same arms tells them apart."
+)
+
+
+def arms_of(runs: Sequence[Path]) -> Experiment:
+    """An arm for each run, with the settings in which they differ. Raises BadInputError."""
+    for run in runs:
+        if not (run / RUN_FILE).is_file():
+            raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")
+    given: list[dict[str, Any]] = [
+        RunRecord.load(run / RUN_FILE).settings.model_dump(mode="json", exclude={"out", "resume"})
+        for run in runs
+    ]
+    alike = {name for name in given[0] if all(one[name] == given[0][name] for one in given)}
+    names = _names(runs)
+    return Experiment.parse(
+        {
+            "common": {name: given[0][name] for name in sorted(alike)},
+            "arms": [
+                Arm(name=name, settings={k: v for k, v in one.items() if k not in alike})
+                for name, one in zip(names, given, strict=True)
+            ],
+        },
+        "--runs",
+    )
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Their last parts, where these differ."""
+    last = [run.resolve().name for run in runs]
+    return last if len(set(last)) == len(last) else [str(run) for run in runs]
+
+
+def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
+    """As many blocks of each run as of the shortest; a block's value is its median step."""
+    times = [[float(step["step_time_s"]) for step in steps_of(run)][_WARM_UP:] for run in runs]
+    least = min(map(len, times))
+    if least == 0:
+        short = runs[times.index(min(times, key=len))]
+        raise BadInputError(f"{short} has no more than {_WARM_UP} steps: nothing can be compared.")
+    size = -(-least // _MOST_BLOCKS)
+    found = []
+    for number in range(least // size):
+        for run, arm, own in zip(runs, experiment.arms, times, strict=True):
+            block = own[number * size : (number + 1) * size]
+            found.append(Outcome(arm=arm.name, round=number, value=median(block), run=str(run)))
+    return found

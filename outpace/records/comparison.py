@@ -1,0 +1,140 @@
+"""A comparison: its arms, what each took round by round, and what may be claimed of it."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from outpace.records.base import Record
+from outpace.records.machine import Machine
+from outpace.records.measurement import TimeParts
+from outpace.records.units import show_share
+
+
+class Arm(Record):
+    """One of the ways that are compared: settings of outpace, or a command of one's own."""
+
+    name: str = Field(min_length=1)
+    settings: dict[str, Any] = Field(default={}, description="of outpace train, beside the common")
+    environment: dict[str, str] = Field(default={}, description="variables that are set for it")
+    command: str | None = Field(default=None, description="of one's own, in place of settings")
+
+
+class Experiment(Record):
+    """What is compared, and how long. A round runs every arm once, in an order that is drawn."""
+
+    arms: tuple[Arm, ...]
+    common: dict[str, Any] = Field(default={}, description="settings of every arm")
+    metric: str | None = Field(
+        default=None,
+        description="regular expression of a command's output; its group is the figure",
+    )
+    higher_is_better: bool = Field(default=False, description="of `metric`")
+    rounds: PositiveInt = Field(default=40, description="at most")
+    budget_s: PositiveFloat = Field(default=600.0, description="no round begins after it")
+    within: PositiveFloat = Field(
+        default=0.015, description="a difference of less than this share is as good as none"
+    )
+    seed: NonNegativeInt = Field(default=0, description="of the order of the arms")
+    price: PositiveFloat | None = Field(default=None, description="of a device and hour")
+
+    @model_validator(mode="after")
+    def _comparable(self) -> Self:
+        names = [arm.name for arm in self.arms]
+        if len(names) < 2:
+            raise ValueError(f"there is nothing to compare {names[0] if names else 'nothing'} with")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two arms are called {twice[0]}: give each a name of its own")
+        commands = sum(arm.command is not None for arm in self.arms)
+        if commands not in (0, len(names)):
+            raise ValueError("some arms are commands and some are settings: use one or the other")
+        if commands and self.metric is None:
+            raise ValueError(
+                "commands need a metric: a regular expression with one group around the number, "
+                "such as 'step time: ([0-9.]+)'"
+            )
+        return self
+
+
+class Verdict(Record):
+    """Of an arm against the first: 0.08 is 8 % slower, with an interval that holds at all times."""
+
+    rounds: NonNegativeInt
+    slowdown: float | None = Field(description="median of the rounds' ratios; None: no round")
+    low: float | None = Field(description="of the interval; None: too few rounds to say")
+    high: float | None
+    level: float
+    claimed: bool = Field(description="a difference, at `alpha`, however often one looked")
+    alpha: float
+
+    def words(
+        self, arm: str, against: str, quantity: tuple[str, str] = ("slower", "faster")
+    ) -> str:
+        """As a person would say it."""
+        if self.slowdown is None:
+            return f"{arm} and {against}: nothing was measured"
+        bounds = (self.low, self.high)
+        if self.claimed and None not in bounds:
+            low, high = sorted(abs(bound) for bound in bounds if bound is not None)
+            word = quantity[0] if self.slowdown > 0 else quantity[1]
+            return (
+                f"{arm} is {show_share(abs(self.slowdown))} {word} than {against} "
+                f"({self.level:.0%}: {show_share(low)} to {show_share(high)})"
+            )
+        if self.low is None or self.high is None:
+            return (
+                f"{arm} and {against}: {self.rounds} rounds are too few to claim anything "
+                f"(measured {self.slowdown:+.1%})"
+            )
+        largest = max(abs(self.low), abs(self.high))
+        return (
+            f"{arm} and {against}: no difference larger than {show_share(largest)} can be claimed"
+        )
+
+
+class Outcome(Record):
+    """One run of an arm."""
+
+    arm: str
+    round: NonNegativeInt
+    value: float | None = Field(description="seconds of a step, or the metric; None: it failed")
+    failure: str | None = None
+    run: str | None = Field(default=None, description="the run's directory, in the experiment's")
+
+
+class ArmResult(Record):
+    """What an arm's runs came to, medians over them."""
+
+    arm: str
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    model_flops_per_s: float | None = None
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    parts: TimeParts | None = None
+    final_loss: float | None = None
+    price_per_million_tokens: float | None = None
+    metric: float | None = None
+    verdict: Verdict | None = Field(default=None, description="against the first arm; None: it is")
+    facts: dict[str, str] = Field(default={}, description="what determined its runs")
+
+
+class Comparison(Record):
+    """A comparison's result; comparison.json."""
+
+    experiment: Experiment
+    command: tuple[str, ...] = Field(description="that repeats it")
+    arms: tuple[ArmResult, ...]
+    outcomes: tuple[Outcome, ...]
+    differing: tuple[str, ...] = Field(default=(), description="that were not asked for")
+    losses: str | None = Field(default=None, description="whether the curves agree, in words")
+    stopped: str = Field(description="why no further round was run")
+    took_s: float
+    machine: Machine
+    started: str
+
+    def verdicts(self) -> Mapping[str, Verdict]:
+        """By arm, all but the first."""
+        return {one.arm: one.verdict for one in self.arms if one.verdict is not None}

@@ -1,0 +1,139 @@
+"""`outpace compare`: arms in turn, verdicts, what is kept, what is refused."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.records.comparison import Comparison
+
+METRIC = "--metric=t=([0-9.]+)"
+
+
+def compared(capsys, tmp_path, *words, out="c"):
+    folder = tmp_path / out
+    assert main(["compare", *words, "--out", str(folder), "--json"]) == 0
+    found = Comparison.parse(json.loads(capsys.readouterr().out), "stdout")
+    assert found == Comparison.load(folder / "comparison.json")
+    return found
+
+
+def test_a_clear_difference_is_claimed_with_its_size_and_ends_it(capsys, tmp_path):
+    found = compared(capsys, tmp_path, "--command=echo t=2.0", "--command=echo t=2.2", METRIC)
+    (verdict,) = found.verdicts().values()
+    assert verdict.claimed and verdict.slowdown == pytest.approx(0.1)
+    assert found.stopped == "the verdict is clear" and verdict.rounds < 15
+    assert [arm.metric for arm in found.arms] == [2.0, 2.2]
+
+
+def test_arms_take_turns_in_an_order_that_is_drawn(capsys, tmp_path):
+    words = [f"--command=echo t=1.{n}" for n in range(3)]
+    found = compared(capsys, tmp_path, *words, METRIC, "--rounds", "8")
+    rounds = [[o.arm for o in found.outcomes if o.round == n] for n in range(8)]
+    assert all(sorted(one) == sorted(rounds[0]) for one in rounds)
+    assert any(one != other for one, other in pairwise(rounds))
+
+
+def test_what_is_alike_is_not_told_apart(capsys, tmp_path):
+    same = "i=$(($(cat n 2>/dev/null || echo 0)+1)); echo $i > n; echo t=1.00$((i * 7 % 5))"
+    words = [f"--command=cd {tmp_path}; {same}", f"--command=cd {tmp_path}; {same} # b", METRIC]
+    found = compared(capsys, tmp_path, *words, "--rounds", "25")
+    (verdict,) = found.verdicts().values()
+    assert not verdict.claimed and max(abs(verdict.low), abs(verdict.high)) < 0.005
+    assert "no difference larger than" in verdict.words("b", "a")
+
+
+def test_an_arm_that_fails_is_a_result(capsys, tmp_path):
+    words = ["--command=echo t=1", "--command=echo broken >&2; exit 3", "--command=echo t=2"]
+    found = compared(capsys, tmp_path, *words, METRIC, "--rounds", "3")
+    broken = [one for one in found.outcomes if one.value is None]
+    assert len(broken) == 2 and broken[0].failure == "exit code 3: broken"
+    assert found.arms[1].verdict.rounds == 0 and found.arms[2].verdict.rounds == 3
+    assert main(["compare", *words, METRIC, "--rounds=2", f"--out={tmp_path / 'd'}"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "failed: exit code 3: broken" in shown and "2 rounds are too few to claim" in shown
+
+
+def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):
+    words = ["--command=echo t=1", "--command=echo t=2", METRIC]
+    first = compared(capsys, tmp_path, *words, "--rounds", "3")
+    outcomes = tmp_path / "c" / "outcomes.jsonl"
+    cut = outcomes.read_text().splitlines(keepends=True)[:-1]  # killed within a round
+    outcomes.write_text("".join(cut))
+    again = compared(capsys, tmp_path, *words, "--rounds", "3", "--resume")
+    assert again.outcomes[:4] == first.outcomes[:4] and len(again.outcomes) == 6
+    assert main(["compare", *words, "--rounds=3", f"--out={tmp_path / 'c'}"]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_a_stored_comparison_is_repeated_and_stood_beside(capsys, tmp_path):
+    words = ["--command=echo t=1", "--command=echo t=2", METRIC]
+    first = compared(capsys, tmp_path, *words)
+    stored = tmp_path / "c" / "comparison.json"
+    assert main(["compare", str(stored), f"--out={tmp_path / 'again'}"]) == 0
+    assert "agrees with +100.0%" in capsys.readouterr().out
+    assert Comparison.load(tmp_path / "again" / "comparison.json").experiment == first.experiment
+
+
+def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
+    file = tmp_path / "experiment.toml"
+    file.write_text(
+        'rounds = 1\nmetric = "t=([0-9.]+)"\n'
+        '[[arm]]\ncommand = "echo t=$SPEED"\nenvironment = { SPEED = "3" }\n'
+        '[[arm]]\nname = "slow"\ncommand = "echo t=$SPEED"\nenvironment = { SPEED = "4" }\n'
+    )
+    found = compared(capsys, tmp_path, str(file))
+    assert [(arm.arm, arm.metric) for arm in found.arms] == [("echo t=$SPEED", 3), ("slow", 4)]
+
+
+TINY = json.dumps({"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab": 300,
+                   "max_positions": 32})  # fmt: skip
+
+
+@pytest.mark.gloo
+def test_strategies_are_compared_by_training_them(capsys, tmp_path):
+    (tmp_path / "tiny.json").write_text(TINY)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    found = compared(
+        capsys, tmp_path, "ddp", "sharded:zero3", f"--model={tmp_path / 'tiny.json'}",
+        f"--data={tmp_path / 'text.txt'}", "--nproc=2", "--steps=6", "--global-batch=4",
+        "--seq-len=16", "--rounds=1", "--price=2", f"--cache-dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    assert [arm.arm for arm in found.arms] == ["ddp", "sharded"]
+    assert not [one.failure for one in found.outcomes if one.failure]
+    for arm in found.arms:
+        assert arm.step_time_s > 0 and arm.tokens_per_s > 0 and arm.peak_memory_bytes > 0
+        assert arm.price_per_million_tokens > 0 and arm.parts.total_s > 0
+    assert not found.differing
+    assert found.losses.startswith("Losses agree on all steps, as they must")
+    run = tmp_path / "c" / found.outcomes[0].run
+    assert (run / "metrics.jsonl").is_file() and not (run / "model").exists()
+    runs = [str(tmp_path / "c" / one.run) for one in found.outcomes]
+    assert main(["compare", "--runs", *runs]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "not made in turn" in shown and "Losses agree on all steps" in shown
+    assert main(["compare", "--runs", runs[0], str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ddp"], "nothing to compare ddp with"),
+        (["ddp", "zero4"], "'zero4' is no strategy. Did you mean 'zero"),
+        (["ddp", "micro_bach=2"], "'micro_bach' is no setting. Did you mean 'micro_batch' or"),
+        (["ddp", "precision=fp23"], "'fp23' is not one of"),
+        (["ddp", "ddp"], "two arms are called ddp"),
+        (["--command=a", "--command=b"], "commands need a metric"),
+        (["--command=a", "--command=b", "--metric=t="], "has 0 groups"),
+        (["--command=a", "--command=b", "--metric=(t="], "is no regular expression"),
+        (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
+        (["missing.toml"], "cannot read missing.toml"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,80 @@
+"""Verdicts that hold however often one looks."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outpace.experiment.sequential import interval, log_evidence, verdict
+
+
+def test_evidence_by_hand():
+    # 2^10 · B(1/2, 21/2) / π, with B(1/2, 21/2) = Γ(1/2) Γ(21/2) / Γ(11).
+    expected = 2**10 * math.gamma(0.5) * math.gamma(10.5) / math.gamma(11) / math.pi
+    assert math.exp(log_evidence(10, 0)) == pytest.approx(expected)
+    assert math.exp(log_evidence(10, 0)) == pytest.approx(180.4, abs=0.1)
+
+
+@given(st.integers(0, 40))
+def test_evidence_is_a_fair_bet_and_looks_both_ways(rounds):
+    worth = [math.comb(rounds, k) / 2**rounds * math.exp(log_evidence(rounds, k))
+             for k in range(rounds + 1)]  # fmt: skip
+    assert sum(worth) == pytest.approx(1)
+    for k in range(rounds + 1):
+        assert log_evidence(rounds, k) == pytest.approx(log_evidence(rounds, rounds - k))
+
+
+def test_where_nothing_differs_hardly_anything_is_claimed_at_any_time():
+    """Not once in 60 looks, with probability 0.99; noise drifts and has outliers."""
+    drawn, claims = random.Random(1), 0
+    for _ in range(400):
+        times: list[float] = []
+        others: list[float] = []
+        for number in range(60):
+            level = 1 + 0.5 * math.sin(number / 9)  # both alike
+            pair = [level * math.exp(0.02 * drawn.gauss(0, 1) + (drawn.random() < 0.1) * 0.5)
+                    for _ in range(2)]  # fmt: skip
+            times.append(pair[0])
+            others.append(pair[1])
+            if verdict(times, others, 0.01, 0.95).claimed:
+                claims += 1
+                break
+    assert claims <= 8  # 4 are expected at most
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=80), st.sampled_from([0.05, 0.01]))
+def test_an_interval_is_of_the_values_and_holds_their_median(values, alpha):
+    low, high = interval(values, alpha)
+    middle = sorted(values)[len(values) // 2]
+    assert low <= middle <= high
+    assert math.isinf(low) == math.isinf(high)
+    assert math.isinf(low) or {low, high} <= set(values)
+    wider = interval(values, alpha / 10)
+    assert wider[0] <= low and high <= wider[1]
+
+
+def test_a_median_is_missed_as_rarely_as_is_said():
+    drawn, missed = random.Random(2), 0
+    for _ in range(300):
+        values: list[float] = []
+        for _ in range(50):
+            values.append(drawn.expovariate(1.0))  # its median is log 2
+            low, high = interval(values, 0.05)
+            if not low <= math.log(2) <= high:
+                missed += 1
+                break
+    assert missed <= 24  # 15 are expected at most
+
+
+def test_a_difference_is_found_and_its_size():
+    drawn = random.Random(3)
+    against = [math.exp(0.03 * drawn.gauss(0, 1)) for _ in range(40)]
+    times = [1.08 * one * math.exp(0.01 * drawn.gauss(0, 1)) for one in against]
+    found = verdict(times, against, 0.01, 0.95)
+    assert found.claimed and found.low is not None and found.high is not None
+    assert found.low <= 0.08 <= found.high and found.high - found.low < 0.02
+    assert "slower than" in found.words("b", "a")
+    few = verdict(times[:3], against[:3], 0.01, 0.95)
+    assert not few.claimed and few.low is None and "too few" in few.words("b", "a")
