@@ -275,7 +275,7 @@ def _stored(path: Path) -> tuple[list[dict[str, Any]], dict[int, Any]]:
     kept = json.loads(path.read_text(encoding="utf-8"))
     machines = {int(world): Machine.parse(one, str(path)) for world, one in kept["probes"].items()}
     names = [name for name, *_ in COURSES]
-    # One process was measured beside two.
+    machines.setdefault(2, machines[1])
     clusters = {world: of_probe(machines[world], world) for world in machines}
     rows = [
         {**row, **predicted(clusters[row["world"]], row["world"], names.index(row["model"]),
@@ -312,7 +312,10 @@ def _rows(
 
 
 def _dumped(machines: dict[int, Any]) -> dict[str, Any]:
-    return {str(world): machine.model_dump(mode="json") for world, machine in machines.items()}
+    """Each probe once: two processes are of the one that one process is of."""
+    once = {world: machine for world, machine in machines.items()
+            if world != 2 or machine is not machines.get(1)}  # fmt: skip
+    return {str(world): machine.model_dump(mode="json") for world, machine in once.items()}
 
 
 def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

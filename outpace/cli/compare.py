@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.cli import options
-from outpace.cli.experiments import arm_of, commands, experiment_of, from_toml
+from outpace.cli.experiments import arm_of, commands, from_toml
 from outpace.cli.parser import Parser, number_type
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError
@@ -23,8 +23,6 @@ _EPILOG = (
     "outpace train takes is common to all arms. The first arm is what others are compared with."
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
-_OWN = ("arm", "command", "metric", "higher_is_better", "rounds", "budget", "within", "price",
-        "runs", "json", "config")  # fmt: skip
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -153,9 +151,7 @@ def _experiment(arguments: argparse.Namespace) -> tuple[Experiment, Comparison |
                       ("price", "price"), ("metric", "metric")):  # fmt: skip
         if getattr(arguments, name) is not None:
             values[key] = getattr(arguments, name)
-    if arguments.higher_is_better:
-        values["higher_is_better"] = True
-    return experiment_of(values, "the experiment"), stored
+    return Experiment.parse(values, "the experiment"), stored
 
 
 def _plainly(value: Any) -> Any:
@@ -219,7 +215,6 @@ def _parser() -> Parser:
         help="an arm that is a command of your own; repeat it")  # fmt: skip
     add("--metric", default=None, metavar="REGEX",
         help="finds the figure in a command's output: one group around the number")  # fmt: skip
-    add("--higher-is-better", action="store_true", default=False, help="of the metric")
     add("--rounds", type=number_type(int, 1), default=None, metavar="N",
         help="at most (default: 40)")  # fmt: skip
     add("--budget", type=number_type(float, 1), default=None, metavar="S",

@@ -1,14 +1,13 @@
 """Experiments as a person writes them: words of a command line, or a TOML file."""
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 from outpace.cli import options
-from outpace.records.comparison import Arm, Experiment
+from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.plan import Strategy
 from outpace.records.settings import TrainSettings
@@ -79,13 +78,7 @@ def commands(lines: Sequence[str]) -> list[Arm]:
 
 def from_toml(path: Path) -> dict[str, Any]:
     """An experiment file's values, as Experiment has them. Raises BadInputError."""
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{path} is not TOML: {error}") from None
+    table = options.read_toml(path)
     common = _settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])
     grid = table.pop("grid", {})
@@ -137,8 +130,3 @@ def _name(settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
         for key, value in settings.items()
     ]
     return ", ".join([*words, *(f"{key}={value}" for key, value in environment.items())]) or "-"
-
-
-def experiment_of(values: dict[str, Any], where: str) -> Experiment:
-    """Checked as a whole. Raises BadInputError."""
-    return Experiment.parse(values, where)

@@ -123,19 +123,23 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: convert(name, value, flag(name)) for name, value in given.items()}
 
 
-def from_toml(path: Path) -> dict[str, Any]:
-    """The settings that a TOML file gives, keys in kebab or snake case. Raises BadInputError."""
+def read_toml(path: Path, option: str = "") -> dict[str, Any]:
+    """A TOML file's table. `option`: what it was given with. Raises BadInputError."""
     import tomllib
 
     try:
         with path.open("rb") as file:
-            table = tomllib.load(file)
+            return tomllib.load(file)
     except OSError as error:
-        raise BadInputError(f"cannot read --config {path}: {error.strerror}") from None
+        raise BadInputError(f"cannot read {option}{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path} is not TOML: {error}") from None
+
+
+def from_toml(path: Path) -> dict[str, Any]:
+    """The settings that a TOML file gives, keys in kebab or snake case. Raises BadInputError."""
     values: dict[str, Any] = {}
-    for key, value in table.items():
+    for key, value in read_toml(path, "--config ").items():
         name = key.replace("-", "_")
         if name not in _fields():
             between = "_" if "_" in key else "-"

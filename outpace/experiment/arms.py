@@ -28,9 +28,7 @@ def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
     return TrainSettings.parse({**_SHORT, **experiment.common, **arm.settings}, f"arm {arm.name}")
 
 
-def run_training(
-    experiment: Experiment, arm: Arm, number: int, folder: Path, limit_s: float | None = None
-) -> Outcome:
+def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
     """Train once; the outcome's value is the median step, warm-up left out."""
     where = Path("runs") / f"{_safe(arm.name)}-{number:03d}"
     run = folder / where
@@ -39,26 +37,24 @@ def run_training(
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_toml(given), encoding="utf-8")
     words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--json"]
-    code, said, failed = _run(words, arm, limit_s)
+    code, said = _run(words, arm)
     outcome = Outcome(arm=arm.name, round=number, value=None, run=str(where))
-    if failed is not None or code != 0:
-        return outcome.model_copy(update={"failure": failed or _last(said, code)})
+    if code != 0:
+        return outcome.model_copy(update={"failure": _last(said, code)})
     measured = Measurement.load(run / RESULT_FILE)
     return outcome.model_copy(update={"value": measured.step_time_s})
 
 
-def run_command(
-    experiment: Experiment, arm: Arm, number: int, folder: Path, limit_s: float | None = None
-) -> Outcome:
+def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
     """Run a person's command once; the outcome's value is what the metric finds last."""
     assert arm.command is not None and experiment.metric is not None
-    code, said, failed = _run(["sh", "-c", arm.command], arm, limit_s)
+    code, said = _run(["sh", "-c", arm.command], arm)
     log = folder / "logs" / f"{_safe(arm.name)}-{number:03d}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(said, encoding="utf-8")
     outcome = Outcome(arm=arm.name, round=number, value=None, run=str(log.relative_to(folder)))
-    if failed is not None or code != 0:
-        return outcome.model_copy(update={"failure": failed or _last(said, code)})
+    if code != 0:
+        return outcome.model_copy(update={"failure": _last(said, code)})
     found = re.findall(experiment.metric, said)
     try:
         value = float(found[-1])
@@ -84,8 +80,8 @@ def check_metric(metric: str) -> None:
         )
 
 
-def _run(words: list[str], arm: Arm, limit_s: float | None) -> tuple[int, str, str | None]:
-    """Exit code, all that was said, and why it was ended, if it was. Nothing is left behind."""
+def _run(words: list[str], arm: Arm) -> tuple[int, str]:
+    """Exit code and all that was said. Nothing of it is left behind where we are stopped."""
     process = subprocess.Popen(
         words,
         env={**os.environ, **arm.environment},
@@ -97,26 +93,23 @@ def _run(words: list[str], arm: Arm, limit_s: float | None) -> tuple[int, str, s
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        said = _end(process)
-        return -1, said, f"it took longer than {limit_s:.0f} s"
+        said, _ = process.communicate()
     except BaseException:
         _end(process)
         raise
-    return process.returncode, said, None
+    return process.returncode, said
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def _end(process: subprocess.Popen[str]) -> None:
     """Asked first, then at once, all that it started with it."""
     for how, wait_s in ((signal.SIGTERM, _STOP_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, how)
         try:
-            return process.communicate(timeout=wait_s)[0]
+            process.communicate(timeout=wait_s)
+            return
         except subprocess.TimeoutExpired:
             continue
-    return ""
 
 
 def _last(said: str, code: int) -> str:

@@ -25,9 +25,7 @@ _NARROW = 0.5
 class Run(Protocol):
     """One run of an arm."""
 
-    def __call__(
-        self, experiment: Experiment, arm: Arm, number: int, folder: Path, limit_s: float | None
-    ) -> Outcome: ...
+    def __call__(self, experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def compare(
         if all(clear(one, experiment.within) for one in verdicts(experiment, outcomes).values()):
             return Ended(tuple(outcomes), "the verdict is clear")
         for arm in _order(experiment, arms, number):
-            outcome = run(experiment, arm, number, folder, None)
+            outcome = run(experiment, arm, number, folder)
             outcomes.append(outcome)
             told(outcome, verdicts(experiment, outcomes))
     return Ended(tuple(outcomes), f"all {experiment.rounds} rounds are done")

@@ -9,6 +9,7 @@ squares of the logarithms, with a pull to 1 that keeps a rate of which no step t
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -119,32 +120,25 @@ def _knobs(rates: Rates, seen: Sequence[SeenStep]) -> list[Knob]:
     """Of every dtype that steps computed in, and of all else that a step is made of."""
     dtypes = sorted({dtype_of(one.plan.precision) for one in seen})
     return [
-        *(_products(dtype) for dtype in dtypes if dtype in rates.device.best_flops_per_s),
-        *(_attention(dtype) for dtype in rates.device.attention_rates),
+        *(_of_dtype("best_flops_per_s", dtype) for dtype in dtypes
+          if dtype in rates.device.best_flops_per_s),
+        *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
         _memory, _operators, _optimizer, _units, _links, _latency,
     ]  # fmt: skip
 
 
-def _products(dtype: str) -> Knob:
+def _of_dtype(field: str, dtype: str) -> Knob:
+    """Of one of a device's rates by dtype."""
+
     def knob(rates: Rates, factor: float) -> Rates:
-        best = dict(rates.device.best_flops_per_s)
-        best[dtype] /= factor
-        return _with(rates, best_flops_per_s=best)
+        before = getattr(rates.device, field)
+        return _with(rates, **{field: {**before, dtype: before[dtype] / factor}})
 
     return knob
 
 
-def _attention(dtype: str) -> Knob:
-    def knob(rates: Rates, factor: float) -> Rates:
-        own = dict(rates.device.attention_rates)
-        own[dtype] /= factor
-        return _with(rates, attention_rates=own)
-
-    return knob
-
-
-def _with(rates: Rates, **values: object) -> Rates:
-    return replace(rates, device=replace(rates.device, **values))  # type: ignore[arg-type]
+def _with(rates: Rates, **values: Any) -> Rates:
+    return replace(rates, device=replace(rates.device, **values))
 
 
 def _memory(rates: Rates, factor: float) -> Rates:

@@ -92,16 +92,14 @@ class Setup:
             more = more + stack.layers * experts * (alone - 1) / c.ep
         ends = outside_elements(self.outline) / c.tp
         # A pipeline's ends have the embedding and the head; the fuller one decides.
-        self.parameters = layers / c.pp + np.where(c.pp > 1, ends / (1 if self.tied else 2), ends)
+        self.parameters = layers / c.pp + np.where(
+            c.pp > 1, ends / (1 if self.outline.tied else 2), ends
+        )
         self.owned = self.parameters + more / c.pp
 
     @property
     def alone(self) -> bool:
         return self.device.kind == "cpu"
-
-    @property
-    def tied(self) -> bool:
-        return self.outline.tied
 
     def _cells(self) -> None:
         c = self.c

@@ -29,7 +29,6 @@ class Experiment(Record):
         default=None,
         description="regular expression of a command's output; its group is the figure",
     )
-    higher_is_better: bool = Field(default=False, description="of `metric`")
     rounds: PositiveInt = Field(default=40, description="at most")
     budget_s: PositiveFloat = Field(default=600.0, description="no round begins after it")
     within: PositiveFloat = Field(
