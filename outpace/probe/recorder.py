@@ -97,6 +97,9 @@ class Recorder:
                 # By the clock, so that the time a sample takes does not add up.
                 wait_s = period_s - (time.monotonic() - began_s) % period_s
                 done = self._closed.wait(wait_s)
+                if done and self.series is None:
+                    # However short it was, a load is kept of it.
+                    time.sleep(max(0.0, _LEAST_S - (time.monotonic() - began_s)))
                 self._latest = self._samples.take() or self._latest
                 now_s = time.monotonic()
                 if now_s >= save_after_s and not done:

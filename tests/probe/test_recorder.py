@@ -37,6 +37,13 @@ def test_a_run_of_less_than_a_period_has_one_point(tmp_path: Path):
     assert len(Utilisation.load(tmp_path / "a.json").ends_s) == 1
 
 
+def test_a_run_of_a_moment_has_one_point_too(tmp_path: Path):
+    recorder = Recorder(Sampler(), tmp_path / "a.json", period_s=30)
+    recorder.start()
+    recorder.close()
+    assert len(Utilisation.load(tmp_path / "a.json").ends_s) == 1
+
+
 def test_a_sensor_that_breaks_ends_the_recording_alone(tmp_path: Path):
     class Breaking(Sampler):
         reads = 0
