@@ -3,22 +3,25 @@
     python benchmarks/planner_measured.py            # records results/planner_measured.json
     python benchmarks/planner_measured.py --quick    # shows that it works, records nothing
 
-`outpace probe` measures the machine first. Then jobs of 1, 2 and 4 processes take steps of every
-configuration (models, strategies, micro-batches, recomputation, precisions); of a job's
-configurations one step each in turn, forwards and backwards, so that noise meets all. The planner
-predicts every one from the probe alone. The five fastest of a group (one model and number of
-processes) are stepped again in pairs, so that noise does not crown one, and the planner's pick is
-compared with the fastest: its regret.
+`outpace probe` measures the machine first. Then a job of 1, of 2 and of 4 processes takes steps of
+every configuration (models, strategies, micro-batches, recomputation, precisions) and of the
+probe's own small trainings, one step each in turn, in another order every round, so that noise
+meets all. The planner predicts every configuration twice, from the probe alone: with the steps that
+the probe took before, and with those of its trainings that were taken in turn. The first adds what
+the machine's speed changes by within half an hour to what the planner is wrong by. The five fastest
+of a group (one model and number of processes) are stepped again in pairs, so that noise does not
+crown one, and the planner's pick is compared with the fastest: its regret.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-from itertools import product
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,10 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
 }
 _PIPELINES = ("gpipe", "1f1b")
 # Seconds of a probe for steps, and for the rest.
-_STEPS_S, _REST_S = 330.0, 90.0
-_PASSES = 2  # over all groups: a machine is slower for minutes at a time
+_STEPS_S, _REST_S = 150.0, 90.0
+# Seconds of a number of processes for all in turn, and for a group's fastest once more.
+_TURNS_S, _AGAIN_S = 420.0, 40.0
+_LEAST_ROUNDS = 5
 _AGAIN = 5  # of a group, stepped again in pairs
 
 
@@ -84,53 +89,82 @@ def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> 
     return found
 
 
-def worker(out: Path, course_number: int, rounds: int) -> None:
-    """One rank: every configuration of one model and number of processes, in turn."""
+def worker(out: Path, courses: int, share: float) -> None:
+    """One rank: every configuration and reference of this number of processes, in turn."""
     import torch
 
+    from outpace.catalog.references import references
     from outpace.experiment.contender import Contender, everyone
     from outpace.launch.environment import ranks_from
     from outpace.launch.group import process_groups
-    from outpace.records.model import ModelSpec
     from outpace.records.ranks import Ranks
     from outpace.train.synthetic import Course
 
     ranks = ranks_from(os.environ) or Ranks()
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, cores // ranks.world_size))
-    name, values, seq_len, batch = COURSES[course_number]
-    spec = ModelSpec.parse(values, name)
-    course = Course(spec, batch, seq_len)
-    plans = [plan for layout in LAYOUTS[ranks.world_size]
-             for plan in plans_for(layout, ranks.world_size, batch, spec.kv_heads)]  # fmt: skip
-    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
-        contenders = [Contender(plan, course, groups) for plan in plans]
-        steps: list[list[float]] = [[] for _ in contenders]
-        for number in range(rounds):
-            order = range(len(contenders))
-            for place in order if number % 2 == 0 else reversed(order):
-                steps[place].append(_step_s(contenders[place]))
-        slowest = _slowest(everyone(groups, steps))
+    world = ranks.world_size
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
+    asked = [(number, plan) for number in range(courses) for plan in _all_plans(number, world)]
+    known = references(world, "cpu")
+    with process_groups(ranks, torch.device("cpu"), 600.0, 0) as groups:
+        contenders = [
+            *(Contender(plan, Course(_spec(number), COURSES[number][3], COURSES[number][2]), groups)
+              for number, plan in asked),
+            *(Contender(one.plan, Course(one.spec, one.global_batch, one.seq_len), groups)
+              for one in known.values()),
+        ]  # fmt: skip
+        slowest = _slowest(everyone(groups, _in_turn(contenders, groups, share * _TURNS_S)))
         medians = [statistics.median(one) for one in slowest]
-        best = sorted(range(len(medians)), key=medians.__getitem__)[:_AGAIN]
-        again: dict[int, list[float]] = {place: [] for place in best}
-        for number in range(2 * rounds):
-            for place in best if number % 2 == 0 else reversed(best):
-                again[place].append(_step_s(contenders[place]))
-        said = everyone(groups, [again[place] for place in best])
+        again: dict[int, list[float]] = {}
+        for number in range(courses):
+            own = [place for place, (of, _) in enumerate(asked) if of == number]
+            best = sorted(own, key=medians.__getitem__)[:_AGAIN]
+            took = _in_turn([contenders[place] for place in best], groups, share * _AGAIN_S)
+            again |= dict(zip(best, _slowest(everyone(groups, took)), strict=True))
         peaks = everyone(groups, [one.weight.peak_bytes for one in contenders])
     if ranks.rank == 0:
         rows = [
             {
+                "model": COURSES[number][0],
+                "world": world,
                 "plan": plan.model_dump(mode="json"),
                 "steps_s": slowest[place],
                 "peak_bytes": max(peak[place] for peak in peaks),
+                **({"again_s": again[place]} if place in again else {}),
             }
-            for place, plan in enumerate(plans)
+            for place, (number, plan) in enumerate(asked)
         ]
-        for place, took in zip(best, _slowest(said), strict=True):
-            rows[place]["again_s"] = took
-        (out / "found.json").write_text(json.dumps(rows))
+        beside = dict(zip(known, slowest[len(asked) :], strict=True))
+        (out / "found.json").write_text(json.dumps({"rows": rows, "references": beside}))
+
+
+def _spec(course: int) -> Any:
+    from outpace.records.model import ModelSpec
+
+    name, values, *_ = COURSES[course]
+    return ModelSpec.parse(values, name)
+
+
+def _all_plans(course: int, world: int) -> list[Any]:
+    spec, batch = _spec(course), COURSES[course][3]
+    return [plan for layout in LAYOUTS[world]
+            for plan in plans_for(layout, world, batch, spec.kv_heads)]  # fmt: skip
+
+
+def _in_turn(contenders: list[Any], groups: Any, seconds: float) -> list[list[float]]:
+    """Of each: its steps' times on this rank, until the first rank finds that the time is over."""
+    from outpace.experiment.contender import everyone
+
+    steps: list[list[float]] = [[] for _ in contenders]
+    began_s, number, over = time.monotonic(), 0, False
+    while not over:
+        order = list(range(len(contenders)))
+        random.Random(number).shuffle(order)  # the same on all ranks
+        for place in order:
+            steps[place].append(_step_s(contenders[place]))
+        number += 1
+        own = number >= _LEAST_ROUNDS and time.monotonic() - began_s > seconds
+        over = everyone(groups, own)[0]
+    return steps
 
 
 def _step_s(contender: Any) -> float:
@@ -148,18 +182,18 @@ def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
     ]
 
 
-def measured(world: int, course: int, rounds: int) -> list[dict[str, Any]]:
+def measured(world: int, courses: int, share: float) -> dict[str, Any]:
     """A job of `world` processes."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(Path(__file__)), "--worker", folder, "--course", str(course),
-                   "--rounds", str(rounds)]  # fmt: skip
+        command = [sys.executable, str(Path(__file__)), "--worker", folder, "--courses",
+                   str(courses), "--share", str(share)]  # fmt: skip
         if world > 1:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                        f"--nproc-per-node={world}", *command[1:]]  # fmt: skip
         cores = len(os.sched_getaffinity(0))
         environ = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores // world))}
         subprocess.run(command, check=True, env=environ)
-        found: list[dict[str, Any]] = json.loads((Path(folder) / "found.json").read_text())
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
         return found
 
 
@@ -174,148 +208,136 @@ def probe(world: int, quick: bool) -> Any:
     return rest.model_copy(update={"probed": both})
 
 
+def with_steps(machine: Any, world: int, found: dict[str, list[float]]) -> Any:
+    """The probe's record with these steps of its references in place of its own."""
+    from outpace.catalog.references import references
+    from outpace.records.figure import Figure, Key
+
+    known = references(world, "cpu")
+    steps = tuple(
+        Figure(
+            key=Key(kind="step", what="time", of={"reference": name, "ranks": world,
+                                                  "device": "cpu", "digest": known[name].digest}),
+            unit="s", value=statistics.median(took), origin="measured",
+            rounds=tuple((one,) for one in took),
+        )
+        for name, took in found.items()
+    )  # fmt: skip
+    others = tuple(one for one in machine.probed.figures if one.key.kind != "step")
+    probed = machine.probed.model_copy(update={"figures": (*others, *steps)})
+    return machine.model_copy(update={"probed": probed})
+
+
 def _probe(world: int, sections: list[str], quick: bool, budget_s: float) -> Any:
     from outpace.records.machine import Machine
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "machine.json"
         command = [sys.executable, "-m", "outpace", "probe", *sections, "--nproc",
-                   str(max(2, world)), "--model", "gpt2", "--out", str(out),
+                   str(world), "--model", "gpt2", "--out", str(out),
                    *(["--quick"] if quick else ["--budget", str(budget_s)])]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return Machine.load(out)
 
 
-def predicted(cluster: Any, world: int, course: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """What the planner says of a configuration, from the probe alone."""
+def predicted(cluster: Any, row: dict[str, Any]) -> Any:
+    """What the planner says of a configuration."""
     from outpace.planner.job import Job
-    from outpace.planner.outline_flops import forward_flops
-    from outpace.planner.outlines import outline, parameters
+    from outpace.planner.outlines import outline
     from outpace.planner.plans import one
     from outpace.planner.space import Wanted
-    from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
 
-    name, values, seq_len, batch = COURSES[course]
-    model = outline(ModelSpec.parse(values, name), name)
-    asked = Plan.parse(plan, "benchmark")
+    number, world = _course(row), row["world"]
+    name, _, seq_len, batch = COURSES[number]
+    asked = Plan.parse(row["plan"], "benchmark")
+    model = outline(_spec(number), name)
     wanted = Wanted(model, seq_len, batch, world, world, asked.precision, on_host=True)
-    found = one(Job(model, cluster, wanted), asked).estimate
-    flops = 3 * forward_flops(model, seq_len, batch)
-    return {"predicted_s": found.step_time_s, "predicted_bytes": found.peak_memory_bytes,
-            "parts_s": found.parts_s, "flops": flops, "parameters": parameters(model)}  # fmt: skip
+    return one(Job(model, cluster, wanted), asked).estimate
+
+
+def _course(row: dict[str, Any]) -> int:
+    return [name for name, *_ in COURSES].index(row["model"])
+
+
+def with_predictions(kept: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows with what is predicted of them from the probes, with steps of before and in turn."""
+    from outpace.planner.machines import of_probe
+    from outpace.planner.outline_flops import forward_flops
+    from outpace.planner.outlines import outline, parameters
+    from outpace.records.machine import Machine
+
+    machines = {int(world): Machine.parse(one, "probes") for world, one in kept["probes"].items()}
+    rows = []
+    for world, found in kept["found"].items():
+        machine = machines[max(2, int(world))]
+        before = of_probe(machine, int(world))
+        beside = of_probe(with_steps(machine, int(world), found["references"]), int(world))
+        print(*before.notes, *beside.notes, sep="\n", file=sys.stderr, flush=True)
+        for row in found["rows"]:
+            name, _, seq_len, batch = COURSES[_course(row)]
+            model, said = outline(_spec(_course(row)), name), predicted(beside, row)
+            rows.append({
+                **row,
+                "predicted_s": said.step_time_s,
+                "predicted_before_s": predicted(before, row).step_time_s,
+                "predicted_bytes": said.peak_memory_bytes,
+                "parts_s": said.parts_s,
+                "flops": 3 * forward_flops(model, seq_len, batch),
+                "parameters": parameters(model),
+            })  # fmt: skip
+    return rows
 
 
 def main() -> int:
     """Probe, measure, predict, and say how far off it was."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path)
-    parser.add_argument("--course", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--courses", type=int, default=len(COURSES))
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual time for steps")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--quick-probe", action="store_true", help="a minute for each probe")
-    parser.add_argument("--out", type=Path, help="write all rows and probes here, too")
-    parser.add_argument("--stored", type=Path, help="predict and score rows and probes of --out")
+    parser.add_argument("--out", type=Path, help="write steps and probes here, too")
+    parser.add_argument("--stored", type=Path, help="predict and score steps and probes of --out")
     arguments = parser.parse_args()
     if arguments.worker is not None:
-        worker(arguments.worker, arguments.course, arguments.rounds)
+        worker(arguments.worker, arguments.courses, arguments.share)
         return 0
     import coverage_intervals as coverage
     from recording import save
 
-    rows, machines = _stored(arguments.stored) if arguments.stored else _measure(arguments)
+    kept = json.loads(arguments.stored.read_text()) if arguments.stored else _measure(arguments)
+    rows = with_predictions(kept)
     ratios: dict[str, list[float]] = {}
     for row in rows:
         took = statistics.median(row["steps_s"])
-        ratios.setdefault(f"{row['model']} on {row['world']}", []).append(took / row["predicted_s"])
+        ratios.setdefault(f"{row['model']} on {row['world']}", []).append(
+            took / row["predicted_before_s"]
+        )
     spread = coverage.residuals(ratios)
+    references = {world: found["references"] for world, found in kept["found"].items()}
     result = {"scores": scores(rows), "regrets": regrets(rows), "residuals": spread, "rows": rows,
-              "probes": _dumped(machines)}  # fmt: skip
-    print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "probes")}, indent=2))
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result))
+              "references": references, "probes": kept["probes"]}  # fmt: skip
+    print(json.dumps({k: result[k] for k in ("scores", "regrets", "residuals")}, indent=2))
     if not arguments.quick:
         save("planner_measured", result)
         coverage.keep("probed", spread)
     return 0
 
 
-def _measure(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """Probes, and steps of every configuration with what is predicted of them."""
-    from outpace.planner.machines import of_probe
-
-    machines, clusters = {}, {}
-    courses = range(1 if arguments.quick else len(COURSES))
+def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Probes by number of processes, and what was found with each."""
     worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
+    courses = 1 if arguments.quick else len(COURSES)
+    kept: dict[str, Any] = {"probes": {}, "found": {}}
     for world in worlds:
-        # One process is measured beside two.
-        again = world == 2 and 1 in machines
-        machines[world] = (
-            machines[1] if again else probe(world, arguments.quick or arguments.quick_probe)
-        )
-        clusters[world] = of_probe(machines[world], world)
-        print(*clusters[world].notes, sep="\n", file=sys.stderr, flush=True)
-    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for number in range(1 if arguments.quick else _PASSES):
-        for world, course in product(worlds, courses):
-            found = measured(world, course, arguments.rounds)
-            print(f"pass {number + 1}: {COURSES[course][0]} on {world}", file=sys.stderr)
-            groups[world, course] = _joined(groups.get((world, course)), found)
-            if arguments.out:  # what is there already, should the rest be interrupted
-                told = {"rows": _rows(groups, clusters), "probes": _dumped(machines)}
-                arguments.out.write_text(json.dumps(told))
-    return _rows(groups, clusters), machines
-
-
-def _stored(path: Path) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """Steps and probes that were measured before, with what is predicted from these probes now."""
-    from outpace.planner.machines import of_probe
-    from outpace.records.machine import Machine
-
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    machines = {int(world): Machine.parse(one, str(path)) for world, one in kept["probes"].items()}
-    names = [name for name, *_ in COURSES]
-    machines.setdefault(2, machines[1])
-    clusters = {world: of_probe(machines[world], world) for world in machines}
-    rows = [
-        {**row, **predicted(clusters[row["world"]], row["world"], names.index(row["model"]),
-                            row["plan"])}
-        for row in kept["rows"]
-    ]  # fmt: skip
-    return rows, machines
-
-
-def _joined(before: list[dict[str, Any]] | None, found: list[dict[str, Any]]) -> Any:
-    """Steps of both passes; those that were stepped again in either."""
-    if before is None:
-        return found
-    return [
-        {
-            **one,
-            "steps_s": one["steps_s"] + other["steps_s"],
-            **({"again_s": both} if (both := one.get("again_s", []) + other.get("again_s", []))
-               else {}),
-        }
-        for one, other in zip(before, found, strict=True)
-    ]  # fmt: skip
-
-
-def _rows(
-    groups: dict[tuple[int, int], list[dict[str, Any]]], clusters: dict[int, Any]
-) -> list[dict[str, Any]]:
-    """What was measured beside what is predicted."""
-    return [
-        {**row, **predicted(clusters[world], world, course, row["plan"]), "world": world,
-         "model": COURSES[course][0]}
-        for (world, course), found in groups.items() for row in found
-    ]  # fmt: skip
-
-
-def _dumped(machines: dict[int, Any]) -> dict[str, Any]:
-    """Each probe once: two processes are of the one that one process is of."""
-    once = {world: machine for world, machine in machines.items()
-            if world != 2 or machine is not machines.get(1)}  # fmt: skip
-    return {str(world): machine.model_dump(mode="json") for world, machine in once.items()}
+        probed = str(max(2, world))  # one process is probed beside two
+        if probed not in kept["probes"]:
+            kept["probes"][probed] = probe(int(probed), arguments.quick).model_dump(mode="json")
+        kept["found"][str(world)] = measured(world, courses, arguments.share)
+        print(f"{world} processes are measured", file=sys.stderr, flush=True)
+        if arguments.out:  # what is there already, should the rest be interrupted
+            arguments.out.write_text(json.dumps(kept))
+    return kept
 
 
 def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -328,6 +350,7 @@ def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rate = statistics.median(row["flops"] / took for row, took in zip(rows, times, strict=True))
     each = statistics.median(row["peak_bytes"] / row["parameters"] for row in rows)
     errors = _off([row["predicted_s"] for row in rows], times)
+    before = _off([row["predicted_before_s"] for row in rows], times)
     blind = _off([row["flops"] / rate for row in rows], times)
     peaks = [row["peak_bytes"] for row in rows]
     memory = _off([row["predicted_bytes"] for row in rows], peaks)
@@ -341,6 +364,10 @@ def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("step time, mean error", len(rows), statistics.fmean(errors), 0.08,
          statistics.fmean(blind)),
         ("step time, 95th percentile", len(rows), _percentile(errors), 0.20, _percentile(blind)),
+        ("step time by steps of before, mean error", len(rows), statistics.fmean(before), 0.08,
+         statistics.fmean(blind)),
+        ("step time by steps of before, 95th percentile", len(rows), _percentile(before), 0.20,
+         _percentile(blind)),
         ("peak memory, mean error", len(rows), statistics.fmean(memory), 0.03,
          statistics.fmean(blind_memory)),
         ("mean regret", len(picks), picked, 0.03, any_of),

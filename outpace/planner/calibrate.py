@@ -123,7 +123,7 @@ def _knobs(rates: Rates, seen: Sequence[SeenStep]) -> list[Knob]:
         *(_of_dtype("best_flops_per_s", dtype) for dtype in dtypes
           if dtype in rates.device.best_flops_per_s),
         *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
-        _memory, _operators, _optimizer, _units, _links, _latency,
+        _memory, _operators, _optimizer, _units, _links, _gathers, _scatters, _latency,
     ]  # fmt: skip
 
 
@@ -168,6 +168,16 @@ def _links(rates: Rates, factor: float) -> Rates:
             pair_bytes_per_s=fabric.pair_bytes_per_s / factor,
         ),
     )
+
+
+def _gathers(rates: Rates, factor: float) -> Rates:
+    fabric = rates.fabric
+    return replace(rates, fabric=replace(fabric, gather_share=fabric.gather_share / factor))
+
+
+def _scatters(rates: Rates, factor: float) -> Rates:
+    fabric = rates.fabric
+    return replace(rates, fabric=replace(fabric, scatter_share=fabric.scatter_share / factor))
 
 
 def _latency(rates: Rates, factor: float) -> Rates:

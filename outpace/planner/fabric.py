@@ -36,7 +36,9 @@ class Fabric:
     """Nodes of `per_node` devices. Rates are bytes/s in one direction, as a ring reaches them.
 
     `inside_bytes_per_s` is a device's to the others of its node, `across_bytes_per_s` all network
-    cards' of a node together, `pair_bytes_per_s` a device's to one other of its node.
+    cards' of a node together, `pair_bytes_per_s` a device's to one other of its node. Gathers and
+    reduce-scatters reach a share of them. `scatter_rounds` is 2 where a library sums up all on
+    every rank and then keeps a part, as gloo does.
     """
 
     per_node: int
@@ -45,6 +47,9 @@ class Fabric:
     pair_bytes_per_s: float
     protocols: tuple[Protocol, ...]
     sources: tuple[str, ...] = ()
+    gather_share: float = 1.0
+    scatter_share: float = 1.0
+    scatter_rounds: int = 1
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
         """Of groups of `size` ranks, `stride` apart: ranks on a node, nodes, groups at its cards.
@@ -62,16 +67,26 @@ class Fabric:
         across = np.minimum(self.across_bytes_per_s / groups, inside)
         return np.where(nodes > 1, across, self.inside_bytes_per_s), nodes
 
-    def collective_s(self, nbytes: Floats, size: Ints, stride: Ints, rounds: int) -> Floats:
-        """Seconds of a collective of `nbytes` (of the whole array) over each group.
+    def sum_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Seconds of an all-reduce of arrays of `nbytes` over each group."""
+        return self._collective_s(nbytes, size, stride, 2, 1.0)
 
-        `rounds` is 2 for all-reduce, 1 for all-gather, reduce-scatter and all-to-all: each goes
-        round the ring in size − 1 steps.
-        """
+    def gather_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Of an all-gather into, or an all-to-all of, arrays of `nbytes`."""
+        return self._collective_s(nbytes, size, stride, 1, self.gather_share)
+
+    def scatter_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
+        """Of a reduce-scatter of arrays of `nbytes`."""
+        return self._collective_s(nbytes, size, stride, self.scatter_rounds, self.scatter_share)
+
+    def _collective_s(
+        self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
+    ) -> Floats:
+        """Each of `rounds` goes round the ring in size − 1 steps, at this share of the rate."""
         rate, nodes = self._ring(size, stride)
         steps = rounds * (size - 1)
         crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
-        wire = rounds * (size - 1) / size * nbytes
+        wire = rounds * (size - 1) / size * nbytes / share
         best = np.full(np.broadcast(nbytes, size, stride).shape, np.inf)
         for one in self.protocols:
             if not one.by_size:

@@ -142,7 +142,8 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     chip = None
     if machine.devices:
         chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
-    rates = Rates(_probed_device(machine, known, ranks, chip), _probed_fabric(known, ranks))
+    device = _probed_device(machine, known, ranks, chip)
+    rates = Rates(device, _probed_fabric(known, ranks, device.kind))
     seen = list(_seen(known, ranks * probed.hosts, rates.device.kind))
     said = []
     if seen:
@@ -163,7 +164,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     )
 
 
-def _probed_fabric(known: "_Known", ranks: int) -> Fabric:
+def _probed_fabric(known: "_Known", ranks: int, kind: Kind) -> Fabric:
     probed = known.probed
     inside, across = probed.inside_bytes_per_s(), probed.node_network_bytes_per_s()
     fit = probed.fit("all-reduce", "all") or probed.fit("all-reduce", "node")
@@ -172,7 +173,13 @@ def _probed_fabric(known: "_Known", ranks: int) -> Fabric:
     rate = carried or _GLOO_BYTES_PER_S
     each = (latency or _GLOO_LATENCY_S) / 2
     protocol = Protocol(each, each, 1e-3, 1.0)
-    return Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
+    found = Fabric(ranks, rate, across or rate, rate, (protocol,), ("outpace probe",))
+    return _by_gloo(found) if kind == "cpu" else found
+
+
+def _by_gloo(fabric: Fabric) -> Fabric:
+    """torch's ProcessGroupGloo has its reduce-scatter sum up a copy of all (torch 2.13)."""
+    return replace(fabric, scatter_rounds=2)
 
 
 def _with_all_rates(rates: Rates) -> Rates:
@@ -234,7 +241,7 @@ def of_host(machine: Machine, ranks: int) -> Cluster:
         name=machine.cpu,
         nodes=1,
         device=device,
-        fabric=Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ()),
+        fabric=_by_gloo(Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ())),
         probed=False,
         notes=(
             "this CPU's rates are guessed by its vector width. For a plan to rely on, measure "

@@ -109,6 +109,6 @@ def _muon_s(outline: Outline, device: Device, fabric: Fabric, c: Columns) -> Flo
     elements, flops = found.T / c.pp
     whole = np.where(c.zero == 1, c.dp_shard, 1)
     parts = c.tp * np.where(c.zero > 1, c.dp_shard * c.cp, 1)
-    gathered = fabric.collective_s(_FP32 * elements, parts, np.ones_like(parts), 1)
+    gathered = fabric.gather_s(_FP32 * elements, parts, np.ones_like(parts))
     seconds: Floats = flops / whole / device.rate("bf16") + gathered
     return seconds

@@ -49,7 +49,7 @@ class Exchanges(Setup):
         for stack in self.outline.stacks:
             if stack.mlp is not None and stack.mlp.experts:
                 nbytes = self.tokens * stack.mlp.active * self.outline.hidden * self.item
-                one = self.fabric.collective_s(nbytes * c.ep, c.ep, c.tp, 1)
+                one = self.fabric.gather_s(nbytes * c.ep, c.ep, c.tp)
                 total = total + stack.layers / c.pp * 4 * one
         return np.where(c.ep > 1, self.micro * total, 0.0)
 
@@ -63,15 +63,13 @@ class Exchanges(Setup):
         together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
         grads = self.parameters * self.kept
         low = self.parameters * np.where(self.item < FP32, 2.0, FP32)
-        shard_sum = self.fabric.collective_s(grads, together, c.tp, 1)
-        gather = self.fabric.collective_s(low, together, c.tp, 1)
+        shard_sum = self.fabric.scatter_s(grads, together, c.tp)
+        gather = self.fabric.gather_s(low, together, c.tp)
         far = c.tp * c.cp * c.dp_shard
-        replicas = self.fabric.collective_s(
-            grads / np.where(c.zero > 0, c.dp_shard, 1), c.dp_replicate, far, 2
+        replicas = self.fabric.sum_s(
+            grads / np.where(c.zero > 0, c.dp_shard, 1), c.dp_replicate, far
         )
-        replicas = replicas + np.where(
-            c.zero == 0, self.fabric.collective_s(grads, c.cp, c.tp, 2), 0.0
-        )
+        replicas = replicas + np.where(c.zero == 0, self.fabric.sum_s(grads, c.cp, c.tp), 0.0)
         # The embedding's gradient is the last to be whole, and a bucket is no smaller than it.
         table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
         last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
@@ -81,13 +79,16 @@ class Exchanges(Setup):
         # A pipeline's micro-batches share gathers and sums.
         shared = np.where(c.pp > 1, c.microbatches, 1)
         rounds = np.where(c.pp > 1, c.passes, self.micro)
-        # Megatron's gathers go on beside the next forward, ZeroRedundancyOptimizer's do not.
+        # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
+        # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
         product = c.of("3d")
+        states_sum = np.where(product, shard_sum, self.fabric.sum_s(grads, together, c.tp))
+        weights = self.fabric.gather_s(grads, together, c.tp)
         sums = shard_sum + replicas
 
         def exposed_by(ahead: Floats, back: Floats) -> Floats:
-            own_gather = np.where(product, self.beside(gather, ahead, units), gather)
-            zero1 = self.beside(shard_sum, back, buckets) + self.beside(replicas, back, buckets)
+            own_gather = np.where(product, self.beside(gather, ahead, units), weights)
+            zero1 = self.beside(states_sum, back, buckets) + self.beside(replicas, back, buckets)
             # Layer by layer: a gather before each forward and backward, a sum after.
             into = self.beside(gather + sums, shared * back, units + 1)
             zero3 = rounds * (self.beside(gather, shared * ahead, units + 1) + into)

@@ -69,8 +69,9 @@ class Passes(Setup):
         c = self.c
         nbytes = self.tokens * self.outline.hidden * self.item
         near = np.ones_like(c.tp)
-        whole = self.fabric.collective_s(nbytes, c.tp, near, 2)
-        halves = 2 * self.fabric.collective_s(nbytes, c.tp, near, 1)
+        whole = self.fabric.sum_s(nbytes, c.tp, near)
+        halves = self.fabric.gather_s(nbytes, c.tp, near)
+        halves = halves + self.fabric.scatter_s(nbytes, c.tp, near)
         calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
         exchange_s = sums * np.where(c.sequence_parallel, halves, whole)
         exposed_s = np.where(

@@ -113,7 +113,8 @@ def test_virtual_stages_and_split_backwards_fill_the_bubble():
     [
         # 8 replicas: 2 · 7/8 of the gradients, in fp32.
         ({"strategy": "ddp", "dp_replicate": 8}, 2 * 7 / 8 * 4 / 100e9),
-        ({"strategy": "zero1", "dp_shard": 8}, 7 / 8 * (4 + 2) / 100e9),
+        # The sum of all on every rank, then each one's share to all.
+        ({"strategy": "zero1", "dp_shard": 8}, 7 / 8 * (2 * 4 + 4) / 100e9),
         # Two gathers in 16 bits and one sum, a micro-batch.
         ({"strategy": "zero3", "dp_shard": 8}, 7 / 8 * 2 * (2 * 2 + 2) / 100e9),
         # One of each: FSDP keeps parameters until the backward's end, and in every pass.
