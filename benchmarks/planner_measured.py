@@ -60,8 +60,10 @@ _PIPELINES = ("gpipe", "1f1b")
 # Seconds of a probe for steps, and for the rest.
 _STEPS_S, _REST_S = 150.0, 90.0
 # Seconds of a number of processes for all in turn, and for a group's fastest once more.
-_TURNS_S, _AGAIN_S = 420.0, 40.0
+_TURNS_S, _AGAIN_S = 200.0, 40.0
 _LEAST_ROUNDS = 5
+# Models that are in memory at one time, with all of their configurations.
+_TOGETHER = {1: 3, 2: 1, 4: 1}
 _AGAIN = 5  # of a group, stepped again in pairs
 
 
@@ -89,7 +91,7 @@ def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> 
     return found
 
 
-def worker(out: Path, courses: int, share: float) -> None:
+def worker(out: Path, courses: list[int], share: float) -> None:
     """One rank: every configuration and reference of this number of processes, in turn."""
     import torch
 
@@ -103,7 +105,7 @@ def worker(out: Path, courses: int, share: float) -> None:
     ranks = ranks_from(os.environ) or Ranks()
     world = ranks.world_size
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
-    asked = [(number, plan) for number in range(courses) for plan in _all_plans(number, world)]
+    asked = [(number, plan) for number in courses for plan in _all_plans(number, world)]
     known = references(world, "cpu")
     with process_groups(ranks, torch.device("cpu"), 600.0, 0) as groups:
         contenders = [
@@ -115,7 +117,7 @@ def worker(out: Path, courses: int, share: float) -> None:
         slowest = _slowest(everyone(groups, _in_turn(contenders, groups, share * _TURNS_S)))
         medians = [statistics.median(one) for one in slowest]
         again: dict[int, list[float]] = {}
-        for number in range(courses):
+        for number in courses:
             own = [place for place, (of, _) in enumerate(asked) if of == number]
             best = sorted(own, key=medians.__getitem__)[:_AGAIN]
             took = _in_turn([contenders[place] for place in best], groups, share * _AGAIN_S)
@@ -134,7 +136,8 @@ def worker(out: Path, courses: int, share: float) -> None:
             for place, (number, plan) in enumerate(asked)
         ]
         beside = dict(zip(known, slowest[len(asked) :], strict=True))
-        (out / "found.json").write_text(json.dumps({"rows": rows, "references": beside}))
+        found = {"world": world, "rows": rows, "references": beside}
+        (out / "found.json").write_text(json.dumps(found))
 
 
 def _spec(course: int) -> Any:
@@ -182,11 +185,11 @@ def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
     ]
 
 
-def measured(world: int, courses: int, share: float) -> dict[str, Any]:
+def measured(world: int, courses: list[int], share: float) -> dict[str, Any]:
     """A job of `world` processes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__)), "--worker", folder, "--courses",
-                   str(courses), "--share", str(share)]  # fmt: skip
+                   *map(str, courses), "--share", str(share)]  # fmt: skip
         if world > 1:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                        f"--nproc-per-node={world}", *command[1:]]  # fmt: skip
@@ -269,10 +272,11 @@ def with_predictions(kept: dict[str, Any]) -> list[dict[str, Any]]:
 
     machines = {int(world): Machine.parse(one, "probes") for world, one in kept["probes"].items()}
     rows = []
-    for world, found in kept["found"].items():
-        machine = machines[max(2, int(world))]
-        before = of_probe(machine, int(world))
-        beside = of_probe(with_steps(machine, int(world), found["references"]), int(world))
+    for found in kept["found"]:
+        world = found["world"]
+        machine = machines[max(2, world)]
+        before = of_probe(machine, world)
+        beside = of_probe(with_steps(machine, world, found["references"]), world)
         print(*before.notes, *beside.notes, sep="\n", file=sys.stderr, flush=True)
         for row in found["rows"]:
             name, _, seq_len, batch = COURSES[_course(row)]
@@ -293,7 +297,7 @@ def main() -> int:
     """Probe, measure, predict, and say how far off it was."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path)
-    parser.add_argument("--courses", type=int, default=len(COURSES))
+    parser.add_argument("--courses", type=int, nargs="+")
     parser.add_argument("--share", type=float, default=1.0, help="of the usual time for steps")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--out", type=Path, help="write steps and probes here, too")
@@ -314,7 +318,11 @@ def main() -> int:
             took / row["predicted_before_s"]
         )
     spread = coverage.residuals(ratios)
-    references = {world: found["references"] for world, found in kept["found"].items()}
+    references = [
+        {"world": found["world"], "models": sorted({row["model"] for row in found["rows"]}),
+         "references": found["references"]}
+        for found in kept["found"]
+    ]  # fmt: skip
     result = {"scores": scores(rows), "regrets": regrets(rows), "residuals": spread, "rows": rows,
               "references": references, "probes": kept["probes"]}  # fmt: skip
     print(json.dumps({k: result[k] for k in ("scores", "regrets", "residuals")}, indent=2))
@@ -325,18 +333,25 @@ def main() -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Probes by number of processes, and what was found with each."""
+    """Probes by number of processes, and what each job found; goes on with what --out has."""
     worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
-    courses = 1 if arguments.quick else len(COURSES)
-    kept: dict[str, Any] = {"probes": {}, "found": {}}
+    numbers = list(range(1 if arguments.quick else len(COURSES)))
+    kept: dict[str, Any] = {"probes": {}, "found": []}
+    if arguments.out and arguments.out.is_file():
+        kept = json.loads(arguments.out.read_text())
+    there = {(found["world"], row["model"]) for found in kept["found"] for row in found["rows"]}
     for world in worlds:
         probed = str(max(2, world))  # one process is probed beside two
-        if probed not in kept["probes"]:
-            kept["probes"][probed] = probe(int(probed), arguments.quick).model_dump(mode="json")
-        kept["found"][str(world)] = measured(world, courses, arguments.share)
-        print(f"{world} processes are measured", file=sys.stderr, flush=True)
-        if arguments.out:  # what is there already, should the rest be interrupted
-            arguments.out.write_text(json.dumps(kept))
+        for begin in range(0, len(numbers), _TOGETHER[world]):
+            courses = numbers[begin : begin + _TOGETHER[world]]
+            if (world, COURSES[courses[0]][0]) in there:
+                continue
+            if probed not in kept["probes"]:
+                kept["probes"][probed] = probe(int(probed), arguments.quick).model_dump(mode="json")
+            kept["found"].append(measured(world, courses, arguments.share))
+            print(f"{courses} on {world} are measured", file=sys.stderr, flush=True)
+            if arguments.out:  # what is there already, should the rest be interrupted
+                arguments.out.write_text(json.dumps(kept))
     return kept
 
 

@@ -106,6 +106,8 @@ def test_command(line, home, monkeypatch, capfd):
     if words[0] == "train":
         words += ["--cache-dir=cache"]
         words += ["--steps=3"] if "--resume" in words else SHORT
+    if words[0] == "tune":
+        words += ["--cache-dir=cache", "--trials=1", *SHORT]  # several: tests/cli/test_tune.py
     if words[0] == "verify":
         words += ["--strategy=ddp,gpipe"]  # all of them are proved by tests/experiment
     if words[0] == "probe":

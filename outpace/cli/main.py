@@ -35,6 +35,7 @@ COMMANDS = {
     "watch": "how busy devices and cores are while something trains",
     "merge": "add a LoRA adapter to the weights it was trained beside",
     "compare": "which of several ways to train is faster, beyond the noise",
+    "tune": "find the fastest plan for a training on this machine, by short trials",
     "verify": "prove that strategies compute what a single process does",
     "version": "versions of outpace and of what it stands on",
 }

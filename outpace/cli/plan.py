@@ -43,7 +43,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     answer = plans(question)
     number = arguments.explain or 1
     if number > len(answer.plans):
-        raise BadInputError(f"--explain {number}: there are {len(answer.plans)} plans.")
+        raise BadInputError(
+            f"--explain {number}: {len(answer.plans)} plans are listed. Ask for more of them with "
+            f"--count {number}."
+        )
     if arguments.out is not None and arguments.emit is None:
         answer.plans[number - 1].plan.save(arguments.out)
     if arguments.emit is not None:
@@ -186,7 +189,10 @@ def _emit(
     told = written.unsaid if written.commented else written.lost
     notes = [f"# {one}" for one in written.unsaid if one not in told]
     warning = [] if picked.warning is None else [f"# WARNING: {picked.warning}"]
-    lines = [f"# {written.file_name}; {written.command}", f"# {picked.why}", *warning, *notes]
+    lines = [
+        f"# On standard output: {written.file_name}. Save it, then: {written.command}",
+        f"# {picked.why}", *warning, *notes,
+    ]  # fmt: skip
     print("\n".join(lines), file=sys.stderr)
     return 0
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from outpace.records.comparison import Arm, Experiment, Outcome
@@ -30,29 +31,42 @@ def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
 
 def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
     """Train once; the outcome's value is the median step, warm-up left out."""
-    where = Path("runs") / f"{_safe(arm.name)}-{number:03d}"
-    run = folder / where
-    given = {**_SHORT, **experiment.common, **arm.settings, "out": str(run)}
-    config = folder / "configs" / f"{run.name}.toml"
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(_toml(given), encoding="utf-8")
-    words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--json"]
-    code, said = _run(words, arm)
+    where = Path("runs") / f"{safe(arm.name)}-{number:03d}"
+    given = {**experiment.common, **arm.settings}
+    config = folder / "configs" / f"{where.name}.toml"
+    measured = train_once(given, folder / where, config, arm.environment)
     outcome = Outcome(arm=arm.name, round=number, value=None, run=str(where))
-    if code != 0:
-        return outcome.model_copy(update={"failure": _last(said, code)})
-    measured = Measurement.load(run / RESULT_FILE)
+    if isinstance(measured, str):
+        return outcome.model_copy(update={"failure": measured})
     return outcome.model_copy(update={"value": measured.step_time_s})
+
+
+def train_once(
+    given: Mapping[str, Any],
+    run: Path,
+    config: Path,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    limit_s: float | None = None,
+) -> Measurement | str:
+    """Train in processes of their own with settings by way of a file; or why it failed."""
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
+    words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--json"]
+    code, said = _run(words, environment, limit_s)
+    if code is None:
+        return f"it was stopped after {limit_s:.0f} s"
+    return _last(said, code) if code != 0 else Measurement.load(run / RESULT_FILE)
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
     """Run a person's command once; the outcome's value is what the metric finds last."""
     assert arm.command is not None and experiment.metric is not None
-    code, said = _run(["sh", "-c", arm.command], arm)
-    log = folder / "logs" / f"{_safe(arm.name)}-{number:03d}.txt"
+    code, said = _run(["sh", "-c", arm.command], arm.environment)
+    log = folder / "logs" / f"{safe(arm.name)}-{number:03d}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text(said, encoding="utf-8")
     outcome = Outcome(arm=arm.name, round=number, value=None, run=str(log.relative_to(folder)))
+    assert code is not None  # there is no limit of time
     if code != 0:
         return outcome.model_copy(update={"failure": _last(said, code)})
     found = re.findall(experiment.metric, said)
@@ -80,11 +94,16 @@ def check_metric(metric: str) -> None:
         )
 
 
-def _run(words: list[str], arm: Arm) -> tuple[int, str]:
-    """Exit code and all that was said. Nothing of it is left behind where we are stopped."""
+def _run(
+    words: list[str], environment: Mapping[str, str], limit_s: float | None = None
+) -> tuple[int | None, str]:
+    """Exit code and all that was said; None where it did not end within the limit.
+
+    Nothing of it is left behind where we are stopped.
+    """
     process = subprocess.Popen(
         words,
-        env={**os.environ, **arm.environment},
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -93,7 +112,10 @@ def _run(words: list[str], arm: Arm) -> tuple[int, str]:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate()
+        said, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return None, ""
     except BaseException:
         _end(process)
         raise
@@ -120,7 +142,7 @@ def _last(said: str, code: int) -> str:
     return f"exit code {code}: {words}"
 
 
-def _safe(name: str) -> str:
+def safe(name: str) -> str:
     """A file's name: no separators, and no longer than file systems take."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name)[:80].lstrip(".") or "arm"
 

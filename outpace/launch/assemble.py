@@ -19,6 +19,7 @@ from outpace.launch.describe import claim, run_info, run_record
 from outpace.launch.finish import finish
 from outpace.launch.materials import build_objective, weights_of
 from outpace.launch.oom import Guard
+from outpace.launch.promise import Promised
 from outpace.launch.resolve import DEFAULT_EVAL_BATCHES, peak_flops_per_s
 from outpace.launch.tasks import step_costs
 from outpace.launch.utilisation import Recording
@@ -167,6 +168,8 @@ def assemble(
         if settings.profile
         else None,
     )
+    if settings.expect_step_time_s is not None and job.ranks.rank == 0:
+        job.callbacks.append(Promised(loop.ledger, settings.expect_step_time_s, job.callbacks))
     if looker is not None:
         looker.follow(stepper, layout, optimizer, start_step)
         loop.around = looker.around

@@ -23,12 +23,15 @@ from outpace.records.optimizers import LEVELS, Precision
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.records.tuning import TUNING_FILE, Tuning
 from outpace.records.units import show_bytes, show_seconds
 
 PROBE_FILE = Path("machine.json")
 _DEFAULT = "default"
+# Settings beside the plan that a step's time depends on.
+_OF_A_STEP = ("model", "task", "seq_len", "global_batch", "threads", "document_attention")
 _COUNT = 8  # plans that are tried, the fastest first
-_MOST_RANKS = 8  # that a CPU is shared by
+MOST_RANKS = 8  # that a CPU is shared by
 
 Settings = tuple[TrainSettings, dict[str, str]]
 
@@ -55,6 +58,8 @@ def settle(
             f"--plan {settings.plan}: outpace does not train it: {chosen.untrained}."
         )
     values = _values(chosen, settings)
+    if settings.plan != "auto" and settings.expect_step_time_s is None:
+        values["expect_step_time_s"] = _promised(Path(settings.plan).expanduser(), chosen, settings)
     where = f"plan {settings.plan}"
     told = {name: where for name in values if origins.get(name) in (None, _DEFAULT)}
     return (
@@ -80,6 +85,23 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
             values.pop(name, None)
     values["nproc"] = None if plan.world_size == 1 else plan.world_size
     return values
+
+
+def _promised(path: Path, plan: Plan, settings: TrainSettings) -> float | None:
+    """What a step takes by the tuning that the plan lies beside, if it is of the same training."""
+    beside = path.parent / TUNING_FILE
+    if not beside.is_file():
+        return None
+    tuning = Tuning.load(beside)
+    if tuning.fastest is None or tuning.fastest.plan != plan:
+        return None
+    then = TrainSettings.parse(tuning.settings, str(beside))
+    machine, now = tuning.machine, identify(find_accelerator)
+    same = all(getattr(then, name) == getattr(settings, name) for name in _OF_A_STEP)
+    same &= (machine.cpu, machine.host_cores, len(machine.devices)) == (
+        now.cpu, now.host_cores, len(now.devices)
+    )  # fmt: skip
+    return tuning.step_time_s if same else None
 
 
 def _check_file(
@@ -117,7 +139,7 @@ def _pick(
     failed: BadInputError | None = None
     for world in _worlds(settings, ranks, machine):
         try:
-            job = _job(settings, origins, machine, world)
+            job = question(settings, origins, machine, world)
             answers.append((plans(job), job))
         except BadInputError as error:
             failed = failed or error
@@ -152,11 +174,14 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
         return [len(machine.devices)]
     if not PROBE_FILE.is_file():
         return [1]
-    return [n for n in range(1, min(machine.host_cores, _MOST_RANKS) + 1)
+    return [n for n in range(1, min(machine.host_cores, MOST_RANKS) + 1)
             if machine.host_cores % n == 0]  # fmt: skip
 
 
-def _job(settings: TrainSettings, origins: Mapping[str, str], machine: Machine, world: int) -> Job:
+def question(
+    settings: TrainSettings, origins: Mapping[str, str], machine: Machine, world: int
+) -> Job:
+    """For the planner: what `settings` leave open, on so many processes of this machine."""
     _, outline, _ = find_outline(settings.model)
     cluster = _cluster(settings, machine, world)
     keep: dict[str, Any] = {"compile": settings.compile}
@@ -184,7 +209,6 @@ def _job(settings: TrainSettings, origins: Mapping[str, str], machine: Machine, 
             on_host=not machine.devices,
         ),
         count=_COUNT,
-        host_bytes=machine.host_memory_bytes if machine.devices else None,
     )
 
 

@@ -67,7 +67,7 @@ def _warning(name: str, job: Job, planned: Planned, written: Emitted) -> str | N
     if not written.lost:
         return None
     rests = f"the plan rests on what {name} cannot say. {' '.join(written.lost)}"
-    left = dropped(planned.plan, written.lost)
+    left = dropped(written.lost)
     more = len(written.lost) > len(left)
     differs = " What is written in another way changes time and memory too." if more else ""
     other = _without(job, planned.plan, left)

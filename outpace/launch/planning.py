@@ -91,7 +91,6 @@ def job(asked: Asked) -> Job:
         price=asked.price,
         count=asked.count,
         idle=asked.idle,
-        host_bytes=_host_bytes(asked, cluster),
     )
 
 
@@ -104,16 +103,6 @@ def _check_dtype(precision: Precision, cluster: Cluster) -> None:
             f"precision {precision}: {device.name} has no products in {dtype_of(precision)}. It "
             f"has {', '.join(has)}."
         )
-
-
-def _host_bytes(asked: Asked, cluster: Cluster) -> int | None:
-    """Memory of a node's host, where the catalog or a probe knows it; a CPU is no device's host."""
-    if cluster.device.kind == "cpu":
-        return None
-    if cluster.probed:
-        return Machine.load(Path(asked.machine).expanduser()).host_memory_bytes
-    node = NODES.get(cluster.name)
-    return None if node is None else node.host_memory_bytes
 
 
 def _cluster(asked: Asked) -> Cluster:

@@ -7,7 +7,7 @@ squares of the logarithms, with a pull to 1 that keeps a rate of which no step t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,10 @@ from outpace.planner.step_setup import Question
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# How far a step is from its prediction when all rates are right, and a rate from what is assumed
-# before, both as standard deviations of logarithms.
-_STEP_SPREAD, _RATE_SPREAD = 0.05, math.log(3)
+# How far a rate is from one that is taken from a data sheet or measured by itself, and a step from
+# its prediction when all rates are right, both as standard deviations of logarithms.
+UNKNOWN = math.log(3)
+_STEP_SPREAD = 0.05
 _SOFT = 2.0  # spreads
 
 
@@ -51,26 +52,33 @@ class Rates:
 Knob = Callable[[Rates, float], Rates]
 
 
-def calibrated(rates: Rates, seen: Sequence[SeenStep]) -> tuple[Rates, float]:
-    """The rates by which `seen` are predicted best, and by how much these are off in the median."""
+def calibrated(
+    rates: Mapping[int, Rates], seen: Sequence[SeenStep], spread: float = UNKNOWN
+) -> tuple[dict[int, Rates], float]:
+    """The rates by which `seen` are predicted best, and by how much these are off in the median.
+
+    `rates` are by number of ranks, which share a machine: a rate is off by the same factor in all.
+    `spread`: by how much they may be off, as the standard deviation of logarithms.
+    """
     from scipy.optimize import least_squares  # slow to load, and needed here alone
 
-    knobs, groups = _knobs(rates, seen), _groups(seen)
+    knobs, groups = _knobs(next(iter(rates.values())), seen), _groups(seen)
     took = np.concatenate([group.step_time_s for group in groups])
 
-    def turned(logs: Floats) -> Rates:
-        found = rates
+    def turned(logs: Floats) -> dict[int, Rates]:
+        found = dict(rates)
         for knob, log in zip(knobs, logs, strict=True):
-            found = knob(found, math.exp(log))
+            found = {ranks: knob(one, math.exp(log)) for ranks, one in found.items()}
         return found
 
     def misses(logs: Floats) -> Floats:
         found = turned(logs)
-        missed: Floats = np.log(np.concatenate([group.steps_s(found) for group in groups]) / took)
+        said = np.concatenate([group.steps_s(found[group.ranks]) for group in groups])
+        missed: Floats = np.log(said / took)
         return missed
 
     def residuals(logs: Floats) -> Floats:
-        return np.concatenate([_softened(misses(logs) / _STEP_SPREAD), logs / _RATE_SPREAD])
+        return np.concatenate([_softened(misses(logs) / _STEP_SPREAD), logs / spread])
 
     found = least_squares(residuals, np.zeros(len(knobs)), xtol=1e-4, ftol=1e-5)
     return turned(found.x), float(np.median(np.abs(misses(found.x))))
@@ -85,8 +93,9 @@ def _softened(misses: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class _Group:
-    """Steps of one model and batch."""
+    """Steps of one model, batch and number of ranks."""
 
+    ranks: int
     outline: Outline
     seq_len: int
     columns: Columns
@@ -101,12 +110,14 @@ class _Group:
 
 
 def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
-    groups: dict[tuple[str, int, int], list[SeenStep]] = {}
+    groups: dict[tuple[int, str, int, int], list[SeenStep]] = {}
     for one in seen:
-        key = (one.outline.model_dump_json(), one.seq_len, one.global_batch)
+        model = one.outline.model_dump_json()
+        key = (one.plan.world_size, model, one.seq_len, one.global_batch)
         groups.setdefault(key, []).append(one)
     return [
         _Group(
+            of[0].plan.world_size,
             of[0].outline,
             of[0].seq_len,
             of_plans([one.plan for one in of], of[0].global_batch, of[0].outline.layers),

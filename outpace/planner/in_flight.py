@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from outpace.planner.tables import order
 from outpace.records.pipelines import SCHEDULES
 
 Operation = tuple[Literal["F", "B", "W"], int]  # what is done, and the local stage it is done for
@@ -100,7 +101,7 @@ def _rank(
     blocks = [sum(layers[:stage]) + n for stage in mine for n in range(layers[stage])]
     last = mine.index(pp * each - 1) if pp * each - 1 in mine else -1
     chunks, losses, later_chunks, later_losses, done = _most(
-        orders(name, pp, rank, each, microbatches),
+        _operations(name, pp, rank, each, microbatches, mine),
         held,
         last,
         schedule.splits_backward,
@@ -148,50 +149,16 @@ def _most(
     return early[1], early[2], later[1], later[2], at_most
 
 
-def orders(name: str, pp: int, rank: int, each: int, microbatches: int) -> Iterator[Operation]:
-    """What a rank does, in order, without waiting."""
-    total = each * microbatches
-    if name in ("gpipe", "mp", "loopedbfs"):
-        yield from (("F", chunk // microbatches) for chunk in range(total))
-        yield from (("B", each - 1 - chunk // microbatches) for chunk in range(total))
-    elif name == "1f1b":
-        warm = min(microbatches, pp - rank)
-        yield from _alternating(warm - 1, total, lambda _: 0, lambda _: 0)
-    elif name in ("interleaved", "zb"):
-        rounds = max(1, microbatches // pp)
-        per_round = microbatches // rounds
-        factor = 1 if name == "zb" else 2
-        warm = min((each - 1) * per_round + factor * (pp - 1 - rank), total)
-        yield from _alternating(
-            warm, total, lambda n: n // per_round % each,
-            lambda n: each - 1 - n // per_round % each,
-            delay=rank if name == "zb" else None,
-        )  # fmt: skip
-    else:
-        # Qi et al., arXiv 2401.10241, §6: with a V of two stages a rank every rank keeps what p
-        # micro-batches leave on both; DualPipeV one chunk more (DeepSeek-AI, arXiv 2412.19437,
-        # table 2: p + 1 of p micro-batches on two halves).
-        warm = min(2 * pp - 1 + (name == "dualpipev"), total - 1)
-        yield from _alternating(warm, total, lambda n: n % 2, lambda n: 1 - n % 2, delay=0)
-
-
-def _alternating(  # type: ignore[no-untyped-def]
-    warm: int, total: int, forward, backward, delay: int | None = None
+def _operations(
+    name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """`warm` forwards, one forward and one backward in turn, the backwards that are left.
-
-    With a `delay` gradients of weights are made so many backwards later, all at last.
-    """
-    for number in range(min(warm, total)):
-        yield "F", forward(number)
-    waiting: list[int] = []
-    for number in range(total):
-        if warm + number < total:
-            yield "F", forward(warm + number)
-        yield "B", backward(number)
-        if delay is not None:
-            waiting.append(backward(number))
-            if len(waiting) > delay:
-                yield "W", waiting.pop(0)
-    for stage in waiting:
-        yield "W", stage
+    """What a rank does, in order. A whole backward of a schedule that splits others is two."""
+    splits = SCHEDULES[name].splits_backward
+    for action in order(name, rank, pp, microbatches, each):
+        stage = mine.index(action.stage)
+        if action.kind == "F" or action.kind == "W":
+            yield action.kind, stage
+            continue
+        yield "B", stage
+        if splits and action.kind == "B":
+            yield "W", stage

@@ -18,9 +18,8 @@ from outpace.records.outline import Outline
 class Job:
     """A model, a batch and a machine, and what is asked of the answer.
 
-    `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `host_bytes`: a
-    node's host memory, all of which may be offloaded to; None: not known. `hints`: whether to say
-    what a setting that is not searched would gain. `habits`: what the trainer holds in memory.
+    `idle`: nodes may stay idle, where fewer are faster or all cannot be used. `hints`: whether to
+    say what a setting that is not searched would gain. `habits`: what the trainer holds in memory.
     """
 
     outline: Outline
@@ -30,7 +29,6 @@ class Job:
     price: float | None = None  # of a device and hour
     count: int = 5
     idle: bool = False
-    host_bytes: int | None = None
     habits: Habits = OUTPACE
     hints: bool = False
 
@@ -68,11 +66,12 @@ class Job:
         Such a plan does not fit, and is nearer to it than those that are too large for a device.
         """
         needs = self.needs(columns)
-        if self.host_bytes is None:
+        host_bytes = self.cluster.host_bytes
+        if host_bytes is None:
             return needs
         away = np.flatnonzero((needs <= self.limit) & _on_host(columns))
         if len(away):
-            short = self.offloads(columns.take(away)) > self.host_bytes
+            short = self.offloads(columns.take(away)) > host_bytes
             needs[away[short]] = np.nextafter(self.limit, np.inf)
         return needs
 

@@ -29,7 +29,8 @@ class Cluster:
     """So many nodes, and what is known of them. `probed`: its rates were measured; `calibrated`: by
     whole steps, too.
 
-    `loader_tokens_per_s` is what a node loads; infinite where that was not probed.
+    `loader_tokens_per_s` is what a node loads; infinite where that was not probed. `host_bytes` is
+    its host's memory, which devices may offload to; None: not known, or the host is the device.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Cluster:
     notes: tuple[str, ...] = ()
     loader_tokens_per_s: float = math.inf
     calibrated: bool = False
+    host_bytes: int | None = None
 
     @property
     def devices(self) -> int:
@@ -81,6 +83,7 @@ def of_catalog(node: Node, nodes: int, network: Network | None = None) -> Cluste
         fabric=_fabric(node, hosts_each, across),
         probed=False,
         notes=notes,
+        host_bytes=node.host_memory_bytes,
     )
 
 
@@ -147,7 +150,9 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     seen = list(_seen(known, ranks * probed.hosts, rates.device.kind))
     said = []
     if seen:
-        rates, off = calibrated(_with_all_rates(rates), seen)
+        world = ranks * probed.hosts
+        found, off = calibrated({world: _with_all_rates(rates)}, seen)
+        rates = found[world]
         said = [
             f"its rates are those by which {len(seen)} steps of the probe are predicted best, "
             f"off by {show_share(off)} in the median"
@@ -161,6 +166,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         notes=(*said, *known.notes),
         loader_tokens_per_s=known.loader_tokens_per_s(ranks, machine.host_cores),
         calibrated=bool(seen),
+        host_bytes=machine.host_memory_bytes if machine.devices else None,
     )
 
 
@@ -227,7 +233,8 @@ def of_host(machine: Machine, ranks: int) -> Cluster:
                     source="this host")  # fmt: skip
         found = of_catalog(node, 1)
         held = first.memory_bytes or found.device.memory_bytes
-        return replace(found, device=replace(found.device, memory_bytes=held))
+        device = replace(found.device, memory_bytes=held)
+        return replace(found, device=device, host_bytes=machine.host_memory_bytes)
     each = machine.host_cores / ranks * efficiency.CPU_CLOCK_HZ * efficiency.CPU_SHARE
     rates = {}
     for dtype in ("fp32", "bf16"):

@@ -19,7 +19,7 @@ from outpace.planner.job import Job
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
 from outpace.planner.reasons import impossible, lacks, rejected, why
-from outpace.planner.search import Found, fits, search
+from outpace.planner.search import Found, fastest, fits, search
 from outpace.planner.space import Wanted, to_plan
 from outpace.planner.titles import title, varied
 from outpace.records.errors import BadInputError
@@ -145,6 +145,15 @@ def _least_s(job: Job, nodes: int) -> float:
     return flops / (rate * nodes * job.cluster.fabric.per_node)
 
 
+def alike(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
+    """The `count` fastest plans with seconds of a step, of one kind or many; and of how many."""
+    columns, considered = fastest(job.question, job.wanted, job.asks, job.limit, count)
+    places = np.arange(len(columns))
+    times = played(job.question, columns, estimate(job.question, columns), places)
+    ranked = sorted(places, key=lambda place: times.step_s[place])
+    return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
+
+
 def one(job: Job, plan: Plan) -> Planned:
     """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
@@ -208,7 +217,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
         memory_bytes=device.memory_bytes,
         memory=kinds,
         host_offloaded_bytes=host,
-        host_memory_bytes=job.host_bytes,
+        host_memory_bytes=job.cluster.host_bytes,
         disk_offloaded_bytes=max(0, round(float(job.away(row)[0])) - host) if away else 0,
         parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
         ranks=ranks,

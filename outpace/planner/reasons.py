@@ -118,12 +118,12 @@ def _kept(wanted: Wanted) -> str:
 def lacks(job: Job, columns: Columns, place: int) -> str:
     """Of a plan that does not fit: what it needs of what there is, on a device or its host."""
     row = columns.take([place])
-    need = float(job.needs(row)[0])
-    if need > job.limit or job.host_bytes is None:
+    need, host = float(job.needs(row)[0]), job.cluster.host_bytes
+    if need > job.limit or host is None:
         has = show_bytes(job.cluster.device.memory_bytes)
         return f"needs {show_bytes(round(need))} of a device's {has}"
     away = round(float(job.offloads(row)[0]))
-    return f"needs {show_bytes(away)} of a node's {show_bytes(job.host_bytes)} of host memory"
+    return f"needs {show_bytes(away)} of a node's {show_bytes(host)} of host memory"
 
 
 def impossible(wanted: Wanted) -> str:

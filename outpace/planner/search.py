@@ -81,6 +81,31 @@ def search(
     return _found(question, together, needs, memory_bytes, count, len(plain) * len(chosen))
 
 
+def fastest(
+    question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int
+) -> tuple[Columns, int]:
+    """The `count` fastest plans that fit, fastest first, however alike they are; and of how many.
+
+    Layouts come in the order of what they take without levers, until none can be among them.
+    """
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    bound = estimate(question, plain).step_s
+    order = np.argsort(bound, kind="stable")
+    kept, worst = plain.take(slice(0, 0)), np.inf
+    for begin in range(0, len(order) if chosen else 0, _BATCH):
+        places = order[begin : begin + _BATCH]
+        if bound[places[0]] > worst * _NEAR:
+            break
+        part = expand(plain.take(places), chosen)
+        part = part.take(needs(part) <= memory_bytes)
+        both = _joined([kept, part])
+        seconds = estimate(question, both).step_s
+        kept = both.take(np.argsort(_plainly(both, seconds), kind="stable")[:count])
+        if len(kept) == count:
+            worst = float(estimate(question, kept).step_s.max())
+    return kept, len(plain) * len(chosen)
+
+
 def _family(
     question: Question,
     plain: Columns,

@@ -1,10 +1,24 @@
 """Seconds that are exposed of exchanges: gradients and parameters, keys and values, experts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from outpace.planner.columns import MODES, Floats
 from outpace.planner.step_pipeline import Pipeline
 from outpace.planner.step_setup import FP32, Pass, Setup, of_stacks
+
+
+@dataclass(frozen=True)
+class _Collectives:
+    """Seconds of a step's, each alone: of gradients and weights whole, parameters as computed."""
+
+    grads: Floats  # bytes
+    scatter: Floats
+    sum: Floats
+    gather: Floats
+    weights: Floats
+    replicas: Floats
 
 
 class Exchanges(Setup):
@@ -59,56 +73,70 @@ class Exchanges(Setup):
         `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
         differ, one that is not the slowest may be by what it exposes.
         """
-        c = self.c
+        c, collectives = self.c, self._collectives()
+        busy = self.micro * pipeline.pace_s
+        exposed: Floats = np.max(
+            [
+                self.micro * seconds
+                - busy
+                + self._exposed_by(collectives, count * ahead_s, count * back_s)
+                for seconds, count in pipeline.ranks
+            ],
+            axis=0,
+        )
+        exposed = exposed + self._units(np.maximum(self.outline.layers / c.pp, 1.0))
+        exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
+        return np.where(c.of("dp", "ps"), self._one_to_all(collectives.grads), exposed)
+
+    def _collectives(self) -> "_Collectives":
+        c, fabric = self.c, self.fabric
         together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
         grads = self.parameters * self.kept
         low = self.parameters * np.where(self.item < FP32, 2.0, FP32)
-        shard_sum = self.fabric.scatter_s(grads, together, c.tp)
-        gather = self.fabric.gather_s(low, together, c.tp)
         far = c.tp * c.cp * c.dp_shard
-        replicas = self.fabric.sum_s(
-            grads / np.where(c.zero > 0, c.dp_shard, 1), c.dp_replicate, far
+        each = grads / np.where(c.zero > 0, c.dp_shard, 1)
+        replicas = fabric.sum_s(each, c.dp_replicate, far)
+        replicas = replicas + np.where(c.zero == 0, fabric.sum_s(grads, c.cp, c.tp), 0.0)
+        return _Collectives(
+            grads=grads,
+            scatter=fabric.scatter_s(grads, together, c.tp),
+            sum=fabric.sum_s(grads, together, c.tp),
+            gather=fabric.gather_s(low, together, c.tp),
+            weights=fabric.gather_s(grads, together, c.tp),
+            replicas=replicas,
         )
-        replicas = replicas + np.where(c.zero == 0, self.fabric.sum_s(grads, c.cp, c.tp), 0.0)
-        # The embedding's gradient is the last to be whole, and a bucket is no smaller than it.
-        table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
-        last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
-        buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
-        buckets = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
-        units = np.maximum(self.outline.layers / c.pp, 1.0)
+
+    def _exposed_by(self, of: "_Collectives", ahead: Floats, back: Floats) -> Floats:
+        """Beside passes of one micro-batch that take `ahead` and `back`, by the level of ZeRO."""
+        c = self.c
+        buckets, units = self._buckets(of.grads), np.maximum(self.outline.layers / c.pp, 1.0)
         # A pipeline's micro-batches share gathers and sums.
         shared = np.where(c.pp > 1, c.microbatches, 1)
         rounds = np.where(c.pp > 1, c.passes, self.micro)
         # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
         # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
         product = c.of("3d")
-        states_sum = np.where(product, shard_sum, self.fabric.sum_s(grads, together, c.tp))
-        weights = self.fabric.gather_s(grads, together, c.tp)
-        sums = shard_sum + replicas
+        states = np.where(product, of.scatter, of.sum)
+        own_gather = np.where(product, self.beside(of.gather, ahead, units), of.weights)
+        zero1 = self.beside(states, back, buckets) + self.beside(of.replicas, back, buckets)
+        # Layer by layer: a gather before each forward and backward, a sum after.
+        sums = of.scatter + of.replicas
+        gathered = self.beside(of.gather, shared * ahead, units + 1)
+        zero3 = rounds * (gathered + self.beside(of.gather + sums, shared * back, units + 1))
+        zero2 = rounds * (gathered + self.beside(sums, shared * back, units + 1))
+        plain = self.beside(of.replicas, back, buckets)
+        levels = [c.zero == level for level in (1, 2, 3)]
+        return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
 
-        def exposed_by(ahead: Floats, back: Floats) -> Floats:
-            own_gather = np.where(product, self.beside(gather, ahead, units), weights)
-            zero1 = self.beside(states_sum, back, buckets) + self.beside(replicas, back, buckets)
-            # Layer by layer: a gather before each forward and backward, a sum after.
-            into = self.beside(gather + sums, shared * back, units + 1)
-            zero3 = rounds * (self.beside(gather, shared * ahead, units + 1) + into)
-            zero2 = self.beside(gather, shared * ahead, units + 1)
-            zero2 = rounds * (zero2 + self.beside(sums, shared * back, units + 1))
-            plain = self.beside(replicas, back, buckets)
-            levels = [c.zero == level for level in (1, 2, 3)]
-            return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
-
-        busy = self.micro * pipeline.pace_s
-        exposed: Floats = np.max(
-            [
-                self.micro * seconds - busy + exposed_by(count * ahead_s, count * back_s)
-                for seconds, count in pipeline.ranks
-            ],
-            axis=0,
-        )
-        exposed = exposed + self._units(units)
-        exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
-        return np.where(c.of("dp", "ps"), self._one_to_all(grads), exposed)
+    def _buckets(self, grads: Floats) -> Floats:
+        """Parts in which replicas sum up; the embedding's gradient is the last to be whole, and a
+        bucket is no smaller than it."""
+        c = self.c
+        table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
+        last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
+        buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
+        found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
+        return found
 
     def _units(self, units: Floats) -> Floats:
         """The host's part of gathering shards and summing up gradients, unit by unit."""

@@ -29,6 +29,13 @@ def orders(
     return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
 
 
+def order(
+    schedule: str, rank: int, ranks: int, microbatches: int, stages_per_rank: int
+) -> list[Action]:
+    """One rank's actions, of numbers that the schedule can take (`orders` checks them)."""
+    return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
+
+
 def overlapped(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
     """Forwards that may be done at one time with the backward that comes next in their order.
 

@@ -5,6 +5,7 @@ from pydantic import Field
 from outpace.records.base import Record
 from outpace.records.plan import Plan
 from outpace.records.settings import Task
+from outpace.records.units import show_seconds
 from outpace.records.utilisation import Load
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
@@ -82,6 +83,24 @@ class Evaluation(Record):
     metrics: dict[str, float] = Field(default={}, description="by name: accuracy, f1")
 
 
+class Promise(Record):
+    """What a step should take, and what the run's first ones took, after warm-up."""
+
+    expected_s: float
+    step_time_s: float = Field(description="median of the first steps")
+    steps: int = Field(description="that this is of, at most 100")
+    kept: bool = Field(description="within 3 %")
+
+    @property
+    def words(self) -> str:
+        """As a person would say it."""
+        off = self.step_time_s / self.expected_s - 1
+        return (
+            f"the first {self.steps} steps took {show_seconds(self.step_time_s)} where "
+            f"{show_seconds(self.expected_s)} was expected ({off:+.1%})"
+        )
+
+
 class Measurement(Record):
     """The outcome of a run; result.json. Medians leave out the first steps (warm-up)."""
 
@@ -114,6 +133,7 @@ class Measurement(Record):
     utilisation: tuple[Load, ...] = Field(
         default=(), description="average of each host and its devices over the training"
     )
+    promise: Promise | None = Field(default=None, description="where a step time was expected")
     # Hugging Face Trainer's names, so that results stand side by side.
     train_runtime: float
     train_samples_per_second: float

@@ -331,6 +331,9 @@ class TrainSettings(Record):
         "run", "global batches per evaluation (default: 8; to classify all)"
     )
     measure_only: bool = _field("run", "write neither checkpoints nor the model", False)
+    expect_step_time_s: PositiveFloat | None = _field(
+        "run", "what a step should take: said where the first 100 are more than 3 % off"
+    )
     save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
     keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")

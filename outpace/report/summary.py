@@ -27,6 +27,11 @@ def summary(measurement: Measurement) -> RenderableType:
         parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
     if measurement.utilisation:
         parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
+    if measurement.promise is not None:
+        style = "green" if measurement.promise.kept else "yellow"
+        kept = "As promised" if measurement.promise.kept else "NOT as promised"
+        line = Text(f"{kept}: {measurement.promise.words}.", style=style)
+        parts += [Text(), Padding(line, (0, 2))]
     if measurement.sample:
         parts += [Text(), _sample(measurement.sample)]
     parts += [Text(), _path(measurement)]

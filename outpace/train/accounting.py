@@ -6,13 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outpace.records.errors import DivergedError
-from outpace.records.measurement import PARTS, StepRecord, TimeParts
+from outpace.records.measurement import PARTS, Promise, StepRecord, TimeParts
 from outpace.train.step import RawStep
 from outpace.train.timing import durations
 
 # The first steps pay for warm-up of caches, allocator and compiler.
 WARMUP_STEPS = 3
 _KEPT_STEPS = 5000
+# By which a step time that was expected is checked, and how near it has to be.
+OPENING_STEPS = 100
+_NEAR = 0.03
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Ledger:
     costs_of: Callable[[int], Costs] | None = None  # of a step, where they differ
     # Of the steady steps, the latest: medians need no more, and memory stays flat.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    # Of the first steps after warm-up, seconds.
+    opening_s: list[float] = field(default_factory=list)
     _seen: int = 0
 
     def record(self, raw: RawStep) -> StepRecord:
@@ -72,6 +77,8 @@ class Ledger:
         if self._seen == WARMUP_STEPS + 1:
             self.steady.clear()
         self.steady.append(record)
+        if self._seen > WARMUP_STEPS and len(self.opening_s) < OPENING_STEPS:
+            self.opening_s.append(record.step_time_s)
         return record
 
     def _assemble(
@@ -130,6 +137,18 @@ class Ledger:
         """The median over the latest steps after warm-up; None where nothing is freed."""
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
+
+    def promise(self, expected_s: float | None) -> Promise | None:
+        """Whether the first steps after warm-up take what was expected; None: nothing to say."""
+        if expected_s is None or not self.opening_s:
+            return None
+        took_s = statistics.median(self.opening_s)
+        return Promise(
+            expected_s=expected_s,
+            step_time_s=took_s,
+            steps=len(self.opening_s),
+            kept=abs(took_s / expected_s - 1) <= _NEAR,
+        )
 
     def median_step_time_s(self) -> float | None:
         """The median over the latest steps after warm-up."""

@@ -317,7 +317,7 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
         (["--vary=micro_batch"], "--vary micro_batch: write settings with commas, or all."),
         (["--vary=compile", "--keep=compile=true"], "one value or all of them"),
         (["--vary=precision", "--precision=fp16"], "one precision or all of them"),
-        (["--explain=9"], "--explain 9: there are "),
+        (["--explain=9"], "--explain 9: "),
         (["--price=3"], "say how many --tokens"),
         (["--tokens=0"], "--tokens: 0 is not at least 1"),
         (["--what-if=speed=2"], "--what-if speed=2: write link="),

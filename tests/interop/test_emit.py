@@ -415,7 +415,7 @@ def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
         for loss in ("auto", "chunked")
     )
     assert plain.lost == () != plain.unsaid
-    levers = dropped(Plan(loss="chunked"), chunked.lost)
+    levers = dropped(chunked.lost)
     assert levers == ({} if name == "outpace" else {"loss": "auto"})
     assert plain.commented == (name not in ("deepspeed", "fsdp", "outpace"))
 

@@ -46,7 +46,7 @@ def steps_of(rates, ranks=2, spoiled=(), kept=lambda one: True):
     ]  # fmt: skip
 
 
-def really(products=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0):
+def really(products=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0, gathers=1.0):
     """A machine whose rates are so many times slower than is assumed."""
     device, fabric = ASSUMED.device, ASSUMED.fabric
     best = {dtype: rate / products for dtype, rate in device.best_flops_per_s.items()}
@@ -56,18 +56,23 @@ def really(products=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0):
                 operator_s=device.operator_s * operators, unit_s=device.unit_s * units),
         replace(fabric, inside_bytes_per_s=fabric.inside_bytes_per_s / links,
                 across_bytes_per_s=fabric.across_bytes_per_s / links,
-                pair_bytes_per_s=fabric.pair_bytes_per_s / links),
+                pair_bytes_per_s=fabric.pair_bytes_per_s / links, gather_share=1 / gathers),
     )  # fmt: skip
+
+
+def on_two(seen):
+    found, off = calibrated({2: ASSUMED}, seen)
+    return found[2], off
 
 
 slower = st.floats(0.5, 4.0)
 
 
 @SETTINGS
-@given(slower, slower, st.floats(0.5, 10.0), slower, slower)
-def test_what_the_machine_really_is_comes_out(products, memory, operators, units, links):
-    truth = really(products, memory, operators, units, links)
-    found, off = calibrated(ASSUMED, steps_of(truth))
+@given(slower, slower, st.floats(0.5, 10.0), slower, slower, slower)
+def test_what_the_machine_really_is_comes_out(products, memory, operators, units, links, gathers):
+    truth = really(products, memory, operators, units, links, gathers)
+    found, off = on_two(steps_of(truth))
     assert off < 0.01
     for one in references(2, "cpu").values():  # and of what was not seen
         other = replace(one, global_batch=2 * one.global_batch)
@@ -76,7 +81,8 @@ def test_what_the_machine_really_is_comes_out(products, memory, operators, units
 
 def test_what_no_step_tells_of_stays_as_it_was_measured():
     truth = really(products=2.0)
-    found, _ = calibrated(ASSUMED, steps_of(truth, 1, kept=lambda o: o.plan.precision == "fp32"))
+    seen = steps_of(truth, 1, kept=lambda one: one.plan.precision == "fp32")
+    found = calibrated({1: ASSUMED}, seen)[0][1]
     assert found.device.rate("fp32") == pytest.approx(50e9, rel=0.1)
     assert found.device.rate("bf16") == pytest.approx(200e9, rel=1e-3)
     assert found.fabric.inside_bytes_per_s == pytest.approx(2e9, rel=1e-3)
@@ -84,8 +90,20 @@ def test_what_no_step_tells_of_stays_as_it_was_measured():
 
 def test_a_disturbed_step_does_not_spoil_the_others():
     truth = really(products=1.5, memory=2.0)
-    found, off = calibrated(ASSUMED, steps_of(truth, spoiled=(8,)))
+    found, off = on_two(steps_of(truth, spoiled=(8,)))
     assert off < 0.03
     for place, one in enumerate(references(2, "cpu").values()):
         if place != 8:
             assert step_s(found, one) == pytest.approx(step_s(truth, one), rel=0.12)
+
+
+def test_steps_of_one_rank_tell_of_two_that_share_the_machine():
+    truth = really(products=2.0)
+    found, _ = calibrated({1: ASSUMED, 2: ASSUMED}, steps_of(truth, 1))
+    assert found[2].device.rate("fp32") == pytest.approx(50e9, rel=0.1)
+
+
+def test_rates_that_are_known_well_are_changed_less():
+    seen = steps_of(really(products=2.0), 1)[:1]
+    unsure, sure = (calibrated({1: ASSUMED}, seen, spread)[0][1].device for spread in (1, 0.01))
+    assert unsure.rate("fp32") < sure.rate("fp32") < 100e9

@@ -108,6 +108,17 @@ def test_a_trees_latency_grows_with_the_logarithm_of_the_nodes():
     assert ring[0] > 50 * took[-1]
 
 
+def test_a_library_without_scattering_sums_sums_up_all():
+    nbytes, size, stride = np.array([1e9]), np.array([4]), np.array([1])
+    ring, gloo = FABRIC, replace(FABRIC, scatter_rounds=2)
+    assert ring.scatter_s(nbytes, size, stride) == ring.gather_s(nbytes, size, stride)
+    assert gloo.scatter_s(nbytes, size, stride) == gloo.sum_s(nbytes, size, stride)
+    slow = replace(FABRIC, gather_share=0.5, scatter_share=0.25)
+    assert slow.gather_s(nbytes, size, stride) == 2 * ring.gather_s(nbytes, size, stride)
+    assert slow.scatter_s(nbytes, size, stride) == 4 * ring.scatter_s(nbytes, size, stride)
+    assert slow.sum_s(nbytes, size, stride) == ring.sum_s(nbytes, size, stride)
+
+
 def test_nccls_trees_win_small_sums_on_many_nodes_and_rings_large_ones():
     both, rings = (replace(FABRIC, protocols=NCCL[:count]) for count in (6, 3))
     assert collective(both, 1e6, 1024) < collective(rings, 1e6, 1024) / 5

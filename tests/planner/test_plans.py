@@ -206,16 +206,20 @@ def test_a_plan_for_another_batch_is_refused():
         one(asked("gpt2", global_batch=9), Plan(strategy="ddp", dp_replicate=8))
 
 
+def on_host_of(question, host_bytes):
+    return replace(question, cluster=replace(question.cluster, host_bytes=host_bytes))
+
+
 def test_a_host_that_is_too_small_passes_plans_over():
     """With all of a host's memory but a byte the best is another, that offloads no more."""
     question = asked("llama-3-8b", "2x-titan-rtx", global_batch=8, seq_len=1024)
     free = plans(question).plans[0].estimate
     assert free.host_memory_bytes is None and free.host_offloaded_bytes > 2**30
-    tight = replace(question, host_bytes=free.host_offloaded_bytes - 1)
+    tight = on_host_of(question, free.host_offloaded_bytes - 1)
     for planned in plans(tight).plans:
         assert planned.estimate.host_offloaded_bytes < free.host_offloaded_bytes
         assert planned.estimate.fits and planned.estimate.step_time_s >= free.step_time_s
-    enough = replace(question, host_bytes=free.host_offloaded_bytes)
+    enough = on_host_of(question, free.host_offloaded_bytes)
     assert plans(enough).plans[0].estimate.step_time_s == free.step_time_s
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.interop.emit.request import Note, Request, hosts
+from outpace.interop.emit.request import Dropped, Note, Request, hosts
 from outpace.records.optimizers import OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan, Strategy
@@ -161,16 +161,15 @@ def not_in_a_plan(
     return sentences
 
 
-def dropped(plan: Plan, tool_lost: Collection[str]) -> dict[str, Any]:
+def dropped(tool_lost: Collection[str]) -> dict[str, Any]:
     """Of what a tool lost, the levers that it leaves out (see `rest`), and their defaults.
 
     What it does another way in the place of the plan's is not among them.
     """
     return {
-        name: Plan.model_fields[name].default
-        for name, say in _SENTENCES.items()
-        for sentence in (say(plan),)
-        if sentence and any(lost.startswith(f"{sentence}. ") for lost in tool_lost)
+        lost.lever: Plan.model_fields[lost.lever].default
+        for lost in tool_lost
+        if isinstance(lost, Dropped)
     }
 
 
@@ -243,8 +242,12 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = MappingProxyType(
 
 def rest(plan: Plan, tool: str, said: Collection[str]) -> list[str]:
     """A sentence for each lever that is not at its default and that the format has not `said`."""
-    found = [say(plan) for name, say in _SENTENCES.items() if name not in said]
-    return [f"{sentence}. {tool} has nothing for it." for sentence in found if sentence]
+    found = {name: say(plan) for name, say in _SENTENCES.items() if name not in said}
+    return [
+        Dropped(f"{sentence}. {tool} has nothing for it.", name)
+        for name, sentence in found.items()
+        if sentence
+    ]
 
 
 def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:

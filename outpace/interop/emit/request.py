@@ -5,7 +5,7 @@ What another trainer calls ranks, shards and micro-batches is derived here, once
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Checkpointing, Plan
@@ -21,6 +21,18 @@ class Note(str):
     """A sentence on what the plan does not say, or leaves to a script: the plan stays the same."""
 
     __slots__ = ()
+
+
+class Dropped(str):
+    """A sentence on a lever that is left out: the plan becomes the one with its default."""
+
+    lever: str
+
+    def __new__(cls, sentence: str, lever: str) -> Self:
+        """The sentence; `lever` is the name of the plan's field."""
+        found = super().__new__(cls, sentence)
+        found.lever = lever
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,187 @@
+"""`outpace tune` against whole grids: what its few trials miss of what many would have found.
+
+    python benchmarks/tune.py            # records results/tune.json; an hour on 2 cores
+    python benchmarks/tune.py --quick    # shows that it works, records nothing
+
+Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
+of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
+five best and the tuner's pick are measured again in turn, so that noise does not crown one. Regret
+is what the pick takes longer than the fastest of these; its price is the tuner's trials' time as a
+share of the grid's.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+GPT = {"family": "gpt2", "hidden": 256, "heads": 8, "vocab": 4096, "max_positions": 512}
+LLAMA = {"family": "llama", "hidden": 256, "heads": 8, "kv_heads": 8, "ffn": 704, "vocab": 4096,
+         "max_positions": 512}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained, and on how many processes; None: as many as the tuner likes."""
+
+    name: str
+    spec: dict[str, Any]
+    seq_len: int
+    global_batch: int
+    nproc: int | None
+    memory_limit: str | None = None
+
+    def given(self, folder: Path) -> dict[str, Any]:
+        """Settings of outpace train."""
+        path = folder / f"{self.spec['family']}-{self.spec['layers']}.json"
+        path.write_text(json.dumps(self.spec))
+        values = {"model": str(path), "seq_len": self.seq_len, "global_batch": self.global_batch,
+                  "nproc": self.nproc, "memory_limit": self.memory_limit}  # fmt: skip
+        return {name: value for name, value in values.items() if value is not None}
+
+
+PROBLEMS = (
+    Problem("gpt 4 × 256 on 2", {**GPT, "layers": 4}, 128, 16, 2),
+    Problem("llama 4 × 256, long, on 2", {**LLAMA, "layers": 4}, 512, 8, 2, "900M"),
+    Problem("llama 8 × 256 on 4", {**LLAMA, "layers": 8}, 64, 16, 4),
+    Problem("gpt 6 × 256 on 1 or 2", {**GPT, "layers": 6}, 256, 8, None),
+)
+MODES = ("none", "selective", "full")
+# By number of processes: strategy with its axes.
+LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
+    1: ({"strategy": "single"},),
+    2: (
+        {"strategy": "ddp", "dp_replicate": 2},
+        {"strategy": "zero1", "dp_shard": 2},
+        {"strategy": "zero2", "dp_shard": 2},
+        {"strategy": "zero3", "dp_shard": 2},
+        {"strategy": "tp", "tp": 2},
+        {"strategy": "1f1b", "pp": 2},
+    ),
+    4: (
+        {"strategy": "ddp", "dp_replicate": 4},
+        {"strategy": "zero1", "dp_shard": 4},
+        {"strategy": "zero3", "dp_shard": 4},
+        {"strategy": "tp", "tp": 4},
+        {"strategy": "1f1b", "pp": 4},
+        {"strategy": "3d", "tp": 2, "dp_shard": 2},
+    ),
+}
+_AGAIN, _ROUNDS = 5, 5
+LEAST = 48
+
+
+def grid(problem: Problem, precision: str) -> Iterator[Any]:
+    """Every configuration."""
+    from outpace.records.plan import Plan
+
+    worlds = (1, 2) if problem.nproc is None else (problem.nproc,)
+    for layout in (one for world in worlds for one in LAYOUTS[world]):
+        share = problem.global_batch // (layout.get("dp_replicate", 1) * layout.get("dp_shard", 1))
+        micros = [share >> shift for shift in range(share.bit_length()) if share >> shift]
+        for micro, mode in product(micros[:4], MODES):
+            values = {**layout, "micro_batch": micro, "checkpointing": mode, "precision": precision}
+            if "pp" in layout:
+                count = share // micro
+                if count < layout["pp"]:
+                    continue
+                values["pp_microbatches"] = count
+            yield Plan.parse(values, "benchmark")
+
+
+def measured(
+    given: dict[str, Any], plans: list[Any], predicted_s: list[float], folder: Path
+) -> list[Any]:
+    """A trial of each, one after the other."""
+    from outpace.experiment.tune import run_trial
+    from outpace.launch.tuning import Proposal
+    from outpace.planner.titles import title
+
+    found = []
+    for number, (plan, seconds) in enumerate(zip(plans, predicted_s, strict=True), 1):
+        proposal = Proposal(plan, title(plan), seconds, seconds, 0.0)
+        found.append(run_trial(given, folder, number, "of the grid", proposal, seconds))
+        took = found[-1].step_time_s
+        print(f"{number} of {len(plans)}: {proposal.title}: {took}", file=sys.stderr, flush=True)
+    return found
+
+
+def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
+    """A problem's row."""
+    from outpace.launch.tuning import Proposer
+    from outpace.records.settings import TrainSettings
+    from outpace.records.tuning import Tuning
+
+    given = problem.given(folder)
+    proposer = Proposer(TrainSettings.parse(given, "benchmark"),
+                        dict.fromkeys(given, "command line"))  # fmt: skip
+    precision = proposer.proposals(())[0].plan.precision
+    plans = list(grid(problem, precision))[:most]
+    expected = [proposer.proposal(plan).step_time_s for plan in plans]
+    config = folder / "tune.toml"
+    config.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in given.items()))
+    out = folder / "tuning"
+    subprocess.run([sys.executable, "-m", "outpace", "tune", "--config", str(config), "--out",
+                    str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    tuning = Tuning.load(out / "tuning.json")
+    trials = measured(given, plans, expected, folder / "grid")
+    ran = sorted((t for t in trials if t.step_time_s), key=lambda t: t.step_time_s)
+    pick = tuning.fastest
+    assert pick is not None and tuning.step_time_s is not None
+    finalists = {t.plan.model_dump_json(): t.plan for t in (pick, *ran[:_AGAIN])}
+    again: dict[str, list[float]] = {key: [] for key in finalists}
+    for number in range(_ROUNDS if most is None else 1):
+        where = folder / f"again-{number}"
+        took = measured(given, list(finalists.values()), [tuning.step_time_s] * len(finalists),
+                        where)  # fmt: skip
+        for key, trial in zip(finalists, took, strict=True):
+            again[key] += [trial.step_time_s] if trial.step_time_s else []
+    best_s = min(statistics.median(times) for times in again.values() if times)
+    pick_s = statistics.median(again[pick.plan.model_dump_json()])
+    return {
+        "problem": problem.name,
+        "configurations": len(plans),
+        "strategies": len({plan.strategy for plan in plans}),
+        "failed": sum(trial.step_time_s is None for trial in trials),
+        "regret": pick_s / best_s - 1,
+        "any": statistics.fmean(t.step_time_s for t in ran) / ran[0].step_time_s - 1,
+        "default": tuning.gain,
+        "trials": len(tuning.trials),
+        "share": sum(t.took_s for t in tuning.trials) / sum(t.took_s for t in trials),
+        "pick": pick.title,
+        "again_s": list(again.values()),
+        "tuning": tuning.model_dump(mode="json", exclude={"machine", "command", "settings"}),
+        "grid": [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials],
+    }
+
+
+def main() -> int:
+    """Tune every problem, measure its grid, and say what was missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", type=int, help="a problem, by its place")
+    arguments = parser.parse_args()
+    from recording import save
+
+    chosen = PROBLEMS if arguments.only is None else (PROBLEMS[arguments.only],)
+    rows = []
+    for problem in chosen[:1] if arguments.quick else chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(one(problem, Path(folder), 3 if arguments.quick else None))
+        shown = {k: v for k, v in rows[-1].items() if k not in ("tuning", "grid", "again_s")}
+        print(json.dumps(shown, indent=2), flush=True)
+    if not arguments.quick:
+        assert all(row["configurations"] >= LEAST and row["strategies"] >= 3 for row in rows)
+        save("tune", {"rows": rows})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,203 @@
+"""The planner proposes, short trainings decide, and each of them makes the planner know better."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+from outpace.experiment.arms import safe, train_once
+from outpace.launch.tuning import Proposal
+from outpace.records.measurement import Measurement
+from outpace.records.plan import Plan
+from outpace.records.tuning import Trial
+from outpace.records.units import show_seconds
+from outpace.train.accounting import WARMUP_STEPS
+
+_STEPS_S = 6.0  # of a trial, as predicted
+_FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
+_START_S = 300.0  # to begin and to end, at most
+_PATIENCE = 20  # times as long as predicted
+_CLOSE = 0.03  # plans nearer to each other than this are run again, to tell them apart
+_RUNS = 2  # of a plan, at most
+DEFAULT_WHY = "what outpace train does by itself"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Trials at most, seconds after which none begins, and what it must be able to win by."""
+
+    trials: int = 8
+    budget_s: float = 600.0
+    within: float = 0.02
+
+
+class Planner(Protocol):
+    """Predicts with what trials have told; see `launch.tuning.Proposer`."""
+
+    @property
+    def default(self) -> Plan: ...
+    def proposals(self, trials: Sequence[Trial]) -> list[Proposal]: ...
+    def proposal(self, plan: Plan, trials: Sequence[Trial] = ()) -> Proposal: ...
+
+
+# Runs a proposal under a number, for a reason; `first_s` was predicted of it before any trial.
+Run = Callable[[int, str, Proposal, float], Trial]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All trials, and why there are no more."""
+
+    trials: tuple[Trial, ...]
+    stopped: str
+
+
+def tune(
+    planner: Planner,
+    run: Run,
+    limits: Limits,
+    before: Sequence[Trial] = (),
+    told: Callable[[Trial], None] = lambda trial: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Ended:
+    """Trials after those of `before`: the default first, then what the planner thinks fastest."""
+    trials, began_s = list(before), clock()
+    while True:
+        if len(trials) >= limits.trials:
+            return Ended(tuple(trials), f"all {limits.trials} trials are made")
+        if trials and clock() - began_s >= limits.budget_s:
+            return Ended(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
+        chosen = _next(planner, trials, limits.within)
+        if chosen is None:
+            return Ended(
+                tuple(trials), f"no plan that is left can win by more than {limits.within:.0%}"
+            )
+        why, proposal = chosen
+        first_s = planner.proposal(proposal.plan).step_time_s
+        trials.append(run(len(trials) + 1, why, proposal, first_s))
+        told(trials[-1])
+
+
+def _next(planner: Planner, trials: Sequence[Trial], within: float) -> tuple[str, Proposal] | None:
+    """What to try, and why; None where nothing is worth it.
+
+    Of those left the one that may be the fastest: of kinds that were tried less is less known.
+    """
+    if not trials:
+        return DEFAULT_WHY, planner.proposal(planner.default)
+    tried, most_bytes = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
+    kinds = Counter(_kind(trial.plan) for trial in trials)
+    best_s = min(step_times_s(trials).values(), default=float("inf"))
+    left = [
+        (_least_s(one, kinds[_kind(one.plan)]), place, one)
+        for place, one in enumerate(planner.proposals(trials))
+        if _key(one.plan) not in tried and one.memory_bytes < most_bytes
+    ]
+    least_s, _, one = min(left, default=(float("inf"), 0, None))
+    if one is not None and least_s < best_s * (1 - within):
+        return f"it may take {show_seconds(least_s)}", one
+    return _again(planner, trials)
+
+
+def _least_s(one: Proposal, times: int) -> float:
+    """What a proposal may take at best, when so many of its kind have been tried.
+
+    The planner's interval where none has; with every trial its rates are known better.
+    """
+    least_s: float = one.step_time_s * (one.low_s / one.step_time_s) ** (1 / (1 + times))
+    return least_s
+
+
+def _kind(plan: Plan) -> tuple[str, int]:
+    return plan.strategy, plan.world_size
+
+
+def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
+    """By the formula: the least of what did not fit, though it was predicted to."""
+    failed = [trial for trial in trials if "memory" in (trial.failure or "")]
+    return min(
+        (planner.proposal(trial.plan).memory_bytes for trial in failed), default=float("inf")
+    )
+
+
+def _again(planner: Planner, trials: Sequence[Trial]) -> tuple[str, Proposal] | None:
+    """The fastest and what is close to it, until each has run so often."""
+    times = step_times_s(trials)
+    best_s = min(times.values(), default=0.0)
+    close = [key for key, seconds in times.items() if seconds <= best_s * (1 + _CLOSE)]
+    runs = {key: sum(_key(trial.plan) == key for trial in trials) for key in close}
+    key = min(close, key=lambda one: (runs[one], times[one]), default=None)
+    if key is None or len(close) < 2 or runs[key] >= _RUNS:
+        return None
+    plan = next(trial.plan for trial in trials if _key(trial.plan) == key)
+    return "close to the fastest: once more", planner.proposal(plan, trials)
+
+
+def _key(plan: Plan) -> str:
+    return plan.model_dump_json()
+
+
+def step_times_s(trials: Sequence[Trial]) -> dict[str, float]:
+    """By plan, as JSON: the median over its trials."""
+    found: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial.step_time_s is not None:
+            found.setdefault(_key(trial.plan), []).append(trial.step_time_s)
+    return {key: median(times) for key, times in found.items()}
+
+
+def tuned(trials: Sequence[Trial]) -> dict[str, Any]:
+    """What trials come to, by the names of `Tuning`: the fastest, the default, the gain."""
+    times = step_times_s(trials)
+    first = {_key(trial.plan): trial.number for trial in reversed(trials)}
+    best = min(times, key=lambda key: times[key], default=None)
+    default = next((trial for trial in trials if trial.why == DEFAULT_WHY), None)
+    default_s = None if default is None else times.get(_key(default.plan))
+    best_s = None if best is None else times[best]
+    return {
+        "best": None if best is None else first[best],
+        "default": None if default is None else default.number,
+        "step_time_s": best_s,
+        "gain": None if best_s is None or default_s is None else 1 - best_s / default_s,
+    }
+
+
+def run_trial(
+    given: Mapping[str, Any],
+    folder: Path,
+    number: int,
+    why: str,
+    proposal: Proposal,
+    first_s: float,
+) -> Trial:
+    """Train by a plan for a few steps, in processes of its own that have a limit of time."""
+    name = f"{number:02d}-{safe(proposal.title)}"
+    where = folder / "trials" / name
+    where.mkdir(parents=True, exist_ok=True)
+    proposal.plan.save(where / "plan.json")
+    steps = min(max(round(_STEPS_S / proposal.step_time_s), _FEWEST), _MOST) + WARMUP_STEPS
+    began_s = time.monotonic()
+    measured = train_once(
+        {**given, "plan": str(where / "plan.json"), "steps": steps},
+        where / "run",
+        where / "config.toml",
+        limit_s=_START_S + _PATIENCE * steps * proposal.step_time_s,
+    )
+    found: dict[str, Any] = {"step_time_s": None, "failure": measured}
+    if isinstance(measured, Measurement):
+        found = {"step_time_s": measured.step_time_s,
+                 "peak_memory_bytes": measured.peak_memory_bytes}  # fmt: skip
+    return Trial(
+        number=number,
+        why=why,
+        title=proposal.title,
+        plan=proposal.plan,
+        first_predicted_s=first_s,
+        predicted_s=proposal.step_time_s,
+        took_s=time.monotonic() - began_s,
+        run=str(Path("trials") / name / "run"),
+        **found,
+    )

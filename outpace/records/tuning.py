@@ -1,0 +1,71 @@
+"""A tuning: what was tried of the planner's proposals, what each took, and which is fastest."""
+
+from typing import Any, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from outpace.records.base import Record
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+
+TUNING_FILE = "tuning.json"
+
+
+class Trial(Record):
+    """A plan that was trained by for a few steps, in processes of its own."""
+
+    number: PositiveInt
+    why: str = Field(description="it was tried")
+    title: str
+    plan: Plan
+    first_predicted_s: PositiveFloat = Field(description="of a step, before any trial")
+    predicted_s: PositiveFloat = Field(description="of a step, when it was chosen")
+    step_time_s: PositiveFloat | None = Field(description="median, measured; None: it failed")
+    peak_memory_bytes: NonNegativeInt | None = None
+    failure: str | None = None
+    took_s: NonNegativeFloat = Field(description="with starting and ending")
+    run: str = Field(description="its directory, in the tuning's")
+
+
+class Tuning(Record):
+    """All trials; tuning.json, beside the plan.json of the fastest."""
+
+    settings: dict[str, Any] = Field(description="of outpace train, as they were given")
+    trials: tuple[Trial, ...]
+    best: PositiveInt | None = Field(description="number of the fastest trial; None: all failed")
+    default: PositiveInt | None = Field(description="number of the trial of outpace train's plan")
+    step_time_s: PositiveFloat | None = Field(
+        description="of the fastest plan: the median over its trials"
+    )
+    gain: float | None = Field(description="0.2: the fastest takes 20 % less than the default")
+    stopped: str = Field(description="why no further trial was made")
+    considered: NonNegativeInt = Field(description="plans, by the planner")
+    took_s: NonNegativeFloat
+    machine: Machine
+    started: str
+    command: tuple[str, ...] = Field(description="that repeats it")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        numbers = [trial.number for trial in self.trials]
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise ValueError(f"trials are numbered 1, 2, …, not {numbers}")
+        if self.best is not None and self.trial(self.best).step_time_s is None:
+            raise ValueError(f"trial {self.best} failed: it cannot be the fastest")
+        return self
+
+    def trial(self, number: int) -> Trial:
+        """By its number."""
+        return self.trials[number - 1]
+
+    @property
+    def fastest(self) -> Trial | None:
+        """The trial whose plan is the result; None where all failed."""
+        return None if self.best is None else self.trial(self.best)

@@ -1,0 +1,52 @@
+"""A tuning in a terminal: the plan that won, what it gains, and what was tried."""
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outpace.records.tuning import Trial, Tuning
+from outpace.records.units import show_bytes, show_seconds, show_share
+
+
+def verdict_line(tuning: Tuning) -> str:
+    """What was found, in a sentence."""
+    best = tuning.fastest
+    if best is None or tuning.step_time_s is None:
+        return "Every trial failed; nothing was found."
+    found = f"{best.title}: {show_seconds(tuning.step_time_s)} a step"
+    if tuning.gain is None:
+        return f"{found}. The default could not be measured."
+    if best.number == tuning.default:
+        return f"{found}. That is what outpace train does by itself: nothing tried is faster."
+    return f"{found}, {show_share(tuning.gain)} less than what outpace train does by itself."
+
+
+def shown(tuning: Tuning, folder: str, command: str) -> RenderableType:
+    """For a terminal of 80 columns or more."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    table.add_column("plan")
+    for name in ("at first", "predicted", "measured", "off", "memory"):
+        table.add_column(name, justify="right")
+    for trial in tuning.trials:
+        style = "bold" if trial.number == tuning.best else ""
+        table.add_row(*map(Text, _cells(trial)), style=style)
+    notes = [
+        f"{len(tuning.trials)} trials of {tuning.considered:,} plans in "
+        f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
+    ]
+    notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
+    lines = [*notes, f"kept in {folder}; then: {command}"]
+    return Group(Text(), Text(verdict_line(tuning), style="bold"), Text(), table, Text(),
+                 *map(Text, lines))  # fmt: skip
+
+
+def _cells(trial: Trial) -> list[str]:
+    """A trial's row: predictions before any trial and when it was chosen, what it took."""
+    predicted = [show_seconds(trial.first_predicted_s), show_seconds(trial.predicted_s)]
+    if trial.step_time_s is None:
+        return [str(trial.number), trial.title, *predicted, "failed", "–", "–"]
+    off = trial.predicted_s / trial.step_time_s - 1
+    return [str(trial.number), trial.title, *predicted, show_seconds(trial.step_time_s),
+            f"{off:+.0%}", show_bytes(trial.peak_memory_bytes)]  # fmt: skip

@@ -1,0 +1,88 @@
+"""`outpace tune`: real trials, what is kept, going on, the promise, what is refused."""
+
+import json
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.records.measurement import Measurement
+from outpace.records.plan import Plan
+from outpace.records.tuning import Tuning
+
+WORDS = ["--model=outpace-tiny", "--seq-len=16", "--global-batch=8", "--nproc=1"]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuning")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("def a():\n    return 1\n" * 400)
+    words = [*WORDS, f"--data={corpus}", f"--cache-dir={folder / 'cache'}"]
+    assert main(["tune", *words, "--trials=2", f"--out={folder / 't'}"]) == 0
+    return folder / "t", words
+
+
+def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsys):
+    folder, words = tuned
+    tuning = Tuning.load(folder / "tuning.json")
+    assert [trial.number for trial in tuning.trials] == [1, 2]
+    assert tuning.trials[0].why == "what outpace train does by itself"
+    measured = [Measurement.load(folder / t.run / "result.json").step_time_s for t in tuning.trials]
+    assert measured == [trial.step_time_s for trial in tuning.trials]
+    assert tuning.step_time_s == min(measured)
+    assert Plan.load(folder / "plan.json") == tuning.fastest.plan
+    assert not (folder / tuning.trials[0].run / "model").exists()
+    assert main(["tune", *words, "--trials=2", f"--out={folder}", "--resume", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["trials"] == json.loads(tuning.model_dump_json())["trials"]
+
+
+def test_training_by_the_plan_checks_the_promise(tuned, capsys, tmp_path):
+    folder, words = tuned
+    tuning = Tuning.load(folder / "tuning.json")
+    plan = [word for word in words if not word.startswith("--nproc")]
+    plan += [f"--plan={folder / 'plan.json'}", "--steps=8", "--sample-tokens=0"]
+    assert main(["train", *plan, f"--out={tmp_path / 'run'}", "--json"]) == 0
+    promise = json.loads(capsys.readouterr().out)["promise"]
+    assert promise["expected_s"] == tuning.step_time_s and promise["steps"] == 5
+    off = promise["step_time_s"] / promise["expected_s"] - 1
+    assert promise["kept"] == (abs(off) <= 0.03)
+    other = [*plan, "--global-batch=16", f"--out={tmp_path / 'other'}", "--json"]
+    assert main(["train", *other]) == 0
+    assert json.loads(capsys.readouterr().out)["promise"] is None
+
+
+def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_path):
+    _, words = tuned
+    slow = ["--expect-step-time-s=1e-6", "--steps=104", "--measure-only", "--sample-tokens=0"]
+    assert main(["train", *words, *slow, f"--out={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr()
+    assert "the first 100 steps took" in said.err and "outpace tune" in said.err
+    assert "NOT as promised" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--plan=auto"], "Leave it out"),
+        (["--micro-batch=auto"], "tries sizes itself"),
+        (["--trials=0"], "0"),
+        (["--model=gpt3"], "gpt3"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", *words]) == 2
+    assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_something_else_is_left_alone(tuned, capsys, tmp_path):
+    folder, words = tuned
+    assert main(["tune", *words, f"--out={folder}"]) == 2
+    assert "--resume to go on" in capsys.readouterr().err
+    other = [*words, "--seq-len=32", f"--out={folder}", "--resume"]
+    assert main(["tune", *other]) == 2
+    assert "other settings" in capsys.readouterr().err
+    (tmp_path / "a").write_text("")
+    assert main(["tune", *words, f"--out={tmp_path}"]) == 2
+    assert "not empty" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""The tuner against machines that are not what the planner thinks, without running anything."""
+
+import pytest
+
+from outpace.experiment.tune import DEFAULT_WHY, Limits, tune, tuned
+from outpace.launch.tuning import Proposer
+from outpace.records.settings import TrainSettings
+from outpace.records.tuning import Trial
+
+
+@pytest.fixture(scope="module")
+def proposer():
+    asked = TrainSettings(model="gpt2", seq_len=128, global_batch=16, nproc=2)
+    origins = dict.fromkeys(("seq_len", "global_batch", "model", "nproc"), "command line")
+    return Proposer(asked, origins)
+
+
+def runner(took):
+    """Trials that take what `took` says of a proposal, seconds; None: it fails."""
+
+    def run(number, why, proposal, first_s):
+        seconds = took(proposal)
+        return Trial(
+            number=number, why=why, title=proposal.title, plan=proposal.plan,
+            first_predicted_s=first_s, predicted_s=proposal.step_time_s, step_time_s=seconds,
+            failure=None if seconds else "exit code 2: out of memory", took_s=1.0, run="r",
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("machine", "kinds"),
+    [
+        (1.0, {"tp": 0.875}),
+        (4.0, {"zero2": 0.8, "ddp": 1.2, "tp": 1.6}),
+    ],
+)
+def test_few_trials_find_what_is_nearly_the_fastest(proposer, machine, kinds):
+    def took(proposal):
+        first_s = proposer.proposal(proposal.plan).step_time_s
+        return machine * kinds.get(proposal.plan.strategy, 1.0) * first_s
+
+    ended = tune(proposer, runner(took), Limits())
+    assert ended.trials[0].why == DEFAULT_WHY and len(ended.trials) <= 8
+    all_of_them = [took(one) for one in proposer.proposals(())]
+    assert tuned(ended.trials)["step_time_s"] <= 1.03 * min(all_of_them)
+
+
+def test_it_stops_where_nothing_left_can_win(proposer):
+    def took(proposal):  # the planner is right in all
+        return proposer.proposal(proposal.plan).step_time_s
+
+    ended = tune(proposer, runner(took), Limits(trials=30))
+    assert "no plan that is left can win by more than 2%" in ended.stopped
+    assert len(ended.trials) < 30
+    found = tuned(ended.trials)
+    assert found["step_time_s"] == pytest.approx(proposer.proposals(())[0].step_time_s)
+    default_s = ended.trials[found["default"] - 1].step_time_s
+    assert found["gain"] == pytest.approx(1 - found["step_time_s"] / default_s)
+
+
+def test_what_fails_is_a_result_and_nothing_larger_is_tried(proposer):
+    fastest = proposer.proposals(())[0]
+    needs = fastest.memory_bytes
+
+    def took(proposal):
+        return None if proposal.memory_bytes >= needs else proposal.step_time_s
+
+    ended = tune(proposer, runner(took), Limits(trials=10))
+    assert any(trial.failure for trial in ended.trials)
+    most = float("inf")
+    for trial in ended.trials:
+        own = proposer.proposal(trial.plan).memory_bytes
+        assert own < most
+        most = min(most, own) if trial.failure else most
+
+
+def test_all_failing_is_said(proposer):
+    ended = tune(proposer, runner(lambda proposal: None), Limits(trials=3))
+    assert tuned(ended.trials) == {
+        "best": None, "default": 1, "step_time_s": None, "gain": None
+    }  # fmt: skip
+
+
+def test_what_was_tried_before_is_not_tried_again(proposer):
+    def took(proposal):
+        return 2 * proposer.proposal(proposal.plan).step_time_s
+
+    whole = tune(proposer, runner(took), Limits(trials=4))
+    rest = tune(proposer, runner(took), Limits(trials=4), whole.trials[:2])
+    assert rest.trials == whole.trials
+
+
+def test_predictions_are_nearer_with_every_trial(proposer):
+    def took(proposal):
+        return 3 * proposer.proposal(proposal.plan).step_time_s
+
+    ended = tune(proposer, runner(took), Limits(trials=4))
+    off = [abs(trial.predicted_s / trial.step_time_s - 1) for trial in ended.trials]
+    assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[1:]) < 0.25
