@@ -213,6 +213,12 @@ def measured(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     text += "\n" + table(["strategy", "steps", "median", "mean error", "worst"], by)
     spread = result["residuals"]
+    known = [
+        f"{one['standard_error']:.1%} on {world} ({one['steps']} steps of each)"
+        for world, one in result.get("noise", {}).items()
+    ]
+    if known:
+        text += f"\nMedians of measured steps are known to ± {_listed(known)}.\n"
     return (
         text + f"\nThe 90 % interval is {spread['low']:.2f} to {spread['high']:.2f} times what is "
         f"predicted; set by all other groups it covers {spread['coverage']:.1%} of each in the "

@@ -57,10 +57,12 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PIPELINES = ("gpipe", "1f1b")
+# With other micro-batches and recomputation, too: more would leave fewer steps for each.
+_VARIED = ("single", "ddp", "zero3", "1f1b")
 # Seconds of a probe for steps, and for the rest.
 _STEPS_S, _REST_S = 150.0, 90.0
 # Seconds of a number of processes for all in turn, and for a group's fastest once more.
-_TURNS_S, _AGAIN_S = 200.0, 40.0
+_TURNS_S, _AGAIN_S = 300.0, 40.0
 _LEAST_ROUNDS = 5
 # Models that are in memory at one time, with all of their configurations.
 _TOGETHER = {1: 3, 2: 1, 4: 1}
@@ -75,15 +77,17 @@ def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> 
         return []
     shares = layout.get("dp_replicate", 1) * layout.get("dp_shard", 1)
     share = batch // shares
-    found = []
+    found, varied = [], layout["strategy"] in _VARIED
     if layout["strategy"] in _PIPELINES:
-        for count in (share, share // 2):
+        for count in (share, share // 2)[: 2 if varied else 1]:
             if count >= layout["pp"]:
                 values = {"micro_batch": share // count, "pp_microbatches": count}
                 found.append(Plan.parse({**layout, **values}, "benchmark"))
         return found
-    for micro in sorted({share, max(1, share // 4)}):
+    for micro in sorted({share, max(1, share // 4) if varied else share}):
         found.append(Plan.parse({**layout, "micro_batch": micro}, "benchmark"))
+    if not varied:
+        return found
     full = {**layout, "micro_batch": share, "checkpointing": "full"}
     found.append(Plan.parse(full, "benchmark"))
     if world == 1 or layout["strategy"] == "ddp":
@@ -106,7 +110,7 @@ def worker(out: Path, courses: list[int], share: float) -> None:
     world = ranks.world_size
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
     asked = [(number, plan) for number in courses for plan in _all_plans(number, world)]
-    known = references(world, "cpu")
+    known = references(world, "cpu", quick=True)
     with process_groups(ranks, torch.device("cpu"), 600.0, 0) as groups:
         contenders = [
             *(Contender(plan, Course(_spec(number), COURSES[number][3], COURSES[number][2]), groups)
@@ -323,9 +327,10 @@ def main() -> int:
          "references": found["references"]}
         for found in kept["found"]
     ]  # fmt: skip
-    result = {"scores": scores(rows), "regrets": regrets(rows), "residuals": spread, "rows": rows,
-              "references": references, "probes": kept["probes"]}  # fmt: skip
-    print(json.dumps({k: result[k] for k in ("scores", "regrets", "residuals")}, indent=2))
+    result = {"scores": scores(rows), "regrets": regrets(rows), "noise": noise(rows),
+              "residuals": spread, "rows": rows, "references": references,
+              "probes": kept["probes"]}  # fmt: skip
+    print(json.dumps({k: result[k] for k in ("scores", "regrets", "noise", "residuals")}, indent=2))
     if not arguments.quick:
         save("planner_measured", result)
         coverage.keep("probed", spread)
@@ -393,6 +398,21 @@ def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
          "target": target, "constant": constant, "reached": value <= target}
         for figure, count, value, target, constant in found
     ]  # fmt: skip
+
+
+def noise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How well medians of steps are known: standard errors by bootstrap, and steps of each."""
+    draw, found = random.Random(0), {}
+    for world in sorted({row["world"] for row in rows}):
+        own = [row["steps_s"] for row in rows if row["world"] == world]
+        errors = [
+            statistics.stdev(statistics.median(draw.choices(steps, k=len(steps)))
+                             for _ in range(200)) / statistics.median(steps)
+            for steps in own
+        ]  # fmt: skip
+        found[str(world)] = {"rows": len(own), "steps": min(map(len, own)),
+                             "standard_error": statistics.fmean(errors)}  # fmt: skip
+    return found
 
 
 def _off(found: list[float], true: list[float]) -> list[float]:
