@@ -115,7 +115,8 @@ def test_intervals_of_probed_machines_are_what_was_recorded(accuracy):
     ratios = {}
     for row in found["rows"]:
         took = statistics.median(row["steps_s"])
-        ratios.setdefault(f"{row['model']} on {row['world']}", []).append(took / row["predicted_before_s"])
+        group = ratios.setdefault(f"{row['model']} on {row['world']}", [])
+        group.append(took / row["predicted_before_s"])
     assert accuracy.coverage.residuals(ratios) == found["residuals"]
     assert 0.88 <= found["residuals"]["coverage"] <= 0.92
 
