@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import figures_accuracy
+import figures_compare
 import figures_levers
 import figures_probe
 from pages import stand, table
@@ -23,7 +24,7 @@ from pages import stand, table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = (
-    "accuracy", "benchmarks", "folklore", "lora", "memory", "memory_formula", "offload",
+    "accuracy", "benchmarks", "compare", "folklore", "lora", "memory", "memory_formula", "offload",
     "optimizers", "probe", "strategies",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
@@ -191,6 +192,7 @@ def intermediate(result: dict[str, Any]) -> str:
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_accuracy.WRITERS,
+    **figures_compare.WRITERS,
     **figures_levers.WRITERS,
     **figures_probe.WRITERS,
     "convergence_gpu": figures_levers.convergence,

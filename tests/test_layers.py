@@ -56,6 +56,11 @@ def test_the_settings_are_read_without_torch() -> None:
     assert not imported_by(program).intersection(HEAVY)
 
 
+def test_past_runs_are_listed_without_torch(tmp_path: Path) -> None:
+    program = f"from outpace.cli.main import main\nassert main(['runs', {str(tmp_path)!r}]) == 0"
+    assert not imported_by(program).intersection(HEAVY)
+
+
 def test_every_public_name_is_there() -> None:
     import outpace
 

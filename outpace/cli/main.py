@@ -33,6 +33,7 @@ COMMANDS = {
     "memory": "where memory goes in a training step, and whether it fits",
     "network": "how much network a training needs, and what each would cost it",
     "watch": "how busy devices and cores are while something trains",
+    "runs": "past runs: a list, or one of them in full",
     "merge": "add a LoRA adapter to the weights it was trained beside",
     "compare": "which of several ways to train is faster, beyond the noise",
     "tune": "find the fastest plan for a training on this machine, by short trials",

@@ -3,13 +3,11 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.launch.resolve import resolve_plan
 from outpace.parallel import why_not
@@ -20,18 +18,15 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.allocations import Allocations
 from outpace.train.synthetic import Course, SyntheticSteps
+from outpace.train.timing import thread_busy_s
+from outpace.train.wire import Wire
 
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made for
 
 
 @dataclass(frozen=True)
 class Took:
-    """A step on this rank: its time, and for how long its main thread computed.
-
-    To wait for a core that another process has is no waiting for other ranks: it counts as busy,
-    where the kernel tells (Linux). So ranks that share cores are busy for longer.
-    """
+    """A step on this rank: its time, and for how long its main thread computed."""
 
     seconds: float
     busy_s: float
@@ -107,18 +102,9 @@ class Contender:
     def step(self) -> Took:
         """All ranks begin together."""
         dist.barrier(self._groups.control)
-        began_s, busy_s = time.perf_counter(), _busy_s()
+        began_s, busy_s = time.perf_counter(), thread_busy_s()
         self._steps.step()
-        return Took(time.perf_counter() - began_s, _busy_s() - busy_s)
-
-
-def _busy_s() -> float:
-    """For how long this thread has run, or could have run if a core had been free."""
-    try:
-        ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()
-    except OSError:
-        return time.thread_time()
-    return (int(ran_ns) + int(waited_ns)) / 1e9
+        return Took(time.perf_counter() - began_s, thread_busy_s() - busy_s)
 
 
 def everyone(groups: Groups, mine: Any) -> list[Any]:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.experiment.tolerance import Tolerance
-from outpace.experiment.wire import Wire
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt, adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
@@ -36,6 +35,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.step import Stepper
 from outpace.train.synthetic import Batch, shares
+from outpace.train.wire import Wire
 
 # Makes an optimizer of parameter groups and of what builds one: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]

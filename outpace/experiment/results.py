@@ -11,6 +11,7 @@ from outpace.experiment.compare import verdicts
 from outpace.experiment.facts import read_facts, same_numbers
 from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.measurement import PARTS, Measurement, TimeParts
+from outpace.records.utilisation import device_utilisation
 from outpace.train.run_dir import METRICS_FILE, RESULT_FILE
 
 _MILLION = 1e6
@@ -54,7 +55,6 @@ def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any
     def of(name: str) -> float | None:
         return _median([getattr(run, name) for run in runs])
 
-    peak = _median([run.peak_memory_bytes for run in runs])
     tokens_per_s = of("tokens_per_s")
     per_million = None
     if price is not None and tokens_per_s:
@@ -64,10 +64,30 @@ def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any
     return {
         **{name: of(name) for name in ("step_time_s", "tokens_per_s", "samples_per_s",
                                        "model_flops_per_s", "mfu", "final_loss")},
-        "peak_memory_bytes": None if peak is None else round(peak),
+        **{name: None if (count := of(name)) is None else round(count)
+           for name in ("peak_memory_bytes", "sent_bytes")},
+        "idle_share": _median([_idle_share(run) for run in runs]),
+        "device_utilisation": _median([_on_devices(run) for run in runs]),
+        "core_utilisation": _median([_on_cores(run) for run in runs]),
         "parts": TimeParts(**parts),
         "price_per_million_tokens": per_million,
     }  # fmt: skip
+
+
+def _idle_share(run: Measurement) -> float | None:
+    """As the run's ranks saw it; on devices the time in which they computed nothing."""
+    busy = _on_devices(run)
+    return run.idle_share if busy is None else 1 - busy
+
+
+def _on_devices(run: Measurement) -> float | None:
+    return None if run.device == "cpu" else device_utilisation(run.utilisation, run.world_size)
+
+
+def _on_cores(run: Measurement) -> float | None:
+    shares = [load.host.utilisation for load in run.utilisation]
+    known = [share for share in shares if share is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _median(values: Iterable[T | None]) -> float | None:

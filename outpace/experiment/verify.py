@@ -13,7 +13,6 @@ import torch.distributed as dist
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.parity import Difference, Trial, differences, planned, reference
 from outpace.experiment.tolerance import Tolerance, tolerance_of
-from outpace.experiment.wire import Wire
 from outpace.launch.group import Groups
 from outpace.parallel import Layout
 from outpace.planner.wire import Tally, step_traffic
@@ -33,6 +32,7 @@ from outpace.records.plan import (
     schedule_of,
 )
 from outpace.records.ranks import Ranks
+from outpace.train.wire import Wire
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:

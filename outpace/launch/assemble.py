@@ -23,6 +23,7 @@ from outpace.launch.promise import Promised
 from outpace.launch.resolve import DEFAULT_EVAL_BATCHES, peak_flops_per_s
 from outpace.launch.tasks import step_costs
 from outpace.launch.utilisation import Recording
+from outpace.launch.weighing import Weighing
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
@@ -69,6 +70,7 @@ class Prepared:
     measure: Callable[[int], Evaluation | None]
     looker: "Looker | None"
     recording: Recording
+    weighing: Weighing | None
 
     def run(self) -> Measurement:
         """Train to the end and sum up."""
@@ -78,18 +80,20 @@ class Prepared:
         began_s = time.perf_counter()
         try:
             with memory_history(wanted, self.job.run_dir.path, rank):
-                self.loop.run()
+                for step in self.loop.iterate():
+                    if self.weighing is not None:
+                        self.weighing.after(step)
             train_s = time.perf_counter() - began_s
         finally:
             self.recording.close()
-        utilisation = self.recording.averages()
+        seen: dict[str, Any] = {"utilisation": self.recording.averages()}
+        if self.weighing is not None:
+            seen |= self.weighing.figures()
         if self.looker is not None:
             self.looker.finish()
         tell(self.job.callbacks, "on_stage", "measuring the final loss")
         final = self.measure(self.job.total_steps)
-        return finish(
-            self.job, self.loop, self.parameters, self.initial, final, train_s, utilisation
-        )
+        return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
 
 
 def assemble(
@@ -170,10 +174,13 @@ def assemble(
     )
     if settings.expect_step_time_s is not None and job.ranks.rank == 0:
         job.callbacks.append(Promised(loop.ledger, settings.expect_step_time_s, job.callbacks))
+    weighing = Weighing(job, start_step) if settings.measure_only else None
     if looker is not None:
         looker.follow(stepper, layout, optimizer, start_step)
-        loop.around = looker.around
-    return Prepared(job, loop, parameters, initial, measure, looker, recording)
+        loop.around = looker.around  # what is counted then would be looked at, too
+    elif weighing is not None:
+        loop.around = weighing.around
+    return Prepared(job, loop, parameters, initial, measure, looker, recording, weighing)
 
 
 def _optimizer(job: Job, layout: Layout, scratch: Scratch) -> torch.optim.Optimizer:

@@ -1,5 +1,8 @@
 """The end of a run: the model exported, a sample of its text, the result written."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from outpace.data.chat import ChatFormat
@@ -14,7 +17,6 @@ from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.records.measurement import Evaluation, Measurement
-from outpace.records.utilisation import Load
 from outpace.train.callbacks import tell
 from outpace.train.loop import Loop
 from outpace.train.run_dir import RESULT_FILE
@@ -29,9 +31,12 @@ def finish(
     initial: Evaluation | None,
     final: Evaluation | None,
     train_s: float,
-    utilisation: tuple[Load, ...],
+    seen: Mapping[str, Any],
 ) -> Measurement:
-    """Export, sample and sum up. Rank 0 writes; all ranks get the measurement."""
+    """Export, sample and sum up. Rank 0 writes; all ranks get the measurement.
+
+    `seen`: fields of it that were measured around the loop.
+    """
     model = loop.layout.whole_model(job.ranks.rank == 0)
 
     def sum_up() -> Measurement:
@@ -43,7 +48,7 @@ def finish(
             _export(job, model)
         sample = _sample(job, model)
         measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
-        measurement = measurement.model_copy(update={"utilisation": utilisation})
+        measurement = measurement.model_copy(update=seen)
         measurement.save(job.run_dir.path / RESULT_FILE)
         tell(job.callbacks, "on_end", measurement)
         return measurement
@@ -122,6 +127,8 @@ def _measurement(
         samples=ledger.samples,
         parameters=parameters,
         world_size=job.plan.world_size,
+        strategy=job.plan.strategy,
+        device=job.device.type,
         step_time_s=step_time_s,
         tokens_per_s=ledger.rate("tokens"),
         samples_per_s=ledger.rate("samples"),

@@ -12,7 +12,7 @@ Each of N ranks has B bytes; then it sends, in
 - send B.
 
 An exchange is a collective that a rank takes part in, or a message that it sends; what it receives
-counts where it was sent. `experiment.wire` counts the calls that are really made, by the same rule.
+counts where it was sent. `train.wire` counts the calls that are really made, by the same rule.
 
 Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
 Ψ parameters.
@@ -32,6 +32,7 @@ from outpace.records.plan import Plan
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets, or stop and memory: two float64
+_NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any precision
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
@@ -207,7 +208,7 @@ def _sharded(work: Work, tally: Tally) -> None:
             tally.add("reduce_scatter", plan.dp_shard, whole, passes)
         if plan.dp_replicate > 1:
             tally.add("all_reduce", plan.dp_replicate, shard * work.item, passes)
-    tally.add("all_reduce", plan.dp_shard, work.item)  # the norm
+    tally.add("all_reduce", plan.dp_shard, _NORM_BYTES)
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
@@ -295,7 +296,7 @@ def _pipeline(work: Work, tally: Tally) -> None:
     ends = {ranks_of[0], ranks_of[-1]}
     if spec.tied and len(ends) == 2 and work.rank in ends:
         tally.add("send", 2, spec.vocab * spec.hidden * work.item)
-    tally.add("all_reduce", plan.pp, work.item)  # the norm
+    tally.add("all_reduce", plan.pp, _NORM_BYTES)
 
 
 def _tensor(work: Work, tally: Tally) -> None:
@@ -327,7 +328,7 @@ def _tensor(work: Work, tally: Tally) -> None:
     shared = _shared_numbers(work)
     if shared:
         tally.add("all_reduce", ranks, shared * work.item)
-    tally.add("all_reduce", ranks, work.item)  # the norm
+    tally.add("all_reduce", ranks, _NORM_BYTES)
 
 
 def _shared_numbers(work: Work) -> int:

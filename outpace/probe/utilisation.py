@@ -231,3 +231,12 @@ def training_in(metrics: Path) -> list[int]:
                 local = int(process.environ().get("LOCAL_WORLD_SIZE", "1"))
                 return [process.ppid() if local > 1 else process.pid]
     return []
+
+
+def open_files() -> set[Path]:
+    """Files that processes of this host have open, as far as one may see that."""
+    found: set[Path] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            found.update(Path(file.path) for file in process.open_files())
+    return found

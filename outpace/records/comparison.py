@@ -113,6 +113,16 @@ class ArmResult(Record):
     mfu: float | None = None
     peak_memory_bytes: int | None = None
     parts: TimeParts | None = None
+    sent_bytes: int | None = Field(default=None, description="by all ranks in a step")
+    idle_share: float | None = Field(
+        default=None, description="of the ranks' time, in which main threads, or devices, waited"
+    )
+    device_utilisation: float | None = Field(
+        default=None, description="mean share of time in which devices of the run computed"
+    )
+    core_utilisation: float | None = Field(
+        default=None, description="mean share of time in which the hosts' cores were busy"
+    )
     final_loss: float | None = None
     price_per_million_tokens: float | None = None
     metric: float | None = None

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from outpace.records.base import Record
-from outpace.records.plan import Plan
+from outpace.records.plan import Plan, Strategy
 from outpace.records.settings import Task
 from outpace.records.units import show_seconds
 from outpace.records.utilisation import Load
@@ -111,6 +111,8 @@ class Measurement(Record):
     samples: int
     parameters: int
     world_size: int
+    strategy: Strategy | None = None
+    device: str | None = Field(default=None, description="cpu, cuda or mps")
     step_time_s: float | None = Field(description="median")
     tokens_per_s: float | None
     samples_per_s: float | None
@@ -134,6 +136,15 @@ class Measurement(Record):
         default=(), description="average of each host and its devices over the training"
     )
     promise: Promise | None = Field(default=None, description="where a step time was expected")
+    # Of runs with --measure-only.
+    sent_bytes: int | None = Field(
+        default=None, description="by all ranks in one step, counted in the last of the warm-up"
+    )
+    idle_share: float | None = Field(
+        default=None,
+        description="of the time after the warm-up, in which ranks' main threads waited; their "
+        "mean, where these compute (cpu)",
+    )
     # Hugging Face Trainer's names, so that results stand side by side.
     train_runtime: float
     train_samples_per_second: float

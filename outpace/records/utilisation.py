@@ -61,6 +61,19 @@ class Load(Record):
     host: HostLoad
 
 
+def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
+    """Mean over the devices that a run of so many processes used; None where it is not known.
+
+    Where nothing tells which devices these were, all count, if they are no more than processes.
+    """
+    used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
+    told = all(one.run_memory_bytes is not None for one in used)
+    shares = [one.utilisation for one in used if one.utilisation is not None]
+    if not shares or len(shares) < len(used) or not (told or len(used) <= processes):
+        return None
+    return sum(shares) / len(shares)
+
+
 def average(loads: Sequence[Load]) -> Load:
     """One load for the whole time of several, which follow each other on one host.
 

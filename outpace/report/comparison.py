@@ -1,11 +1,10 @@
 """A comparison in a terminal: the verdict first, then what each arm took."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +13,12 @@ from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 
 Show = Callable[[ArmResult], str]
+_LOAD_NOTE = (
+    "sent: by all ranks in a step, counted in the warm-up. idle: share of time in which ranks' "
+    "main threads waited for others or for data; of GPUs, in which no kernel ran (waiting for an "
+    "exchange is one). busy: mean over the GPUs of the run, and over all cores of its hosts, "
+    "whoever used them."
+)
 
 
 def verdict_lines(comparison: Comparison) -> list[str]:
@@ -45,9 +50,12 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     """For a terminal of 80 columns or more."""
     parts: list[RenderableType] = [Text()]
     parts += [Text(line, style="bold") for line in verdict_lines(comparison)]
-    parts += [Text(), _table(comparison)]
+    parts += [Text(), _arms(comparison, _columns())]
     if any(arm.parts for arm in comparison.arms):
         parts += [Text(), _parts(comparison)]
+    load = _arms(comparison, _LOAD)
+    if load.columns[1:]:
+        parts += [Text(), load, Text(_LOAD_NOTE, style="dim")]
     notes = [comparison.losses] if comparison.losses else []
     notes += comparison.differing
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
@@ -58,19 +66,34 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def _table(comparison: Comparison) -> RenderableType:
+def _arms(comparison: Comparison, columns: Mapping[str, Show]) -> Table:
+    """A row an arm; of the columns those in which anything is known."""
+    arms = comparison.arms
+    kept = {name: show for name, show in columns.items() if any(show(arm) != "–" for arm in arms)}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = _columns(comparison)
     table.add_column("")
-    for name in columns:
+    for name in kept:
         table.add_column(name, justify="right")
-    for arm in comparison.arms:
-        table.add_row(Text(arm.arm), *(show(arm) for show in columns.values()))
-    return Padding(table, (0, 0))
+    for arm in arms:
+        table.add_row(Text(arm.arm), *(show(arm) for show in kept.values()))
+    return table
 
 
-def _columns(comparison: Comparison) -> dict[str, Show]:
-    """Name -> what it shows of an arm, of those that anything is known of."""
+def _known(name: str, show: Callable[[Any], str]) -> Show:
+    return lambda arm: "–" if getattr(arm, name) is None else show(getattr(arm, name))
+
+
+# What arms send, and how busy they keep what they have.
+_LOAD: Mapping[str, Show] = {
+    "sent a step": _known("sent_bytes", show_bytes),
+    "idle": _known("idle_share", show_share),
+    "GPU busy": _known("device_utilisation", show_share),
+    "cores busy": _known("core_utilisation", show_share),
+}
+
+
+def _columns() -> dict[str, Show]:
+    """Name -> what it shows of an arm."""
 
     def ratio(arm: ArmResult) -> str:
         if arm.verdict is None or arm.verdict.slowdown is None:
@@ -82,25 +105,17 @@ def _columns(comparison: Comparison) -> dict[str, Show]:
             return "–"
         return f"{1 + arm.verdict.low:.3f}–{1 + arm.verdict.high:.3f}"
 
-    def known(name: str, show: Callable[[Any], str]) -> Show:
-        return lambda arm: "–" if getattr(arm, name) is None else show(getattr(arm, name))
-
-    found: dict[str, Show] = {
-        "metric": known("metric", lambda value: f"{value:.6g}"),
-        "step": known("step_time_s", show_seconds),
+    return {
+        "metric": _known("metric", lambda value: f"{value:.6g}"),
+        "step": _known("step_time_s", show_seconds),
         "ratio": ratio,
         "95 %": interval,
-        "tokens/s": known("tokens_per_s", lambda value: f"{value:,.0f}"),
-        "FLOP/s": known("model_flops_per_s", show_count),
-        "MFU": known("mfu", show_share),
-        "memory": known("peak_memory_bytes", show_bytes),
-        "loss": known("final_loss", lambda value: f"{value:.4f}"),
-        "per M tokens": known("price_per_million_tokens", lambda value: f"{value:.4g}"),
-    }
-    return {
-        name: show
-        for name, show in found.items()
-        if any(show(arm) != "–" for arm in comparison.arms)
+        "tokens/s": _known("tokens_per_s", lambda value: f"{value:,.0f}"),
+        "FLOP/s": _known("model_flops_per_s", show_count),
+        "MFU": _known("mfu", show_share),
+        "memory": _known("peak_memory_bytes", show_bytes),
+        "loss": _known("final_loss", lambda value: f"{value:.4f}"),
+        "per M tokens": _known("price_per_million_tokens", lambda value: f"{value:.4g}"),
     }
 
 

@@ -4,18 +4,28 @@ All of it goes to standard error; standard output is for results.
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord
+from outpace.records.measurement import (
+    PARTS,
+    Evaluation,
+    Measurement,
+    RunInfo,
+    StepRecord,
+    TimeParts,
+)
 from outpace.records.memory import MemoryUse
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.utilisation import Load
+from outpace.report.bottleneck import Seen, bottleneck
 from outpace.report.memory import memory_table
 from outpace.report.summary import show_whole, shown_metrics
 from outpace.train.callbacks import Callback
@@ -24,6 +34,10 @@ from outpace.train.callbacks import Callback
 _LINE_EVERY_S = 5.0
 # Weight of the newest step in the time left.
 _NEWEST = 0.1
+# Steps of which the bottleneck is told: medians over so many, and of fewer nothing is said.
+_MOST_STEPS, _LEAST_STEPS = 20, 5
+# Columns of a terminal in which the live line has room for the bottleneck.
+_WIDE = 110
 
 
 class Progress(Callback):
@@ -37,6 +51,9 @@ class Progress(Callback):
         self._last_line_s = float("-inf")
         self._step_time_s: float | None = None
         self._total_steps = 0
+        self._info: RunInfo | None = None
+        self._latest: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
+        self._load: Load | None = None
         self._hints: set[str] = set()
 
     def on_stage(self, message: str) -> None:
@@ -65,7 +82,7 @@ class Progress(Callback):
     def on_start(self, info: RunInfo) -> None:
         """The run is set up: say what will be trained, then show the training line."""
         self._end_stage()
-        self._total_steps = info.total_steps
+        self._total_steps, self._info = info.total_steps, info
         for hint in info.hints:
             self.on_hint(hint)
         for line in _headlines(info):
@@ -92,16 +109,22 @@ class Progress(Callback):
         else:
             self._step_time_s = before + _NEWEST * (record.step_time_s - before)
         left_s = self._step_time_s * max(0, self._total_steps - record.step)
+        self._latest.append(record)
         if self._bars is not None and self._task is not None:
             self._bars.update(
                 self._task,
                 completed=record.step,
                 description=_steps(record.step, self._total_steps),
-                figures=_figures(record, left_s, short=True),
+                figures=self._live_figures(record, left_s),
             )
         elif self._line_is_due() or record.step == self._total_steps:
             steps = _steps(record.step, self._total_steps)
-            self._line(f"{steps}  {_figures(record, left_s, short=False)}")
+            figures = _figures(record, left_s, short=False, held_by=self._bottleneck())
+            self._line(f"{steps}  {figures}")
+
+    def on_load(self, load: Load, step: int) -> None:
+        """What the host and its devices do."""
+        self._load = load
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
         """The held-out loss was measured."""
@@ -138,6 +161,32 @@ class Progress(Callback):
         """Take the live line away; what was printed stays."""
         self._close_bars()
         self._stage = None
+
+    def _live_figures(self, record: StepRecord, left_s: float) -> str:
+        """With the bottleneck, below the other figures where the terminal is narrow."""
+        found = self._bottleneck()
+        if self.console.width >= _WIDE:
+            return _figures(record, left_s, short=True, held_by=found)
+        figures = _figures(record, left_s, short=True)
+        return f"{figures}\n{found}" if found else figures
+
+    def _bottleneck(self) -> str:
+        """What holds the latest steps up, in a word or two; '' where it is not known."""
+        info, load = self._info, self._load
+        if info is None or len(self._latest) < _LEAST_STEPS:
+            return ""
+        parts = {part: median(getattr(one, f"{part}_s") for one in self._latest) for part in PARTS}
+        found = bottleneck(
+            Seen(
+                TimeParts(**{f"{part}_s": seconds for part, seconds in parts.items()}),
+                info.device,
+                info.plan.strategy,
+                info.plan.world_size,
+                () if load is None else (load,),
+                self._latest[-1].mfu,
+            )
+        )
+        return "" if found is None else found.words
 
     def _open(self, *columns: BarColumn | SpinnerColumn | TextColumn) -> Bars:
         bars = Bars(
@@ -207,7 +256,7 @@ def _steps(done: int, total: int) -> str:
     return f"step {done:>{len(str(total))}}/{total}"
 
 
-def _figures(record: StepRecord, left_s: float, short: bool) -> str:
+def _figures(record: StepRecord, left_s: float, short: bool, held_by: str = "") -> str:
     """The figures of a training line; `short` fits 80 columns together with a bar."""
     rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
     words = [f"loss {record.loss:.3f}", rate]
@@ -217,6 +266,8 @@ def _figures(record: StepRecord, left_s: float, short: bool) -> str:
         words.append(show_bytes(record.peak_memory_bytes))
     if record.loss_scale is not None and not short:
         words.append(f"loss scale {record.loss_scale:g}")
+    if held_by:
+        words.append(held_by)
     words.append(f"{_clock(left_s)} left")
     return "  ".join(words)
 

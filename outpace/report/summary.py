@@ -9,6 +9,7 @@ from rich.text import Text
 
 from outpace.records.measurement import PARTS, Evaluation, Measurement, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report.bottleneck import Seen, bottleneck
 from outpace.report.utilisation import averages_table
 
 _BAR_CELLS = 34
@@ -25,6 +26,7 @@ def summary(measurement: Measurement) -> RenderableType:
     parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
     if measurement.parts.total_s > 0:
         parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
+        parts += [Padding(Text(sentence), (1, 2, 0, 2)) for sentence in _advice(measurement)]
     if measurement.utilisation:
         parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
     if measurement.promise is not None:
@@ -124,6 +126,20 @@ def _time(parts: TimeParts) -> Table:
         bar = Text(_bar(share), style="cyan")
         table.add_row(part, bar, show_share(share), show_seconds(seconds))
     return table
+
+
+def _advice(measurement: Measurement) -> list[str]:
+    """What held steps up most, and what to do about it."""
+    seen = Seen(
+        measurement.parts,
+        measurement.device,
+        measurement.strategy,
+        measurement.world_size,
+        measurement.utilisation,
+        measurement.mfu,
+    )
+    found = bottleneck(seen)
+    return [] if found is None else [found.advice]
 
 
 def show_whole(count: float | None, unit: str = "") -> str:

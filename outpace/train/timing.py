@@ -3,9 +3,12 @@
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 @dataclass
@@ -49,3 +52,16 @@ def durations(marks: list[tuple[str, Any]]) -> dict[str, float]:
             took = begin.elapsed_time(end) / 1000
         seconds[part] = seconds.get(part, 0.0) + took
     return seconds
+
+
+def thread_busy_s() -> float:
+    """For how long this thread has run, or could have run if a core had been free.
+
+    To wait for a core that another process has is no waiting for other ranks: it counts as busy,
+    where the kernel tells (Linux). So threads that share cores are busy for longer.
+    """
+    try:
+        ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(ran_ns) + int(waited_ns)) / 1e9

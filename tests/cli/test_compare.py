@@ -6,7 +6,9 @@ from itertools import pairwise
 import pytest
 
 from outpace.cli.main import main
+from outpace.planner.wire import step_traffic
 from outpace.records.comparison import Comparison
+from outpace.records.run import RunRecord
 
 METRIC = "--metric=t=([0-9.]+)"
 
@@ -91,6 +93,17 @@ TINY = json.dumps({"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "voc
                    "max_positions": 32})  # fmt: skip
 
 
+def by_formula(run):
+    """What all ranks of a run send in a step."""
+    record = RunRecord.load(run / "run.json")
+    sent = (
+        step_traffic(record.plan, record.model, global_batch=record.settings.global_batch,
+                     seq_len=record.seq_len, rank=rank)
+        for rank in range(record.plan.world_size)
+    )  # fmt: skip
+    return sum(tally.bytes for tally in sent)
+
+
 @pytest.mark.gloo
 def test_strategies_are_compared_by_training_them(capsys, tmp_path):
     (tmp_path / "tiny.json").write_text(TINY)
@@ -105,6 +118,10 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path):
     for arm in found.arms:
         assert arm.step_time_s > 0 and arm.tokens_per_s > 0 and arm.peak_memory_bytes > 0
         assert arm.price_per_million_tokens > 0 and arm.parts.total_s > 0
+        assert 0 < arm.idle_share < 1 and 0 < arm.core_utilisation <= 1
+        assert arm.device_utilisation is None  # GPUs that are there compute nothing of it
+        (outcome,) = (one for one in found.outcomes if one.arm == arm.arm)
+        assert arm.sent_bytes == by_formula(tmp_path / "c" / outcome.run) > 10_000
     assert not found.differing
     assert found.losses.startswith("Losses agree on all steps, as they must")
     run = tmp_path / "c" / found.outcomes[0].run
@@ -113,6 +130,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path):
     assert main(["compare", "--runs", *runs]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "not made in turn" in shown and "Losses agree on all steps" in shown
+    assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
     assert main(["compare", "--runs", runs[0], str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 

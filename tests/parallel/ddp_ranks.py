@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.experiment.wire import Wire
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
 from outpace.parallel import Pass, Request, apply
 from outpace.records.plan import Plan
+from outpace.train.wire import Wire
 
 STEPS, START = 6, 2
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from outpace.experiment.wire import Wire
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
 from outpace.parallel import Pass, Request, apply
 from outpace.parallel.ring import ring_all_reduce
 from outpace.records.plan import Plan
+from outpace.train.wire import Wire
 
 LENGTHS = (0, 1, 2, 3, 5, 7, 12, 1001)
 

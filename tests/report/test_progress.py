@@ -7,6 +7,7 @@ from rich.console import Console
 
 from outpace.records.measurement import Evaluation, RunInfo, StepRecord
 from outpace.records.plan import Plan
+from outpace.records.utilisation import DeviceLoad, HostLoad, Load
 from outpace.report.progress import Progress
 
 
@@ -142,3 +143,33 @@ def test_in_a_terminal_the_line_is_live_and_goes_away(clock: list[float]) -> Non
     progress.close()
     assert file.getvalue().endswith("\x1b[2K")  # the line is erased
     progress.close()  # twice is fine
+
+
+def test_what_holds_steps_up_is_told_once_a_few_are_done(clock: list[float]) -> None:
+    progress, file = watched(terminal=False)
+    progress.on_start(info())
+    for number in range(1, 8):
+        clock[0] += 10.0
+        progress.on_step(step(number, data_s=1.0, step_time_s=3.0))
+    lines = [line for line in file.getvalue().splitlines() if "step " in line]
+    assert not any("waits" in line for line in lines[:4])
+    assert lines[-1].endswith("MFU n/a  1.00 GiB  waits for data 33 %  4:39 left")
+
+
+def test_in_a_narrow_terminal_it_stands_below_the_other_figures() -> None:
+    for width, below in ((80, True), (120, False)):
+        file = io.StringIO()
+        console = Console(file=file, width=width, force_terminal=True, color_system=None)
+        progress = Progress(console)
+        progress.on_start(info(device="NVIDIA H200"))
+        device = DeviceLoad(index=0, name="NVIDIA H200", utilisation=0.5, run_memory_bytes=1)
+        progress.on_load(Load(duration_s=1.0, devices=(device,), host=HostLoad()), 1)
+        for number in range(1, 8):
+            progress.on_step(step(number, mfu=0.1, optimizer_s=0.1))
+        assert progress._bars is not None
+        progress._bars.refresh()
+        (last, *_) = [line for line in reversed(file.getvalue().split("\r")) if "left" in line]
+        lines = [line for line in last.splitlines() if line.strip()]
+        assert ("host-bound: GPU 50 % busy" in lines[0]) != below
+        assert ("host-bound: GPU 50 % busy" in lines[-1]) and "left" in lines[0]
+        progress.close()

@@ -1,0 +1,105 @@
+"""Conditions on past runs as a person writes them: 'strategy=ddp', 'final_loss<2.5'."""
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.cli import options
+from outpace.cli.parser import whole_number
+from outpace.experiment.past import Past, field_names, field_owner
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.units import read_bytes
+
+_FORM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", re.DOTALL)
+_ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+_BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a field of a run has to be. `wanted` None: not known."""
+
+    name: str
+    sign: str
+    wanted: Any
+
+    def holds(self, run: Past) -> bool:
+        """Whether it is so; an order never holds for what is not known."""
+        value = run.value(self.name)
+        if isinstance(value, Path):
+            value = str(value)
+        if self.sign in _ORDERS:
+            alike = isinstance(value, str) == isinstance(self.wanted, str)
+            return value is not None and alike and _ORDERS[self.sign](value, self.wanted)
+        equal = self.wanted in value if isinstance(value, tuple) else value == self.wanted
+        return bool(equal) == (self.sign == "=")
+
+
+def condition_of(word: str) -> Condition:
+    """Read one. Raises BadInputError."""
+    found = _FORM.fullmatch(word)
+    if found is None:
+        raise BadInputError(
+            f"--where {word!r} is no condition. Write a name, one of = != < <= > >= and a value, "
+            "in quotes: --where strategy=ddp 'final_loss<2.5'. Folders come before --where."
+        )
+    name = field_of(found[1], f"--where {word}")
+    sign = "=" if found[2] == "==" else found[2]
+    return Condition(name, sign, _wanted(name, sign, found[3], f"--where {word}"))
+
+
+def field_of(word: str, where: str) -> str:
+    """The name of a field of runs. Raises BadInputError with the nearest ones."""
+    name = word.replace("-", "_")
+    if field_owner(name) is None:
+        raise BadInputError(
+            f"{where}: runs have no {word!r}.{nearest(name, field_names())} Figures of the list, "
+            "of result.json and of the plan have names, and settings as in outpace train --help."
+        )
+    return name
+
+
+def _wanted(name: str, sign: str, text: str, where: str) -> Any:
+    """The value as the field holds it; None for 'none'. Raises BadInputError."""
+    owner = field_owner(name)
+    assert owner is not None
+    holds = options.shape(owner.model_fields[name].annotation)
+    is_number = holds.kind in (int, float)
+    if sign in _ORDERS:
+        if holds.many or not (is_number or (holds.kind is str and not holds.choices)):
+            raise BadInputError(f"{where}: {name} has no order. Use = or !=")
+        return _number(name, text, where) if is_number else text
+    if text in (*holds.choices, *holds.words):
+        return text
+    if text == "none":
+        return None
+    if is_number:
+        return _number(name, text, where)
+    allowed = tuple(_BOOLEANS) if holds.kind is bool else holds.choices
+    if allowed and text not in allowed:
+        raise BadInputError(
+            f"{where}: {name} is one of {', '.join(allowed)}, or none.{nearest(text, allowed)}"
+        )
+    return _BOOLEANS[text] if holds.kind is bool else text
+
+
+def _number(name: str, text: str, where: str) -> float:
+    is_size = name.endswith("_bytes")
+    try:
+        return read_bytes(text) if is_size else _read_number(text)
+    except (ValueError, OverflowError):
+        example = ", such as 900MiB" if is_size else ""
+        raise BadInputError(f"{where}: {name} is a number{example}; {text!r} is not") from None
+
+
+def _read_number(text: str) -> float:
+    """As others are written: 0.4, 1e-3, 10M."""
+    try:
+        return float(text)
+    except ValueError:
+        return whole_number(text)

@@ -1,0 +1,152 @@
+"""`outpace runs`."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.cli import options
+from outpace.cli.conditions import condition_of, field_of
+from outpace.cli.parser import Parser
+from outpace.experiment.past import Past, asked_settings, find, is_run, read, sizes, with_going_on
+from outpace.records.errors import BadInputError
+from outpace.records.run import RunRecord
+
+_ABOUT = "Past runs, newest first; or one of them in full."
+_EPILOG = (
+    "Of one folder that is a run, all of it is shown. Conditions are on what the list shows, on "
+    "result.json, and on the plan's and the run's settings by their names: --where strategy=ddp "
+    "'final_loss<2.5'; all of them have to hold."
+)
+# Where outpace train, compare and tune put runs.
+_FOLDERS = ("runs", "comparisons", "tunings")
+# Not of what is trained: where it goes, and whether something was there.
+_OF_THE_MOMENT = ("out", "resume")
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """List runs, or show one; returns 0. Raises BadInputError."""
+    arguments = _parser().read(argv)
+    paths = arguments.path
+    if paths[:1] == [Path("show")]:
+        if len(paths) != 2:
+            raise BadInputError(
+                f"outpace runs show takes one run, and got {len(paths) - 1}. outpace runs lists "
+                "all there are."
+            )
+        return _show(paths[1], arguments.json)
+    filters = arguments.where or arguments.sort is not None
+    if len(paths) == 1 and is_run(paths[0]) and not filters:
+        return _show(paths[0], arguments.json)
+    conditions = [condition_of(word) for word in arguments.where]
+    sort = None if arguments.sort is None else field_of(arguments.sort, "--sort")
+    folders = _folders(paths)
+    runs = find(folders)
+    kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
+    _list(_sorted(kept, sort, arguments.reverse), len(runs), folders, arguments.json)
+    return 0
+
+
+def _folders(paths: list[Path]) -> list[Path]:
+    """Where to look. Raises BadInputError for what was named and is not there."""
+    for path in paths:
+        if not path.is_dir():
+            raise BadInputError(f"there is no folder {path}. Name a run, or a folder with runs.")
+    return paths or [Path(name) for name in _FOLDERS if Path(name).is_dir()]
+
+
+def _sorted(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
+    """By a field, the smallest first; runs of which it is not known come last, either way."""
+    if name is None:
+        return runs[::-1] if reverse else runs
+    values = [(one.value(name), one) for one in runs]
+    known = [pair for pair in values if pair[0] is not None]
+    known.sort(key=lambda pair: _order(pair[0]), reverse=reverse)
+    return [one for _, one in known] + [one for value, one in values if value is None]
+
+
+def _order(value: Any) -> tuple[bool, float, str]:
+    """Numbers before words."""
+    is_number = isinstance(value, (int, float))
+    return (not is_number, value if is_number else 0.0, "" if is_number else str(value))
+
+
+def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"runs": [one.row.model_dump(mode="json") for one in runs]}, indent=2))
+        return
+    if not runs:
+        names = ", ".join(map(str, folders)) or f"any folder {', '.join(_FOLDERS)} of this one"
+        print(f"none of the {of} runs in {names} is so" if of else f"no runs in {names}")
+        return
+    from rich.console import Console
+
+    from outpace.report.runs import runs_table
+
+    Console().print(runs_table([one.row for one in runs]))
+
+
+def _show(folder: Path, as_json: bool) -> int:
+    if not is_run(folder):
+        raise BadInputError(
+            f"{folder} holds no run (no run.json). outpace runs lists those of this folder, "
+            "outpace runs FOLDER those of another."
+        )
+    (past,) = with_going_on([read(folder)])
+    command = None if past.record is None else repeated(past.record)
+    files = sizes(folder)
+    if as_json:
+        document = {
+            **past.row.model_dump(mode="json"),
+            "record": past.record and past.record.model_dump(mode="json"),
+            "result": past.result and past.result.model_dump(mode="json"),
+            "bytes": files,
+            "again": command,
+        }
+        print(json.dumps(document, indent=2))
+        return 0
+    from rich.console import Console
+
+    from outpace.report.runs import run_text
+
+    console = Console(highlight=False)
+    console.print(run_text(past, files))
+    if command is not None:  # in one line, to be pasted
+        console.print(f" Again: {command}", markup=False, soft_wrap=True)
+    return 0
+
+
+def repeated(record: RunRecord) -> str:
+    """The command that trains the same again, wherever the settings came from."""
+    if record.settings.model.startswith("python:"):  # a live model, which no command names
+        return shlex.join(["python", *record.command])
+    given = asked_settings(record)
+    if record.plan.world_size > 1:  # of a launcher's processes nothing is in the settings
+        given.setdefault("nproc", record.plan.world_size)
+    words = ["outpace", "train"]
+    for name, value in given.items():
+        if name not in _OF_THE_MOMENT:
+            words += _flags(name, value)
+    return shlex.join(words)
+
+
+def _flags(name: str, value: Any) -> list[str]:
+    flag = options.flag(name)
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"]
+    return [flag, *map(str, value)] if isinstance(value, tuple) else [flag, str(value)]
+
+
+def _parser() -> Parser:
+    parser = Parser("runs", _ABOUT, _EPILOG, usage="[FOLDER …] [options] | [show] RUN [--json]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("path", nargs="*", type=Path, default=[], metavar="FOLDER",
+        help=f"where to look, with all below (default: {', '.join(_FOLDERS)})")  # fmt: skip
+    add("--where", nargs="+", action="extend", default=[], metavar="CONDITION",
+        help="only runs of which this holds: NAME and = != < <= > >= and a value")  # fmt: skip
+    add("--sort", default=None, metavar="NAME",
+        help="by this, the smallest first (default: newest first)")  # fmt: skip
+    add("--reverse", action="store_true", default=False, help="the other way round")
+    return parser

@@ -1,0 +1,197 @@
+"""Past runs in a terminal: a table of many, or one in full."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from outpace.experiment.past import Past, asked_settings, checkpoints
+from outpace.records.past import PastRun
+from outpace.records.plan import Plan
+from outpace.records.run import RunRecord
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report.summary import summary
+
+_STYLES = {"done": "green", "going on": "cyan", "unfinished": "yellow", "damaged": "red"}
+_NOTES = {
+    "run.json": "everything that determined it",
+    "metrics.jsonl": "a line a step",
+    "evals.jsonl": "a line an evaluation",
+    "result.json": "the outcome",
+    "checkpoints": "to go on from",
+    "model": "for generate, eval and --model",
+    "utilisation": "how busy hosts and devices were",
+    "memory.json": "where memory went",
+    "certificate.json": "of outpace verify",
+    "tensorboard": "tensorboard --logdir reads it",
+}
+
+
+def runs_table(rows: Sequence[PastRun]) -> RenderableType:
+    """A row a run, in two lines: what it is below its path, how far it came below the time."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("run", overflow="fold", min_width=12)
+    table.add_column("when (UTC)", no_wrap=True)
+    figures = _figures(rows)
+    for name in ("steps", *figures):
+        table.add_column(name, justify="right", no_wrap=True)
+    for place, row in enumerate(rows):
+        steps = f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
+        state = Text(f"\n{row.state}", style=_STYLES[row.state])
+        table.add_row(
+            Text(row.path, style="bold").append(f"\n{_what(row)}", style="not bold dim"),
+            Text(when(row.started)).append(state),
+            steps,
+            *(column[place] for column in figures.values()),
+        )
+    return table
+
+
+def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
+    """Columns by name: those in which anything is known."""
+    found = {
+        "step": [_known(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
+        "tokens/s": [_known(row.tokens_per_s, f"{row.tokens_per_s or 0:,.0f}") for row in rows],
+        "MFU": [_known(row.mfu, show_share(row.mfu)) for row in rows],
+        "loss": [_known(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
+        "memory": [_known(row.peak_memory_bytes, show_bytes(row.peak_memory_bytes))
+                   for row in rows],
+    }  # fmt: skip
+    return {name: column for name, column in found.items() if set(column) != {"–"}}
+
+
+def _known(value: Any, shown: str) -> str:
+    return "–" if value is None else shown
+
+
+def _what(row: PastRun) -> str:
+    """Model, layout and precision; of a damaged run what is wrong."""
+    if row.model is None:
+        return row.damage or ""
+    layout = str(row.strategy)
+    if row.processes != 1:
+        several = " × " in (row.mesh or "") or "," in (row.mesh or "")
+        layout += f" ({row.mesh})" if several else f" {row.processes}"
+    words = f"{Path(row.model).name}, {layout}, {row.precision}"
+    return f"{words}: {row.damage}" if row.damage else words
+
+
+def when(started: str | None) -> str:
+    """A time in UTC to the minute."""
+    return "–" if started is None else started[:16].replace("T", " ")
+
+
+def run_text(past: Past, files: Mapping[str, int]) -> RenderableType:
+    """All of a run: what it was told, what it is, what came of it, where that lies."""
+    row, record = past.row, past.record
+    head = Text(row.path, style="bold").append(f"  {row.state}", style=_STYLES[row.state])
+    parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
+    if row.damage:
+        parts.append(Text(row.damage, style="red"))
+    if record is not None:
+        parts += [Text(), _pairs("run", _facts(record).items())]
+        parts += [Text(), _settings(record), Text(), _pairs("plan", _plan(record.plan).items())]
+    if past.result is not None:
+        parts.append(summary(past.result))
+    elif row.steps:
+        parts += [Text(), _pairs("latest steps", _latest(row).items())]
+    parts += [Text(), _files(past, files), Text()]
+    return Padding(Group(*parts), (0, 1))
+
+
+def _how_far(past: Past) -> str:
+    """In words, with what to do about it."""
+    row = past.row
+    if row.total_steps is None:
+        return ""
+    steps = f", {row.steps:,} of {row.total_steps:,} steps"
+    if row.state != "unfinished":
+        return steps
+    metrics = past.folder / "metrics.jsonl"
+    wrote = f"; last written {_stamp(metrics)} (UTC)" if metrics.is_file() else ""
+    saved = checkpoints(past.folder)
+    again = f". It goes on with outpace train --resume --out {row.path}" if saved else ""
+    return f"{steps}{wrote}; no process of this host trains it{again}"
+
+
+def _stamp(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _facts(record: RunRecord) -> dict[str, str]:
+    machine = record.machine
+    devices = ", ".join(device.name for device in machine.devices)
+    host = f"{machine.host_cores} cores of {machine.cpu}, {show_bytes(machine.host_memory_bytes)}"
+    dirty = " with uncommitted changes" if record.uncommitted_changes else ""
+    resumed = [f"{when(one.get('at'))} on {one.get('ranks')} processes" for one in record.resumes]
+    return {
+        "started (UTC)": when(record.started),
+        **({"went on": "; ".join(resumed)} if resumed else {}),
+        "command": " ".join(record.command),
+        "model": f"{record.settings.model}, {show_count(record.parameters)} parameters",
+        "batch": record.identity,
+        "machine": f"{devices}; {host}" if devices else host,
+        "computed on": f"{record.device}, {record.threads} threads a process",
+        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+        "commit": f"{record.commit}{dirty}" if record.commit else "n/a",
+    }
+
+
+def _plan(plan: Plan) -> dict[str, str]:
+    """Its layout, and all in which it is not the plainest."""
+    fields = Plan.model_fields
+    asked = {name: value for name, value in plan if value != fields[name].default}
+    return {"layout": plan.mesh, **{name: _shown(value) for name, value in asked.items()}}
+
+
+def _latest(row: PastRun) -> dict[str, str]:
+    return {name: column[0] for name, column in _figures([row]).items()}
+
+
+def _settings(record: RunRecord) -> RenderableType:
+    """Those that were given, and where they came from; all others are the default."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    for name in ("setting", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for name, value in asked_settings(record).items():
+        table.add_row(
+            Text(name.replace("_", "-")),
+            Text(_shown(value), style="bold"),
+            Text(record.origins[name], style="dim"),
+        )
+    if not table.row_count:
+        table.add_row(Text("all as by default", style="dim"), "", "")
+    return table
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    table.add_column(title, style="dim", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for name, value in pairs:
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _files(past: Past, files: Mapping[str, int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    table.add_column(Text(f"in {past.row.path}"), overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("", style="dim", overflow="fold")
+    saved = ", ".join(path.name for path in checkpoints(past.folder))
+    for name, size in files.items():
+        note = f"{_NOTES[name]}: {saved}" if name == "checkpoints" and saved else _NOTES.get(name)
+        table.add_row(Text(name), show_bytes(size), Text(note or ""))
+    return table
