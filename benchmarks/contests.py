@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,27 @@ class Contest:
     entries: Mapping[str, Mapping[str, Any]]
 
 
-def run(contest: Contest, processes: int, rounds: int) -> dict[str, Any]:
-    """A job of `processes`; of each entry every step's seconds and its peak in bytes."""
+def torchrun(processes: int, words: list[str]) -> None:
+    """Start so many ranks of a Python program on this host. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc-per-node={processes}", *words]  # fmt: skip
+    subprocess.run(command, check=True)
+
+
+def run(
+    contest: Contest,
+    processes: int,
+    rounds: int,
+    start: Callable[[int, list[str]], None] = torchrun,
+) -> dict[str, Any]:
+    """A job of `processes`; of each entry every step's seconds and its peak in bytes.
+
+    Beside them each rank's busy seconds, as `Took` has them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "contest.json"
         path.write_text(json.dumps(asdict(contest)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   f"--nproc-per-node={processes}", __file__, str(path), str(rounds)]  # fmt: skip
-        subprocess.run(command, check=True)
+        start(processes, [__file__, str(path), str(rounds)])
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
     return found
 
@@ -74,16 +87,21 @@ def main(path: Path, rounds: int) -> None:
             plan = next(plans(rest.pop("strategy"), course, ranks, machine))
             assert isinstance(plan, Plan), plan
             contenders[name] = Contender(Plan(**{**plan.model_dump(), **rest}), course, groups)
-        times: dict[str, list[float]] = {name: [] for name in contenders}
+        took: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds):
             for name in contenders if number % 2 == 0 else reversed(contenders):
-                times[name].append(contenders[name].step().seconds)
-        said = everyone(groups, (times, {k: c.weight.peak_bytes for k, c in contenders.items()}))
+                step = contenders[name].step()
+                took[name].append((step.seconds, step.busy_s))
+        said = everyone(groups, (took, {k: c.weight.peak_bytes for k, c in contenders.items()}))
     if ranks.rank == 0:
         found = {
             name: {
                 # A step is over when its slowest rank is.
-                "seconds": [max(at) for at in zip(*(took[name] for took, _ in said), strict=True)],
+                "seconds": [
+                    max(seconds for seconds, _ in at)
+                    for at in zip(*(steps[name] for steps, _ in said), strict=True)
+                ],
+                "busy_s": [[busy_s for _, busy_s in steps[name]] for steps, _ in said],  # by rank
                 "peak_bytes": max(weights[name] for _, weights in said),
                 "plan": contenders[name].plan.model_dump(mode="json"),
             }

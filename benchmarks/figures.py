@@ -19,13 +19,14 @@ import figures_accuracy
 import figures_compare
 import figures_levers
 import figures_probe
+import figures_seeds
 from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = (
     "accuracy", "benchmarks", "compare", "folklore", "lora", "memory", "memory_formula", "offload",
-    "optimizers", "probe", "strategies",
+    "optimizers", "probe", "report", "seeds", "strategies",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -166,6 +167,32 @@ def idle(result: dict[str, Any]) -> str:
     return table(head, rows) + "\nShares of all ranks' time in a step.\n" + stand(result)
 
 
+def report(result: dict[str, Any]) -> str:
+    """A long run's page: made and drawn."""
+    rows = [
+        [what, f"{result[f'median_{name}']:.2f} s", *ends]
+        for what, name, ends in (
+            ("made by `outpace report`", "made_s", _ends(result["made_s"])),
+            ("opened and drawn by Chromium", "drawn_s", _ends(result["drawn_s"])),
+            ("both", "s", _ends(
+                [a + b for a, b in zip(result["made_s"], result["drawn_s"], strict=True)]
+            )),
+        )
+    ]  # fmt: skip
+    return (
+        table([f"a run of {result['steps']:,} steps", "median", "fastest", "slowest"], rows)
+        + f"\n{result['metrics_bytes'] / 1e6:.0f} MB of metrics become a page of "
+        + f"{result['page_bytes'] / 1e6:.1f} MB; {result['spikes_drawn']} of {result['spikes']} "
+        + f"spikes are drawn. Target: below {result['target_s']:.0f} s; "
+        + f"{'reached' if result['reached']['time'] else 'not reached'}.\n"
+        + stand(result)
+    )
+
+
+def _ends(values: list[float]) -> list[str]:
+    return [f"{min(values):.2f} s", f"{max(values):.2f} s"]
+
+
 def intermediate(result: dict[str, Any]) -> str:
     """What forwards keep for backwards, the fullest and the emptiest rank."""
     head = ["ranks", "schedule", "checkpointing", "m", "under way, by rank", "kept, by rank",
@@ -195,6 +222,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_compare.WRITERS,
     **figures_levers.WRITERS,
     **figures_probe.WRITERS,
+    **figures_seeds.WRITERS,
     "convergence_gpu": figures_levers.convergence,
     "memory_accuracy_gpu": figures_levers.memory_accuracy,
     "optimizers_gpu": figures_levers.optimizers,
@@ -203,6 +231,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "overhead": overhead,
     "overhead_engines": overhead,
     "quickstart": quickstart,
+    "report": report,
     "strategies": strategies,
     "tokenise": tokenise,
 }

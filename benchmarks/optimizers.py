@@ -73,12 +73,20 @@ class Stepped:
             torch.cuda.synchronize()
 
 
-def measured(make: Callable[[], nn.Module], rounds: int, device: str) -> dict[str, Any]:
-    """Seconds of every step, and each implementation's ratios to the for-loop."""
-    stepped = {name: Stepped(make, name, device) for name in NAMES}
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+def measured(
+    make: Callable[[], nn.Module],
+    rounds: int,
+    device: str,
+    names: tuple[OptimizerName, ...] = NAMES,
+) -> dict[str, Any]:
+    """Seconds of every step, and each implementation's ratios to the for-loop.
+
+    `names` have the for-loop among them.
+    """
+    stepped = {name: Stepped(make, name, device) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
-        turned = NAMES[number % len(NAMES) :] + NAMES[: number % len(NAMES)]
+        turned = names[number % len(names) :] + names[: number % len(names)]
         for name in turned if number % 2 == 0 else reversed(turned):
             seconds[name].append(stepped[name].step())
     cases = {}

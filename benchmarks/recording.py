@@ -11,7 +11,8 @@ from outpace.catalog.accelerators import find_accelerator
 from outpace.probe.machine import identify
 from outpace.probe.versions import commit, versions
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
 
 
 def save(name: str, result: Mapping[str, Any]) -> Path:
@@ -21,7 +22,7 @@ def save(name: str, result: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     document = {
         "benchmark": name,
-        "command": ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]],
+        "command": ["python", program(Path(sys.argv[0])), *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": head,
         "uncommitted_changes": dirty,
@@ -31,3 +32,9 @@ def save(name: str, result: Mapping[str, Any]) -> Path:
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def program(path: Path) -> str:
+    """A benchmark's path from the repository's root, wherever that is."""
+    whole = path.resolve()
+    return f"benchmarks/{whole.relative_to(HERE) if whole.is_relative_to(HERE) else path.name}"

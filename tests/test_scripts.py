@@ -100,6 +100,41 @@ def test_an_old_python_is_refused_with_a_sentence(tmp_path: Path) -> None:
     assert not (folder / ".venv").exists()
 
 
+def packages(folder: Path, *tools: str, user: int = 0) -> subprocess.CompletedProcess[str]:
+    """`system_packages` where these tools are there, and nothing else."""
+    programs = folder / "bin"
+    programs.mkdir()
+    texts = {"id": f"echo {user}", "apt-get": f'echo "$@" >>{folder / "calls"}'}
+    for tool in ("id", *tools):
+        (programs / tool).write_text(f"#!/bin/sh\n{texts.get(tool, '')}\n")
+        (programs / tool).chmod(0o755)
+    return subprocess.run(
+        ["/bin/sh", "-euc", f". {ROOT}/scripts/setup; system_packages"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(programs)},
+        check=True,
+    )
+
+
+def test_programs_that_tests_need_are_installed_where_they_can_be(tmp_path: Path) -> None:
+    done = packages(tmp_path, "apt-get", "ip")
+    assert done.stderr == "Installing chromium (this once) …\n"
+    _, install = (tmp_path / "calls").read_text().splitlines()
+    assert install.startswith("install") and install.endswith(" chromium")
+
+
+def test_nothing_is_installed_that_is_there(tmp_path: Path) -> None:
+    assert packages(tmp_path, "apt-get", "ip", "chromium").stderr == ""
+    assert not (tmp_path / "calls").exists()
+
+
+def test_what_cannot_be_installed_is_said_loudly(tmp_path: Path) -> None:
+    done = packages(tmp_path, "apt-get", user=1000)
+    assert "NOT INSTALLED: chromium iproute2" in done.stderr and "SKIPPED" in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
 def test_ci_runs_the_test_script_and_nothing_else() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     (command,) = [line for line in lines if line and not line.startswith("#")]

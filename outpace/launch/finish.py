@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from outpace.data.chat import ChatFormat
@@ -16,7 +17,7 @@ from outpace.launch.context import Job
 from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
-from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.measurement import Evaluation, Measurement, TimeParts
 from outpace.train.callbacks import tell
 from outpace.train.loop import Loop
 from outpace.train.run_dir import RESULT_FILE
@@ -38,6 +39,7 @@ def finish(
     `seen`: fields of it that were measured around the loop.
     """
     model = loop.layout.whole_model(job.ranks.rank == 0)
+    seen = {**seen, "parts_by_rank": _parts_by_rank(job, loop)}
 
     def sum_up() -> Measurement:
         assert model is not None
@@ -54,6 +56,13 @@ def finish(
         return measurement
 
     return job.groups.once(sum_up)
+
+
+def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
+    """What each rank's own clock says of a step. Collective."""
+    said: list[Any] = [None] * job.ranks.world_size
+    dist.all_gather_object(said, loop.ledger.median_parts(), group=job.groups.control)
+    return tuple(said)
 
 
 def _export(job: Job, model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.profiler import record_function
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
@@ -34,7 +35,7 @@ from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.tensors import hollow, local, whole
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
-from outpace.records.pipelines import SCHEDULES
+from outpace.records.pipelines import SCHEDULES, Kind, traced_name
 from outpace.records.plan import Plan
 
 CLASSES: Mapping[str, type[Any]] = {
@@ -47,6 +48,8 @@ CLASSES: Mapping[str, type[Any]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+# What a trace calls torch's kinds of backward.
+_BACKWARDS: Mapping[str, Kind] = {"full": "B", "input": "I", "weight": "W"}
 # What else than tokens a stage needs of a batch; each rank has it, since all read the same share.
 _CONTEXT = ("documents", "segments", "padding_mask")
 
@@ -59,15 +62,16 @@ class Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's forward. What was done before was to wait for it."""
         self.given.mark("communication")
-        with self.given.cast():
+        with self.given.cast(), record_function(traced_name("F", self.stage_index)):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.given.mark("forward")
         return output
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         """A micro-batch's backward, or the part of it that is due."""
         self.given.mark("communication")
-        gradients = super().backward_maybe_with_nosync(*args, **kwargs)
+        with record_function(traced_name(_BACKWARDS[backward_type], self.stage_index)):
+            gradients = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
         self.given.mark("backward")
         return gradients
 

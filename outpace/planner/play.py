@@ -9,13 +9,10 @@ what the closed forms cannot.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from outpace.records.errors import BadInputError
-from outpace.records.pipelines import SCHEDULES
-
-# Forward; whole backward; its part for the inputs' gradients; its part for the weights'.
-Kind = Literal["F", "B", "I", "W"]
+from outpace.records.pipelines import SCHEDULES, Kind
 
 
 class Action(NamedTuple):

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from outpace.planner.play import Action, Kind, Wiring, wire
+from outpace.planner.play import Action, Wiring, wire
 from outpace.records.errors import BadInputError
-from outpace.records.pipelines import SCHEDULES, refusal
+from outpace.records.pipelines import SCHEDULES, Kind, refusal
 
 # A rank's part of a table, from its number, the number of ranks, micro-batches, and stages a rank.
 _Maker = Callable[[int, int, int, int], list[Action]]

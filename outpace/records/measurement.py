@@ -122,6 +122,9 @@ class Measurement(Record):
     hfu: float | None
     peak_memory_bytes: int | None
     parts: TimeParts = Field(description="median of each part")
+    parts_by_rank: tuple[TimeParts, ...] = Field(
+        default=(), description="the same by each rank's own clock; `parts` is rank 0's"
+    )
     first_loss: float | None
     final_loss: float | None
     initial_eval: Evaluation | None = None

@@ -1,5 +1,6 @@
 """Pipeline schedules by strategy: how stages lie on ranks, and which micro-batches they take."""
 
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -36,6 +37,25 @@ SCHEDULES: Mapping[str, Schedule] = {
     "zbv": Schedule(stages_per_rank=2, placement="v", splits_backward=True),
     "dualpipev": Schedule(stages_per_rank=2, placement="v", splits_backward=True),
 }
+
+# What a stage is at: its forward, its whole backward, or the part for inputs or weights.
+Kind = Literal["F", "B", "I", "W"]
+_TRACED = re.compile(r"stage (\d+): ([FBIW])")
+
+
+def traced_name(kind: Kind, stage: int) -> str:
+    """What a trace calls a micro-batch's way through a stage."""
+    return f"stage {stage}: {kind}"
+
+
+def traced_action(name: str) -> tuple[Kind, int] | None:
+    """Kind and stage of what `traced_name` named; None of anything else in a trace."""
+    found = _TRACED.fullmatch(name)
+    if found is None:
+        return None
+    kinds: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+    return kinds[found[2]], int(found[1])
+
 
 # What goes wrong when a backward is split, and what to use.
 _SPLIT_REPLICAS = (

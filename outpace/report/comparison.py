@@ -50,7 +50,7 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     """For a terminal of 80 columns or more."""
     parts: list[RenderableType] = [Text()]
     parts += [Text(line, style="bold") for line in verdict_lines(comparison)]
-    parts += [Text(), _arms(comparison, _columns())]
+    parts += [Text(), _arms(comparison, _figures())]
     if any(arm.parts for arm in comparison.arms):
         parts += [Text(), _parts(comparison)]
     load = _arms(comparison, _LOAD)
@@ -66,15 +66,14 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def _arms(comparison: Comparison, columns: Mapping[str, Show]) -> Table:
+def _arms(comparison: Comparison, of: Mapping[str, Show]) -> Table:
     """A row an arm; of the columns those in which anything is known."""
-    arms = comparison.arms
-    kept = {name: show for name, show in columns.items() if any(show(arm) != "–" for arm in arms)}
+    kept = _filled(comparison, of)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in kept:
         table.add_column(name, justify="right")
-    for arm in arms:
+    for arm in comparison.arms:
         table.add_row(Text(arm.arm), *(show(arm) for show in kept.values()))
     return table
 
@@ -92,8 +91,18 @@ _LOAD: Mapping[str, Show] = {
 }
 
 
-def _columns() -> dict[str, Show]:
-    """Name -> what it shows of an arm."""
+def columns(comparison: Comparison) -> dict[str, Show]:
+    """Name -> what it shows of an arm, of those that anything is known of."""
+    return _filled(comparison, {**_figures(), **_LOAD})
+
+
+def _filled(comparison: Comparison, of: Mapping[str, Show]) -> dict[str, Show]:
+    return {
+        name: show for name, show in of.items() if any(show(arm) != "–" for arm in comparison.arms)
+    }
+
+
+def _figures() -> dict[str, Show]:
 
     def ratio(arm: ArmResult) -> str:
         if arm.verdict is None or arm.verdict.slowdown is None:

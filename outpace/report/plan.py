@@ -16,8 +16,8 @@ _BAR = 24
 
 def plans_text(answer: Plans) -> Group:
     """Plans, fastest first; why; where the fastest one's time and memory go; what was rejected."""
-    parts: list[RenderableType] = [Text(_head(answer)), _ranked(answer.plans)]
-    parts += [Text(line) for line in _ties(answer.plans)]
+    parts: list[RenderableType] = [Text(plans_head(answer)), _ranked(answer.plans)]
+    parts += [Text(line) for line in ties(answer.plans)]
     for number, planned in enumerate(answer.plans, 1):
         mark = f" Not trained by outpace: {planned.untrained}." if planned.untrained else ""
         budget = _budget(planned.estimate)
@@ -33,7 +33,7 @@ def plans_text(answer: Plans) -> Group:
     return Group(*parts)
 
 
-def _ties(plans: Sequence[Planned]) -> list[str]:
+def ties(plans: Sequence[Planned]) -> list[str]:
     """Which plans the estimate does not tell apart from the first."""
     first = plans[0].estimate
     alike = [one for one in plans if one.estimate.step_time_s <= first.high_s]
@@ -70,7 +70,8 @@ def _surely(answer: Plans) -> str:
     )
 
 
-def _head(answer: Plans) -> str:
+def plans_head(answer: Plans) -> str:
+    """What was planned for, in a sentence or three."""
     world = answer.nodes * answer.devices_per_node
     idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
     spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
@@ -194,7 +195,7 @@ def explained(answer: Plans, number: int) -> Group:
     one = planned.estimate
     fits = "n/a" if one.memory_bytes is None else show_bytes(one.memory_bytes)
     lines: list[RenderableType] = [
-        Text(_head(answer)),
+        Text(plans_head(answer)),
         Text(f"\nPlan {number} of {len(answer.plans)}: {planned.why}."),
         *_detail(planned),
         Text(

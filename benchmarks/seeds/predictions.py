@@ -1,0 +1,70 @@
+"""What the planner says of a step on a machine of the catalog: time and its parts, memory."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.models import preset
+from outpace.catalog.nodes import find_node
+from outpace.planner import memory
+from outpace.planner.columns import of_plans
+from outpace.planner.estimate import estimate
+from outpace.planner.finalists import played
+from outpace.planner.layers import Kernel
+from outpace.planner.machines import of_catalog
+from outpace.planner.networks import read_network
+from outpace.planner.outlines import outline
+from outpace.planner.step_setup import Question
+from outpace.records.outline import Outline
+from outpace.records.plan import Plan
+
+# What a device itself does; it waits for the rest.
+_BUSY = ("products_s", "attention_s", "memory_s", "optimizer_s")
+
+
+def model(name: str, dropout: bool = True) -> Outline:
+    """A preset, with dropout, as transformers' GPT-2 has it."""
+    plain = outline(preset(name), name)
+    stacks = tuple(stack.model_copy(update={"dropout": dropout}) for stack in plain.stacks)
+    return plain.model_copy(update={"stacks": stacks})
+
+
+def step(
+    of: Outline,
+    machine: str,
+    plan: Mapping[str, Any],
+    seq_len: int,
+    global_batch: int,
+    *,
+    nodes: int = 1,
+    network: str | None = None,
+    kernel: Kernel = "unfused",
+) -> dict[str, Any]:
+    """Seconds of a step, their parts, the share that devices are busy, bytes of the fullest rank.
+
+    The trainers of the documents write attention's scores, so that `kernel` is unfused. A machine
+    has all devices that the catalog gives it.
+    """
+    cluster = of_catalog(
+        find_node(machine, ACCELERATORS), nodes, read_network(network) if network else None
+    )
+    question = Question(of, seq_len, cluster.device, cluster.fabric, kernel)
+    columns = of_plans([Plan.parse(dict(plan), "seeds")], global_batch, of.layers)
+    times = played(question, columns, estimate(question, columns), np.array([0]))
+    parts = {f.name: float(getattr(times, f.name)[0]) for f in fields(times)}
+    needs = memory.reserved_bytes(of, seq_len, columns, fused_attention=kernel != "unfused")
+    step_s = sum(parts.values())
+    return {
+        "machine": machine,
+        "plan": dict(plan),
+        "global_batch": global_batch,
+        "step_s": step_s,
+        "tokens_per_s": global_batch * seq_len / step_s,
+        "busy_share": sum(parts[name] for name in _BUSY) / step_s,
+        "parts_s": {name: seconds for name, seconds in parts.items() if seconds > 0},
+        "needs_bytes": round(float(needs[0])),
+        "memory_bytes": cluster.device.memory_bytes,
+    }

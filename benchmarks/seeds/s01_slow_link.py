@@ -1,0 +1,133 @@
+"""DP against DDP against DDP over a slow link: how long so many steps take.
+
+    python benchmarks/seeds/s01_slow_link.py            # records results/seeds_slow_link.json
+    python benchmarks/seeds/s01_slow_link.py --quick    # small; records nothing
+
+Two processes, one thread each, in network namespaces of their own on one bridge: once as fast as
+the host copies, once held to 1 Gbit/s. Jobs on either link take turns (fast, slow, slow, fast), and
+in the fast ones steps of DP and DDP do. Without root or iproute2 the slow link is left out, and the
+fast one is the host's own.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from claims import FIT, Claim, Experiment, run
+
+MBIT_PER_S = 1000
+STEPS, SMALL_BATCH = 200, 4
+# GPT-2's shape with heads of 64 and its vocabulary, at 14 million parameters.
+SMALL = {"family": "gpt2", "layers": 10, "hidden": 192, "heads": 3, "vocab": 50257,
+         "max_positions": 128}  # fmt: skip
+LARGE_STEPS, LARGE_SEQ_LEN = 20, 128
+TITLES = {"dp": "DP", "ddp": "DDP"}
+
+CLAIM = Claim(
+    document=FIT,
+    says="GPT-2, 200 steps of 4 samples a device: DP with NVLink 110 s, DDP with NVLink 101 s, "
+    "DDP without 131 s. So DP is about 10 % slower than DDP, but 15 % faster than DDP over a slow "
+    "link.",
+    hardware="2 × TITAN RTX with two NVLinks; NCCL_P2P_DISABLE=1 for none",
+    figures={
+        "steps": 200,
+        "seconds": {"DP, fast": 110.5948, "DDP, fast": 101.9003, "DDP, slow": 131.4367},
+    },
+)
+
+
+def predict(quick: bool) -> dict[str, Any]:
+    """The document's 200 steps, by the planner: fp32, sequences of 1,024, written scores."""
+    from predictions import model, step
+
+    found = {}
+    for name, machine, strategy in (
+        ("DP, fast", "2x-titan-rtx-nv2", "dp"),
+        ("DDP, fast", "2x-titan-rtx-nv2", "ddp"),
+        ("DDP, slow", "2x-titan-rtx", "ddp"),
+    ):
+        plan = {"strategy": strategy, "dp_replicate": 2, "micro_batch": 4}
+        found[name] = step(model("gpt2"), machine, plan, 1024, 8)
+        found[name]["seconds"] = found[name]["step_s"] * STEPS
+    return found
+
+
+def models(quick: bool) -> dict[str, dict[str, Any]]:
+    """What is trained, by name: spec, samples of both ranks, length, steps."""
+    from outpace.catalog.models import preset
+
+    small = {"model": SMALL, "global_batch": 2 * SMALL_BATCH, "seq_len": 32, "steps": STEPS}
+    if quick:
+        tiny = {**SMALL, "layers": 1, "hidden": 64, "heads": 1, "vocab": 512}
+        return {"tiny": {**small, "model": tiny, "steps": 4}}
+    spec = preset("gpt2").model_copy(update={"max_positions": LARGE_SEQ_LEN})
+    large = {"model": spec.model_dump(mode="json"), "global_batch": 2, "seq_len": LARGE_SEQ_LEN}
+    return {"14M": small, "124M": {**large, "steps": LARGE_STEPS}}
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """Each model's table, and what the links were."""
+    from links import why_not
+
+    lacking = why_not()
+    return {
+        "mbit_per_s": MBIT_PER_S,
+        "no_slow_link": lacking,
+        "models": {name: table(one, lacking is None) for name, one in models(quick).items()},
+    }
+
+
+def table(course: dict[str, Any], shaped: bool) -> dict[str, Any]:
+    """Steps of each way, half of them in the first jobs and half in the last."""
+    rows: dict[str, list[float]] = {}
+    half = course["steps"] // 2
+    for link in ("fast", "slow", "slow", "fast") if shaped else ("fast", "fast"):
+        for strategy, seconds in job(course, link, half, shaped).items():
+            rows.setdefault(f"{TITLES[strategy]}, {link}", []).extend(seconds)
+    base = rows["DDP, fast"]
+    return {
+        **course,
+        "rows": {name: summed_up(seconds, base) for name, seconds in sorted(rows.items())},
+    }
+
+
+def job(course: dict[str, Any], link: str, rounds: int, shaped: bool) -> dict[str, list[float]]:
+    """Seconds of the steps of DP and DDP on a fast link, of DDP on a slow one."""
+    import contests
+    from links import network, start
+
+    strategies = ("dp", "ddp") if link == "fast" else ("ddp",)
+    contest = contests.Contest(
+        course["model"], course["global_batch"], course["seq_len"],
+        {name: {"strategy": name} for name in strategies},
+    )  # fmt: skip
+
+    def apart(processes: int, words: list[str]) -> None:
+        with network(processes, MBIT_PER_S if link == "slow" else None) as hosts:
+            start(hosts, words)
+
+    how: Callable[[int, list[str]], None] = apart if shaped else contests.torchrun
+    found = contests.run(contest, 2, rounds, how)
+    return {name: one["seconds"] for name, one in found.items()}
+
+
+def summed_up(seconds: list[float], base: list[float]) -> dict[str, Any]:
+    """Of all steps, and of each beside the base's of the same number."""
+    from overhead import interval
+
+    ratio, low, high = interval([a / b for a, b in zip(seconds, base, strict=True)])
+    return {
+        "total_s": sum(seconds), "median_s": statistics.median(seconds), "ratio": ratio,
+        "low": low, "high": high, "seconds": seconds,
+    }  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    "slow_link", (CLAIM,), predict, measure,
+    instead="Two processes on two cores for two GPUs, a cable of 1 Gbit/s for PCIe. DP is "
+    "outpace's own: torch.nn.DataParallel's exchanges, between processes, as threads of one CPU "
+    "have nothing to exchange. The document's DP was timed with NVLink only, and so it is here.",
+)  # fmt: skip
+
+if __name__ == "__main__":
+    run(EXPERIMENT, __doc__)

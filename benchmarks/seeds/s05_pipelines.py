@@ -1,0 +1,129 @@
+"""Naive model parallelism and GPipe: utilisation against n and against m.
+
+    python benchmarks/seeds/s05_pipelines.py            # records results/seeds_pipelines.json
+    python benchmarks/seeds/s05_pipelines.py --quick    # small; records nothing
+
+Stages wait for a set time in the place of computing, in the real schedule with its real sends, so
+that eight of them need no eight cores; a backward takes twice as long as a forward. With two ranks
+the stages of a transformer compute as well.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from claims import FOUND, TRAINING, Claim, Experiment, job, run
+
+# Ranks, and the micro-batches of GPipe on so many; naive model parallelism has one.
+CASES = {2: (1, 8), 4: (1, 2, 4, 8, 16, 32), 8: (1, 8)}
+QUICK_CASES = {2: (1, 2)}
+FORWARD_S = 0.02
+REPEATS = 5
+MACHINE, BATCH = "4x-v100", 32
+
+CLAIM = Claim(
+    document=TRAINING,
+    says="A model cut over n GPUs keeps one of them busy: utilisation 1/n. GPipe's m micro-batches "
+    "raise it to m/(m + n − 1), close to 1 where m is noticeably larger than n.",
+    hardware="none: four V100 are taken, gpt2-large in fp32, 32 samples of 1,024 tokens",
+    figures={"naive": "1/n", "gpipe": "m/(m + n − 1)"},
+)
+
+
+def formula(ranks: int, microbatches: int) -> float:
+    """GPipe's; with one micro-batch naive model parallelism's."""
+    return microbatches / (microbatches + ranks - 1)
+
+
+def predict(quick: bool) -> dict[str, Any]:
+    """The share of its passes that a device is busy, with one batch in more and more parts."""
+    from predictions import model, step
+
+    found = {}
+    for count in (1, 2, 4, 8, 16, 32):
+        plan = {"strategy": "gpipe" if count > 1 else "mp", "pp": 4, "pp_microbatches": count,
+                "micro_batch": BATCH // count}  # fmt: skip
+        one = step(model("gpt2-large"), MACHINE, plan, 1024, BATCH)
+        optimizer_s = one["parts_s"]["optimizer_s"]
+        busy_s = one["busy_share"] * one["step_s"] - optimizer_s
+        utilisation = busy_s / (one["step_s"] - optimizer_s)
+        found[str(count)] = {**one, "utilisation": utilisation, "formula": formula(4, count)}
+    return found
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """A job for each number of ranks."""
+    from contests import torchrun
+
+    cases = QUICK_CASES if quick else CASES
+    worlds = {str(ranks): job(__file__, ranks, quick, torchrun) for ranks in cases}
+    return {"forward_s": FORWARD_S, "worlds": worlds}
+
+
+def worker(out: Path, quick: bool) -> None:
+    """One rank of a job: every number of micro-batches."""
+    import torch
+
+    from outpace.launch.environment import ranks_from
+    from outpace.launch.group import process_groups
+
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    assert ranks is not None
+    n = ranks.world_size
+    repeats = 1 if quick else REPEATS
+    with process_groups(ranks, torch.device("cpu"), 300.0, 0) as groups:
+        rows = [waited(n, "mp", 1, groups, repeats)]
+        for count in (QUICK_CASES if quick else CASES)[n]:
+            rows.append(waited(n, "gpipe", count, groups, repeats))
+        if n == 2:
+            rows += computed(groups, repeats)
+    if ranks.rank == 0:
+        (out / FOUND).write_text(json.dumps(rows))
+
+
+def waited(n: int, strategy: Any, count: int, groups: Any, repeats: int) -> dict[str, Any]:
+    """A pipeline of stages that wait."""
+    from outpace.experiment.idle import judge, waiting_pipeline, watch
+    from outpace.planner.play import StageTime
+    from outpace.planner.tables import orders
+
+    times = [StageTime(FORWARD_S, FORWARD_S, FORWARD_S)] * n
+    layout, batch = waiting_pipeline(strategy, count, times, groups)
+    todo = orders(strategy, n, count)
+    seen = [watch(layout, batch, todo, groups) for _ in range(repeats + 1)][1:]
+    idle = [judge(strategy, one, todo, times).measured for one in seen]
+    return row(strategy, count, "wait", n, idle)
+
+
+def computed(groups: Any, repeats: int) -> list[dict[str, Any]]:
+    """Pipelines of two stages that compute, as benchmarks/idle.py has them."""
+    from idle import computing, microbatches
+
+    rows = []
+    for strategy in ("mp", "gpipe"):
+        seen = computing(strategy, "equal stages", groups, repeats)
+        count = microbatches(strategy, 2)
+        rows.append(row(strategy, count, "compute", 2, [one["measured"] for one in seen]))
+    return rows
+
+
+def row(strategy: str, count: int, stages: str, n: int, idle: list[float]) -> dict[str, Any]:
+    """Utilisation is what idleness leaves."""
+    from overhead import interval
+
+    middle, low, high = interval([1 - share for share in idle])
+    return {"strategy": strategy, "microbatches": count, "stages": stages, "utilisation": middle,
+            "low": low, "high": high, "formula": formula(n, count)}  # fmt: skip
+
+
+EXPERIMENT = Experiment(
+    "pipelines", (CLAIM,), predict, measure,
+    instead="Stages that wait, on a machine with two cores: what is measured of more ranks is the "
+    "schedule and the sending.",
+    worker=worker,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    run(EXPERIMENT, __doc__)

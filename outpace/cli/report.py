@@ -1,0 +1,222 @@
+"""`outpace report`."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outpace.cli.parser import Parser
+from outpace.records.base import write_atomic
+from outpace.records.certificate import Certificate
+from outpace.records.comparison import Comparison
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Plans
+from outpace.records.machine import Machine
+from outpace.records.tuning import Tuning
+
+if TYPE_CHECKING:
+    from outpace.report.document import Document
+
+_ABOUT = "A run, comparison, tuning, plan or probe as one page that needs no network."
+_EPILOG = (
+    "A PATH is a run's or a comparison's directory, comparison.json, tuning.json, machine.json of "
+    "outpace probe, certificate.json of outpace verify, or what outpace plan --json printed. "
+    "Several make one page; a probe among them is what runs are predicted from."
+)
+_FORMATS = ("html", "md", "csv", "png")
+_RUN = "run.json"
+_IN_FOLDERS = ("comparison.json", "tuning.json", "machine.json", "certificate.json")
+# By what a file has at its top, the record that it is.
+_RECORDS: Mapping[str, type[Any]] = {
+    "outcomes": Comparison,
+    "trials": Tuning,
+    "plans": Plans,
+    "verdicts": Certificate,
+    "host_cores": Machine,
+}
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What a path leads to: a record, or a run's directory, which has many."""
+
+    path: Path
+    record: Any | None
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Write a report; returns 0. Raises BadInputError."""
+    arguments = _parser().read(argv)
+    kind = _format(arguments.format, arguments.out)
+    subjects = [_subject(path) for path in arguments.path]
+    browser = None
+    if kind == "png":
+        from outpace.report.picture import find_browser
+
+        browser = find_browser(arguments.browser)  # before the work
+    documents = list(_documents(subjects))
+    out = arguments.out
+    if out is None and kind in ("html", "png"):
+        out = _beside(arguments.path[0], kind)
+    content = _content(documents, kind, browser)
+    if out is not None:
+        _write(out, content)
+    if arguments.json:
+        print(json.dumps(_said(documents, out, kind), indent=2), flush=True)
+    elif out is None:
+        assert isinstance(content, str)
+        sys.stdout.write(content)
+    else:
+        for document in documents:
+            print(document.verdict[0])
+        print(f"report: {out}")
+    return 0
+
+
+def _format(asked: str | None, out: Path | None) -> str:
+    """As asked for, or as the file's name ends."""
+    suffix = None if out is None else out.suffix.removeprefix(".").lower()
+    if asked is None:
+        return suffix if suffix in _FORMATS else "html"
+    if suffix in _FORMATS and suffix != asked:
+        raise BadInputError(f"--format {asked}, but --out {out} ends with .{suffix}. Use one.")
+    return asked
+
+
+def _subject(path: Path) -> _Subject:
+    """What is there. Raises BadInputError."""
+    if path.is_dir():
+        if (path / _RUN).is_file():
+            return _Subject(path, None)
+        found = [path / name for name in _IN_FOLDERS if (path / name).is_file()]
+        if not found:
+            raise BadInputError(
+                f"{path} holds nothing to report on: none of {_RUN}, {', '.join(_IN_FOLDERS)}. "
+                "Name the directory of a run, or of a comparison or a tuning."
+            )
+        path = found[0]
+    elif path.name == _RUN and path.is_file():
+        return _Subject(path.parent, None)
+    return _Subject(path, _record(path))
+
+
+def _record(path: Path) -> Any:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}.") from None
+    except ValueError as error:
+        raise BadInputError(f"{path} is not JSON: {error}.") from None
+    for name, kind in _RECORDS.items():
+        if isinstance(values, dict) and name in values:
+            return kind.parse(values, str(path))
+    if isinstance(values, dict) and "strategy" in values:
+        raise BadInputError(
+            f"{path} is one plan, without what it was chosen from. Keep the planner's answer: "
+            "outpace plan … --json > plans.json."
+        )
+    raise BadInputError(
+        f"{path} is none of what is reported on: comparison.json, tuning.json, machine.json, "
+        "certificate.json, what outpace plan --json printed, or a run's directory."
+    )
+
+
+def _documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
+    probe = next((one.record for one in subjects if isinstance(one.record, Machine)), None)
+    for subject in subjects:
+        yield _document(subject, probe)
+
+
+def _document(subject: _Subject, probe: Machine | None) -> "Document":
+    """Each kind's own module is imported when it is needed."""
+    record, folder = subject.record, subject.path.parent
+    if record is None:
+        from outpace.report.run_document import run_document
+        from outpace.report.run_source import read_run
+
+        return run_document(read_run(subject.path), probe)
+    if isinstance(record, Comparison):
+        from outpace.report.comparison_document import comparison_document
+
+        return comparison_document(record, folder, probe)
+    if isinstance(record, Tuning):
+        from outpace.report.tuning_document import tuning_document
+
+        return tuning_document(record, folder)
+    if isinstance(record, Plans):
+        from outpace.report.plan_document import plan_document
+
+        return plan_document(record)
+    if isinstance(record, Certificate):
+        from outpace.report.certificate_document import certificate_document
+
+        return certificate_document(record)
+    if record.probed is None:
+        raise BadInputError(
+            f"{subject.path} is a machine that was not probed. Probe it: outpace probe --out "
+            f"{subject.path.name}."
+        )
+    from outpace.report.probe_document import probe_document
+
+    return probe_document(record, record.probed)
+
+
+def _content(documents: "Sequence[Document]", kind: str, browser: str | None) -> str | bytes:
+    if kind in ("md", "csv"):
+        from outpace.report.plain import markdown, table_csv
+
+        return markdown(documents) if kind == "md" else table_csv(documents)
+    from outpace.report.page import page
+
+    html = page(documents)
+    if browser is None:
+        return html
+    from outpace.report.picture import picture
+
+    return picture(html, browser, root=os.geteuid() == 0)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return (path if path.is_dir() else path.parent) / f"report.{kind}"
+
+
+def _write(out: Path, content: str | bytes) -> None:
+    try:
+        if isinstance(content, str):
+            write_atomic(out, content)
+        else:
+            temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+            temporary.write_bytes(content)
+            temporary.replace(out)
+    except OSError as error:
+        raise BadInputError(f"cannot write {out}: {error.strerror}.") from None
+
+
+def _said(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
+    """What was reported, without the figures."""
+    return {
+        "out": None if out is None else str(out),
+        "format": kind,
+        "reports": [
+            {"subject": one.subject, "title": one.title, "verdict": list(one.verdict),
+             "facts": dict(one.facts)}
+            for one in documents
+        ],
+    }  # fmt: skip
+
+
+def _parser() -> Parser:
+    parser = Parser("report", _ABOUT, _EPILOG, usage="PATH … [options]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("path", nargs="+", type=Path, metavar="PATH", help="what to report on")
+    add("--out", type=Path, default=None, metavar="FILE",
+        help="where to (default: report.html beside it; md, csv: standard output)")  # fmt: skip
+    add("--format", choices=_FORMATS, default=None, metavar="FORMAT",
+        help="html, md, csv or png (default: as --out ends, else html)")  # fmt: skip
+    add("--browser", default=None, metavar="PROGRAM",
+        help="Chromium or Chrome, for png (default: the first on PATH)")  # fmt: skip
+    return parser

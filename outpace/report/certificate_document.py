@@ -1,0 +1,51 @@
+"""A certificate: what was proved equal to a single process, and how closely."""
+
+from outpace.records.certificate import Certificate
+from outpace.records.units import show_bytes
+from outpace.report.document import Document, Number, Section, Table, Words
+from outpace.report.environment import machine_table, versions
+
+
+def certificate_document(certificate: Certificate) -> Document:
+    """A certificate by itself."""
+    return Document(
+        "certificate", "Proof against a single process", (_verdict(certificate),), (),
+        (section(certificate), Section("Environment", (
+            machine_table(certificate.machine),
+            versions({name: str(value) for name, value in certificate.versions.items()}),
+        ))),
+    )  # fmt: skip
+
+
+def _verdict(certificate: Certificate) -> str:
+    failed = [one.strategy for one in certificate.verdicts if not one.passed]
+    count = len(certificate.verdicts)
+    if failed:
+        return f"NOT equal to a single process: {', '.join(failed)}, of {count} plans."
+    return f"All {count} plans are equal to a single process within their tolerances."
+
+
+def section(certificate: Certificate) -> Section:
+    """The table of plans, and how they were tried."""
+    rows = tuple(
+        (
+            "equal" if one.passed else f"NOT equal: {one.reason or 'beyond its tolerance'}",
+            one.strategy, one.mesh, one.precision, _power(one.worst_relative_difference),
+            _power(one.tolerance), Number(one.bytes_on_wire, show_bytes(one.bytes_on_wire)),
+            Number(one.bytes_formula, show_bytes(one.bytes_formula)),
+        )
+        for one in certificate.verdicts
+    )  # fmt: skip
+    columns = ("verdict", "strategy", "mesh", "precision", "off by", "allowed",
+               "busiest rank sends", "by formula")  # fmt: skip
+    about = (
+        f"{certificate.processes} processes, {certificate.steps} steps of "
+        f"{certificate.global_batch} × {certificate.seq_len} tokens, {certificate.date}."
+    )
+    skipped = [Words(f"{name} was left out: {why}") for name, why in certificate.skipped.items()]
+    return Section("Proof", (Table("Plans against a single process", columns, rows), Words(about),
+                             *skipped))  # fmt: skip
+
+
+def _power(value: float | None) -> Number:
+    return Number(value, "n/a" if value is None else f"{value:.1e}")

@@ -1,0 +1,102 @@
+"""What something was made with: machine, versions, commands; and how its devices are joined."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from outpace.probe.placement import place
+from outpace.records.machine import Machine
+from outpace.records.run import RunRecord
+from outpace.records.units import show_bytes
+from outpace.report.document import Code, Part, Picture, Section, Table, Words, pairs
+from outpace.report.topology import advice
+from outpace.report.topology_svg import topology_svg
+
+_DEFAULT = "default"
+
+
+def machine_table(machine: Machine) -> Table:
+    """The host and its devices."""
+    devices = [
+        one.name if one.memory_bytes is None else f"{one.name}, {show_bytes(one.memory_bytes)}"
+        for one in machine.devices
+    ]
+    return pairs(
+        "Machine",
+        [
+            ("processor", machine.cpu),
+            ("cores", str(machine.host_cores)),
+            ("vector units", ", ".join(machine.cpu_features) or None),
+            ("memory", show_bytes(machine.host_memory_bytes)),
+            ("devices", "; ".join(devices) or "none beside the processor"),
+            ("system", machine.system or None),
+        ],
+    )
+
+
+def topology(machine: Machine) -> Section:
+    """How devices are joined, drawn where the driver told."""
+    if machine.topology is None:
+        why = "The record has no links between devices"
+        if not machine.devices:
+            why += f": there is no device beside the processor ({machine.host_cores} cores)"
+        return Section("Topology", (Words(f"{why}."),))
+    placement = place(machine.topology)
+    said = advice(placement, machine.topology)
+    notes = [Words(f"Read with care: {note}.") for note in machine.topology.notes]
+    picture = Picture(
+        "How devices are joined", " ".join(said), topology_svg(machine.topology, placement)
+    )
+    return Section("Topology", (picture, *notes))
+
+
+def of_run(record: RunRecord) -> Section:
+    """Everything that determined a run, with the commands that repeat it and go on with it."""
+    state = {True: ", with changes that were not committed", False: "", None: ""}
+    commit = None if record.commit is None else record.commit + state[record.uncommitted_changes]
+    about = pairs(
+        "The run",
+        [
+            ("started", record.started),
+            ("outpace", record.outpace),
+            ("commit", commit),
+            ("model", record.settings.model),
+            ("parameters", f"{record.parameters:,}"),
+            ("device", record.device),
+            ("threads of each process", str(record.threads)),
+            ("batch", record.identity),
+            ("tokens of a sample", None if record.seq_len is None else f"{record.seq_len:,}"),
+            ("training data", record.train_data),
+            ("validation data", record.eval_data),
+            ("tokenizer", record.tokenizer),
+            ("weights from", record.base_weights),
+            ("resumed", f"{len(record.resumes)} times" if record.resumes else None),
+        ],
+    )
+    parts: list[Part] = [
+        command("The command", record.command),
+        about,
+        machine_table(record.machine),
+        versions(record.versions),
+        _settings(record),
+    ]
+    return Section("Environment and command", tuple(parts))
+
+
+def command(title: str, words: Sequence[str]) -> Code:
+    """A command as a person may paste it."""
+    return Code(title, shlex.join(words) if words else "not recorded: it was called from Python")
+
+
+def versions(found: Mapping[str, str]) -> Table:
+    """Of what outpace stands on."""
+    return pairs("Versions", sorted(found.items()))
+
+
+def _settings(record: RunRecord) -> Table:
+    """Those that are not as they are by themselves, and who set them."""
+    rows = tuple(
+        (name, str(getattr(record.settings, name)), origin)
+        for name, origin in record.origins.items()
+        if origin != _DEFAULT and hasattr(record.settings, name)
+    )
+    return Table("Settings that were given", ("setting", "value", "given by"), rows)

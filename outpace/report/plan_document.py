@@ -1,0 +1,172 @@
+"""The report of plans: which is fastest, why, how sure that is, and what was not taken."""
+
+from collections.abc import Iterable
+
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned, Plans
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report import anatomy, pipeline
+from outpace.report.document import (
+    Cell,
+    Document,
+    Figure,
+    Number,
+    Part,
+    Section,
+    Table,
+    Words,
+    pairs,
+)
+from outpace.report.environment import command
+from outpace.report.estimate_figures import parts_bars
+from outpace.report.figures import bars, listed, seconds
+from outpace.report.plan import plans_head, ties
+
+
+def plan_document(answer: Plans) -> Document:
+    """An answer of the planner."""
+    first = answer.plans[0]
+    sections = [
+        Section("How they compare", tuple(_ranking(answer))),
+        Section("Where the time goes", (parts_bars(
+            "Parts of a step", {_name(answer, one): one.estimate for one in answer.plans}
+        ),)),
+        Section("Memory", (anatomy.at_the_peak(
+            {_name(answer, one): one.estimate.memory for one in answer.plans},
+            first.estimate.memory_bytes,
+        ),)),
+        *_pipelines(answer),
+        Section("What was not taken", tuple(_rejected(answer))),
+        Section("Links and machine", tuple(_machine(answer))),
+    ]  # fmt: skip
+    return Document("plan", f"{answer.model} on {answer.machine}", tuple(_verdict(answer)),
+                    tuple(_facts(answer)), tuple(sections))  # fmt: skip
+
+
+def _name(answer: Plans, planned: Planned) -> str:
+    return f"{answer.plans.index(planned) + 1}. {planned.title}"
+
+
+def _verdict(answer: Plans) -> list[str]:
+    first = answer.plans[0]
+    one = first.estimate
+    fits = "" if one.fits else " It does NOT fit."
+    return [
+        f"Fastest: {first.title}, {show_seconds(one.step_time_s)} a step, "
+        f"{show_count(one.tokens_per_s)} tokens/s.{fits}",
+        f"The true time lies between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} with "
+        f"{one.level:.0%}: nothing here was measured.",
+        *ties(answer.plans),
+    ]
+
+
+def _facts(answer: Plans) -> list[tuple[str, str]]:
+    one = answer.plans[0].estimate
+    found = {
+        "tokens/s": show_count(one.tokens_per_s),
+        "MFU": None if one.mfu is None else show_share(one.mfu),
+        "memory of the fullest rank": show_bytes(one.peak_memory_bytes),
+        "parameters": show_count(answer.parameters),
+        "devices": f"{answer.nodes} × {answer.devices_per_node}",
+        "global batch": f"{answer.global_batch:,} × {answer.seq_len:,} tokens",
+        "time to the budget": None if one.time_s is None else show_seconds(one.time_s),
+        "cost": None if one.cost is None else f"{one.cost:,.0f}",
+    }
+    return [(name, value) for name, value in found.items() if value is not None]
+
+
+def _ranking(answer: Plans) -> Iterable[Part]:
+    yield _times(answer)
+    yield _table(answer)
+
+
+def _times(answer: Plans) -> Figure:
+    names = [_name(answer, one) for one in answer.plans]
+    each = [one.estimate for one in answer.plans]
+    alt = listed([
+        f"{name}: {show_seconds(one.step_time_s)} ({show_seconds(one.low_s)} to "
+        f"{show_seconds(one.high_s)})"
+        for name, one in zip(names, each, strict=True)
+    ])  # fmt: skip
+    return bars(
+        f"Time of a step, with the interval of {each[0].level:.0%}", alt, names,
+        [one.step_time_s for one in each], seconds([one.high_s for one in each]),
+        "time of a step", [(one.low_s, one.high_s) for one in each],
+    )  # fmt: skip
+
+
+def _table(answer: Plans) -> Table:
+    def row(number: int, planned: Planned) -> tuple[Cell, ...]:
+        one = planned.estimate
+        trained = (
+            "" if planned.untrained is None else f" Not trained by outpace: {planned.untrained}."
+        )
+        return (
+            Number(number, str(number)), planned.title,
+            Number(one.step_time_s, show_seconds(one.step_time_s)),
+            Number(one.tokens_per_s, show_count(one.tokens_per_s)),
+            Number(one.mfu, show_share(one.mfu)), Number(one.hfu, show_share(one.hfu)),
+            Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
+            f"{planned.why}.{trained}", planned.identity,
+        )  # fmt: skip
+
+    rows = tuple(row(number, one) for number, one in enumerate(answer.plans, 1))
+    columns = ("", "plan", "step", "tokens/s", "MFU", "HFU", "memory", "why", "batch")
+    return Table("The plans", columns, rows)
+
+
+def _pipelines(answer: Plans) -> list[Section]:
+    """The timeline of the fastest plan that is a pipeline."""
+    chosen = next((one for one in answer.plans if one.plan.pp > 1), None)
+    if chosen is None:
+        return []
+    plan = chosen.plan
+    times = pipeline.equal_stages(plan, chosen.estimate, answer.global_batch)
+    try:
+        shown = {"planned": pipeline.played(plan, times)}
+    except BadInputError as error:
+        return [Section("Pipeline", (Words(f"This schedule cannot be drawn: {error}."),))]
+    bubble = chosen.estimate.parts_s.get("bubble_s", 0.0) / chosen.estimate.step_time_s
+    about = (
+        f"One pass of {_name(answer, chosen)}, with equal stages whose forward takes a third. The "
+        f"estimate, with the stages as they are, has the bubble at {show_share(bubble)} of the "
+        "step. Nothing was measured."
+    )
+    figure = pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown)
+    return [Section("Pipeline", (Words(about), figure, pipeline.bubbles(plan, shown, ())))]
+
+
+def _rejected(answer: Plans) -> Iterable[Part]:
+    rows = tuple((one.family, one.reason) for one in answer.rejected)
+    if rows:
+        yield Table("Families of plans of which none was taken", ("family", "reason"), rows)
+    else:
+        yield Words("Of every family of plans one is among these.")
+    costs = tuple((one.setting, Number(one.slowdown, show_share(one.slowdown)))
+                  for one in answer.insistences)  # fmt: skip
+    if costs:
+        yield Table("What is insisted on costs", ("setting", "more time"), costs)
+
+
+def _machine(answer: Plans) -> Iterable[Part]:
+    yield Words(plans_head(answer))
+    rows = tuple(
+        (_name(answer, one), axis, link)
+        for one in answer.plans
+        for axis, link in one.placement.items()
+    )
+    if rows:
+        yield Table("Which link each axis crosses", ("plan", "axis", "link"), rows)
+    source = "a probe of the machine" if answer.source == "probed" else "the catalog"
+    yield pairs("The answer", [
+        ("rates from", source), ("plans considered", f"{answer.considered:,}"),
+        ("took", show_seconds(answer.took_s)), ("nodes left idle", str(answer.idle_nodes)),
+    ])  # fmt: skip
+    for note in answer.notes:
+        yield Words(note)
+    if answer.source != "probed":
+        yield command("The question, without what was kept or varied", (
+            "outpace", "plan", "--model", answer.model, "--machine", answer.machine,
+            "--nodes", str(answer.nodes), "--seq-len", str(answer.seq_len),
+            "--global-batch", str(answer.global_batch),
+        ))  # fmt: skip

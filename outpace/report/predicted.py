@@ -1,0 +1,93 @@
+"""What the planner says of a run that is over, from the run's own record."""
+
+from dataclasses import dataclass, replace
+
+from outpace.planner.columns import of_plans
+from outpace.planner.estimate import stages_of
+from outpace.planner.job import Job
+from outpace.planner.machines import Cluster, of_host, of_probe
+from outpace.planner.outlines import outline
+from outpace.planner.plans import one
+from outpace.planner.space import Wanted
+from outpace.planner.step_pipeline import Stages
+from outpace.records.errors import BadInputError
+from outpace.records.estimate import Planned
+from outpace.records.machine import Machine
+from outpace.records.run import RunRecord
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a run's plan. `basis` says where rates are from; `stages` are a pipeline's."""
+
+    planned: Planned
+    basis: str
+    stages: Stages | None
+
+
+def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction | str:
+    """The planner's estimate for a run on so many hosts, or a sentence on why there is none.
+
+    `probe` is what `outpace probe` measured of the machine; without it the catalog's rates are
+    taken, and of a CPU a guess.
+    """
+    why_not = _why_not(record, hosts, probe)
+    if why_not is not None:
+        return why_not
+    assert record.model is not None and record.seq_len is not None
+    batch, plan = record.settings.global_batch, record.plan
+    try:
+        cluster = _cluster(record, hosts, probe)
+        model = outline(record.model, record.settings.model)
+        job = Job(
+            outline=model,
+            cluster=cluster,
+            wanted=Wanted(
+                outline=model,
+                seq_len=record.seq_len,
+                global_batch=batch,
+                world=plan.world_size,
+                per_node=cluster.fabric.per_node,
+                precision=plan.precision,
+                on_host=cluster.device.kind == "cpu",
+            ),
+        )
+        planned = one(job, plan)
+        stages = None
+        if plan.pp > 1:
+            stages = stages_of(job.question, of_plans([plan], batch, model.layers))
+    except BadInputError as error:
+        return str(error)
+    return Prediction(planned, _basis(cluster), stages)
+
+
+def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
+    if record.model is None or record.seq_len is None:
+        return "The model is one of a person's own, of which the run's record has no dimensions."
+    if record.plan.lora_rank is not None or record.settings.task == "classify":
+        return "The planner does not reckon with adapters and classifiers yet."
+    if hosts > 1 and probe is None:
+        return (
+            f"The run was on {hosts} hosts, and what joins them is not in its record. Name a "
+            "machine.json of outpace probe beside the run."
+        )
+    return None
+
+
+def _cluster(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
+    ranks = -(-record.plan.world_size // hosts)
+    known = probe or record.machine
+    if known.probed is None:
+        return of_host(known, ranks)
+    return replace(of_probe(known, ranks), nodes=hosts)
+
+
+def _basis(cluster: Cluster) -> str:
+    if cluster.probed:
+        return f"The rates are those that outpace probe measured of {cluster.name}."
+    if cluster.device.kind == "cpu":
+        return (
+            f"Nothing was measured of this {cluster.name} beforehand: its rates are guessed by its "
+            "vector width. Name a machine.json of outpace probe beside the run for better."
+        )
+    return f"The rates are the catalog's for {cluster.device.name}."

@@ -1,0 +1,293 @@
+"""The report of a run."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from outpace.records.estimate import Estimate
+from outpace.records.machine import Machine
+from outpace.records.measurement import TimeParts
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report import anatomy, certificate_document, curves, loads, pipeline, trace, where
+from outpace.report.colours import MEASURED, PREDICTED
+from outpace.report.document import Code, Document, Figure, Number, Part, Section, Table, Words
+from outpace.report.environment import of_run, topology
+from outpace.report.estimate_figures import parts_bars
+from outpace.report.figures import Intervals, Unit, against, counts, seconds, sizes
+from outpace.report.predicted import Prediction, predict
+from outpace.report.run_source import Run
+
+_WARM_UP = 3  # steps
+
+
+def run_document(run: Run, probe: Machine | None = None) -> Document:
+    """What a run did, where its time and memory went, and how that was predicted."""
+    said = predict(run.record, run.hosts, probe)
+    sections = [_losses(run), _time(run)]
+    if run.record.plan.pp > 1:
+        sections.append(_pipeline(run, said))
+    sections += [
+        _memory(run, said),
+        _predicted(run, said),
+        _utilisation(run),
+        topology(run.record.machine),
+    ]
+    if run.certificate is not None:
+        sections.append(certificate_document.section(run.certificate))
+    if run.measurement is not None and run.measurement.sample:
+        sections.append(Section("Sample", (Code("What the model wrote", run.measurement.sample),)))
+    return Document(
+        "run", f"{run.record.settings.model}: {run.name}", tuple(_verdict(run, said)),
+        tuple(_facts(run)), (*sections, of_run(run.record)),
+    )  # fmt: skip
+
+
+def _verdict(run: Run, said: Prediction | str) -> list[str]:
+    return [_ended(run), *_speed(run), *_right(run, said)]
+
+
+def _ended(run: Run) -> str:
+    """Whether it came to its end, and what it learnt."""
+    record, done = run.record, len(run.steps)
+    ranks = record.plan.world_size
+    what = f"{show_count(record.parameters)} parameters on {ranks} × {record.device}"
+    if not done:
+        return f"No step was done: {what}."
+    first, last = float(run.steps["loss"][0]), float(run.steps["loss"][-1])
+    learnt = f"loss {first:.4f} → {last:.4f}"
+    if len(run.evaluations) > 1:
+        one, other = run.evaluations[0], run.evaluations[-1]
+        learnt = f"held-out loss {one.loss:.4f} → {other.loss:.4f}"
+    if run.measurement is None:
+        return f"Not finished: {done:,} of {record.total_steps:,} steps, {what}; {learnt}."
+    return f"{done:,} steps, {what}: {learnt}."
+
+
+def _speed(run: Run) -> list[str]:
+    step_time_s, parts = step_time(run), median_parts(run)
+    if step_time_s is None or parts is None:
+        return []
+    computing = parts.forward_s + parts.backward_s + parts.optimizer_s
+    share = show_share(computing / (parts.total_s or 1.0))
+    rest = {"communication": parts.communication_s, "waiting for data": parts.data_s}
+    what, most_s = max(rest.items(), key=lambda pair: pair[1])
+    lost = f"; most of the rest is {what}, {show_share(most_s / (parts.total_s or 1.0))}"
+    tokens = tokens_per_s(run)
+    speed = f"{show_seconds(step_time_s)} a step"
+    if tokens is not None:
+        speed = f"{show_count(tokens)} tokens/s, {speed}"
+    return [f"{speed}: {share} of it computing{lost if most_s > 0.01 * parts.total_s else ''}."]
+
+
+def _right(run: Run, said: Prediction | str) -> list[str]:
+    step_time_s = step_time(run)
+    if isinstance(said, str) or step_time_s is None:
+        return []
+    one = said.planned.estimate
+    inside = one.low_s <= step_time_s <= one.high_s
+    return [
+        f"The planner says {show_seconds(one.step_time_s)} a step, {show_seconds(one.low_s)} to "
+        f"{show_seconds(one.high_s)} with {one.level:.0%}: what was measured lies "
+        f"{'within' if inside else 'outside'}."
+    ]
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    measured, tokens = run.measurement, tokens_per_s(run)
+    found = {
+        "throughput": None if tokens is None else f"{show_count(tokens)} tokens/s",
+        "time of a step": None if step_time(run) is None else show_seconds(step_time(run)),
+        "steps": f"{len(run.steps):,} of {run.record.total_steps:,}",
+        "MFU": None if measured is None or measured.mfu is None else show_share(measured.mfu),
+        "model FLOP/s": None
+        if measured is None or measured.model_flops_per_s is None
+        else show_count(measured.model_flops_per_s, "FLOP/s"),
+        "peak memory": None if peak_memory(run) is None else show_bytes(peak_memory(run)),
+        "layout": run.record.plan.mesh,
+        "precision": run.record.plan.precision,
+        "time in all": None if measured is None else show_seconds(measured.train_runtime),
+    }
+    return [(name, value) for name, value in found.items() if value]
+
+
+def step_time(run: Run) -> float | None:
+    """The median, seconds; of a run that goes on, so far."""
+    if run.measurement is not None:
+        return run.measurement.step_time_s
+    return _median(run, "step_time_s")
+
+
+def tokens_per_s(run: Run) -> float | None:
+    """All ranks together."""
+    return run.measurement.tokens_per_s if run.measurement else _median(run, "tokens_per_s")
+
+
+def median_parts(run: Run) -> TimeParts | None:
+    """Of rank 0."""
+    if run.measurement is not None:
+        return run.measurement.parts if run.measurement.parts.total_s else None
+    found = {name: _median(run, name) for name in TimeParts.model_fields}
+    if not len(run.steps):
+        return None
+    return TimeParts(**{name: value or 0.0 for name, value in found.items()})
+
+
+def peak_memory(run: Run) -> int | None:
+    """Of the fullest rank, bytes."""
+    if run.measurement is not None:
+        return run.measurement.peak_memory_bytes
+    known = run.steps["peak_memory_bytes"]
+    known = known[np.isfinite(known)]
+    return int(known[-1]) if len(known) else None
+
+
+def _median(run: Run, name: str) -> float | None:
+    values = run.steps[name]
+    values = values[_WARM_UP:] if len(values) > 2 * _WARM_UP else values
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def _losses(run: Run) -> Section:
+    if not len(run.steps):
+        return Section("Loss", (Words("No step was recorded."),))
+    parts: list[Part] = [curves.losses(run.steps, run.evaluations), curves.norms(run.steps)]
+    if run.evaluations:
+        rows = tuple(
+            (Number(one.step, f"{one.step:,}"), Number(one.loss, f"{one.loss:.4f}"),
+             Number(one.perplexity, f"{one.perplexity:,.4g}"),
+             ", ".join(f"{name} {value:.4f}" for name, value in one.metrics.items()))
+            for one in run.evaluations
+        )  # fmt: skip
+        columns = ("after step", "loss", "perplexity", "metrics")
+        parts.append(Table("On held-out data", columns, rows))
+    return Section("Loss", tuple(parts))
+
+
+def _time(run: Run) -> Section:
+    title = "Time of a step"
+    if not len(run.steps):
+        return Section(title, (Words("No step was recorded."),))
+    ranks = run.measurement.parts_by_rank if run.measurement is not None else ()
+    own = median_parts(run)
+    parts: list[Part] = []
+    if ranks:
+        parts.append(where.by_rank(ranks))
+    elif own is not None:
+        parts.append(where.parts_figure("Time of a step by part", {"rank 0": own}))
+        if run.record.plan.world_size > 1:
+            parts.append(Words("This run recorded the times of rank 0 alone."))
+    return Section(title, (*parts, where.spread(run.steps), curves.step_times(run.steps)))
+
+
+def _pipeline(run: Run, said: Prediction | str) -> Section:
+    plan, batch = run.record.plan, run.record.settings.global_batch
+    shown, notes = {}, []
+    if isinstance(said, str) or said.stages is None:
+        notes.append(f"There is no plan to compare with: {_lower(str(said))}")
+    else:
+        shown["planned"] = pipeline.played(plan, said.stages.times, said.stages.transfer_s)
+    ranks = run.measurement.parts_by_rank if run.measurement is not None else ()
+    seen = trace.measured(run.path, plan)
+    times = pipeline.measured_stages(plan, ranks, batch)
+    if seen is not None:
+        shown["measured"] = seen
+        notes.append("Measured: the last step that --profile traced, by each rank's own clock.")
+    elif times is not None:
+        shown["replayed"] = pipeline.played(plan, times)
+        notes.append(
+            "When each action was done is not recorded without --profile: replayed is the same "
+            "schedule with the times that each rank's forwards and backwards took."
+        )
+    else:
+        notes.append("How long actions took on each rank is not recorded in this run.")
+    parts: list[Part] = []
+    if shown:
+        parts.append(pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown))
+        parts.append(pipeline.bubbles(plan, shown, ranks))
+    return Section("Pipeline", (*parts, *map(Words, notes)))
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _memory(run: Run, said: Prediction | str) -> Section:
+    parts: list[Part] = []
+    at_peak: dict[str, Mapping[str, int]] = {}
+    limit = None
+    if not isinstance(said, str):
+        at_peak["estimated"] = said.planned.estimate.memory
+        limit = said.planned.estimate.memory_bytes
+    if run.memory is not None:
+        at_peak |= anatomy.used(run.memory)
+        account = run.memory.measured or run.memory.traced
+        if account is not None and account.timeline:
+            parts.append(anatomy.over_a_step(account))
+    if at_peak:
+        parts.append(anatomy.at_the_peak(at_peak, limit))
+    peak = peak_memory(run)
+    if peak is not None:
+        parts.append(Words(f"The fullest rank took {show_bytes(peak)} in all."))
+    if run.memory is None:
+        parts.append(Words(
+            "What lay in memory over a step is not recorded: outpace train --memory does."
+        ))  # fmt: skip
+    return Section("Memory", tuple(parts))
+
+
+def _predicted(run: Run, said: Prediction | str) -> Section:
+    title = "Predicted against measured"
+    if isinstance(said, str):
+        return Section(title, (Words(f"There is no prediction. {said}"),))
+    one = said.planned.estimate
+    bars = parts_bars("Where the planner says that the time goes", {"predicted": one})
+    return Section(title, (Words(said.basis), *_beside(one, run), bars))
+
+
+def _beside(one: Estimate, run: Run) -> list[Part]:
+    """The planner's figures and the run's, each kind on an axis of its own."""
+    took_s, tokens = step_time(run), tokens_per_s(run)
+    parts: list[Part] = []
+    if took_s is not None:
+        unit = seconds([one.high_s, took_s])
+        bounds = [(one.low_s, one.high_s)]
+        parts.append(_pair("Time of a step", one.step_time_s, took_s, unit, "time", bounds))
+    if tokens is not None:
+        unit = counts("tokens/s")
+        parts.append(_pair("Throughput", one.tokens_per_s, tokens, unit, "rate"))
+    return [*parts, *_memory_beside(float(one.peak_memory_bytes), run)]
+
+
+def _memory_beside(predicted: float, run: Run) -> list[Part]:
+    """A GPU's peak is of its allocator; a CPU's of the process, which has more than tensors."""
+    measured, title = peak_memory(run), "Peak memory"
+    if run.record.device == "cpu":
+        account = run.memory.measured if run.memory is not None else None
+        if account is None:
+            return [Words(
+                "Memory is not compared: on a CPU a run records that of the whole process, and the "
+                "planner says that of tensors. outpace train --memory records both."
+            )]  # fmt: skip
+        measured, title = account.allocated_bytes or account.peak_memory_bytes, "Peak of tensors"
+    if measured is None:
+        return []
+    return [_pair(title, predicted, measured, sizes([predicted, float(measured)]), "memory")]
+
+
+def _pair(
+    title: str, predicted: float, measured: float, unit: Unit, axis_title: str,
+    intervals: Intervals = (),
+) -> Figure:  # fmt: skip
+    alt = f"{title}: predicted {unit.show(predicted)}, measured {unit.show(measured)}."
+    return against(title, alt, [title], [predicted], [measured], unit, axis_title, intervals,
+                   (PREDICTED, MEASURED))  # fmt: skip
+
+
+def _utilisation(run: Run) -> Section:
+    figures: list[Part] = [*loads.utilisation(run.utilisation)]
+    if run.measurement is not None and run.measurement.utilisation:
+        figures.append(loads.averages_table(run.measurement.utilisation))
+    if not figures:
+        figures.append(Words("How busy devices were is not recorded in this run."))
+    return Section("Utilisation", tuple(figures))

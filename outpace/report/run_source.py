@@ -1,0 +1,77 @@
+"""A run's folder, read: what it was made of, its steps, and whatever else it recorded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic_core import from_json
+
+from outpace.records.certificate import Certificate
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.memory import MemoryUse
+from outpace.records.run import RunRecord
+from outpace.records.utilisation import Utilisation
+from outpace.report.steps import Steps, read_steps
+from outpace.train.run_dir import (
+    EVALS_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    RUN_FILE,
+    UTILISATION_FOLDER,
+)
+
+_MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left. `measurement` is None where it has not ended."""
+
+    path: Path
+    record: RunRecord
+    steps: Steps
+    measurement: Measurement | None
+    evaluations: tuple[Evaluation, ...]
+    utilisation: tuple[Utilisation, ...]
+    memory: MemoryUse | None
+    certificate: Certificate | None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.path.resolve().name
+
+    @property
+    def hosts(self) -> int:
+        """That it ran on, as far as they recorded how busy they were."""
+        return max(1, len({one.node for one in self.utilisation}))
+
+
+def read_run(path: Path) -> Run:
+    """Read a run's folder. Raises BadInputError where a file is damaged."""
+    memory, certificate = path / _MEMORY_FILE, path / _CERTIFICATE_FILE
+    result = path / RESULT_FILE
+    return Run(
+        path=path,
+        record=RunRecord.load(path / RUN_FILE),
+        steps=read_steps(path / METRICS_FILE),
+        measurement=Measurement.load(result) if result.is_file() else None,
+        evaluations=tuple(_evaluations(path / EVALS_FILE)),
+        utilisation=tuple(
+            Utilisation.load(one) for one in sorted((path / UTILISATION_FOLDER).glob("host-*.json"))
+        ),
+        memory=MemoryUse.load(memory) if memory.is_file() else None,
+        certificate=Certificate.load(certificate) if certificate.is_file() else None,
+    )
+
+
+def _evaluations(path: Path) -> Iterator[Evaluation]:
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            values = from_json(line)
+        except ValueError:
+            return  # the last line of a killed run may be cut short
+        if not isinstance(values, dict):
+            raise BadInputError(f"{path} holds a line that is no evaluation.")
+        yield Evaluation.parse(values, str(path))

@@ -1,0 +1,85 @@
+"""The steps of a run as columns: a hundred thousand lines are read in a moment."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic_core import from_json
+
+from outpace.records.errors import BadInputError
+from outpace.records.measurement import PARTS
+from outpace.report.thin import Floats
+
+_NAMES = (
+    "step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
+    "peak_memory_bytes", *(f"{part}_s" for part in PARTS),
+)  # fmt: skip
+_LINES_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Steps:
+    """By a StepRecord's names, one value a step; NaN where it is not known."""
+
+    columns: dict[str, Floats]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+    @property
+    def passed_s(self) -> Floats:
+        """Seconds spent in steps at the end of each: evaluations and saving are not in it."""
+        return np.nancumsum(self["step_time_s"])
+
+
+def read_steps(path: Path) -> Steps:
+    """Read metrics.jsonl; none where there is no such file, or nothing in it.
+
+    A last line that is cut short, as a killed run leaves it, is left out. Raises BadInputError for
+    any other line that is no step.
+    """
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    tables = [_numbers(rows, path) for rows in _parsed(lines, path)]
+    table = np.concatenate(tables) if tables else np.empty((0, len(_NAMES)))
+    return Steps({name: table[:, place].copy() for place, name in enumerate(_NAMES)})
+
+
+def _parsed(lines: list[bytes], path: Path) -> Iterator[list[Any]]:
+    for begin in range(0, len(lines), _LINES_AT_ONCE):
+        some = lines[begin : begin + _LINES_AT_ONCE]
+        last = begin + len(some) == len(lines)
+        try:
+            yield from_json(b"[" + b",".join(some) + b"]")
+        except ValueError:
+            if not last:
+                raise BadInputError(_damaged(path, begin)) from None
+            yield _up_to_the_cut(some, path, begin)
+
+
+def _up_to_the_cut(lines: list[bytes], path: Path, begin: int) -> list[Any]:
+    try:
+        return list(from_json(b"[" + b",".join(lines[:-1]) + b"]"))
+    except ValueError:
+        raise BadInputError(_damaged(path, begin)) from None
+
+
+def _damaged(path: Path, begin: int) -> str:
+    return (
+        f"{path} is damaged: between lines {begin + 1} and {begin + _LINES_AT_ONCE} is one that is "
+        "no JSON object. Remove that line, or report on another run."
+    )
+
+
+def _numbers(rows: list[Any], path: Path) -> Floats:
+    try:
+        values = [[row.get(name) for name in _NAMES] for row in rows]
+        found = np.array(values, np.float64).reshape(-1, len(_NAMES))
+    except (AttributeError, TypeError, ValueError):
+        raise BadInputError(f"{path} holds lines that are no steps of a run.") from None
+    found[~np.isfinite(found)] = np.nan
+    return found

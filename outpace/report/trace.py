@@ -1,0 +1,88 @@
+"""When each rank of a pipeline worked, out of the Chrome traces that `--profile` writes."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from outpace.planner.play import Action, Span, Timeline
+from outpace.records.pipelines import Kind, traced_action
+from outpace.records.plan import Plan
+
+_LARGEST_BYTES = 256 << 20  # of all traces together; more would take long to read
+_STEP = "ProfilerStep#"
+
+
+@dataclass(frozen=True)
+class _Done:
+    """An action in a trace; seconds since the epoch of the profiler's clock."""
+
+    kind: Kind
+    stage: int
+    begin_s: float
+    end_s: float
+
+
+def measured(folder: Path, plan: Plan) -> Timeline | None:
+    """The last traced step of the first pipeline's ranks; None where not all of them have traces.
+
+    Ranks of several hosts are as well aligned as the hosts' clocks.
+    """
+    across = (plan.world_size - plan.servers) // plan.pp
+    paths = [folder / f"trace-rank{place * across}.json" for place in range(plan.pp)]
+    if not all(path.is_file() for path in paths):
+        return None
+    if sum(path.stat().st_size for path in paths) > _LARGEST_BYTES:
+        return None
+    ranks = [_last_step(path) for path in paths]
+    if not all(ranks):
+        return None
+    begin_s = min(done.begin_s for done_by in ranks for done in done_by)
+    return Timeline(tuple(_spans(done_by, begin_s, plan.pp_microbatches) for done_by in ranks))
+
+
+def _last_step(path: Path) -> list[_Done]:
+    """What a rank did in the last step of its trace, in order."""
+    try:
+        document = from_json(path.read_bytes())
+        events, base_s = (
+            document["traceEvents"],
+            float(document.get("baseTimeNanoseconds", 0)) / 1e9,
+        )
+    except (ValueError, KeyError, TypeError):
+        return []  # a trace that a killed run left
+    done = [one for event in events if (one := _done(event, base_s)) is not None]
+    steps = len({event["name"] for event in events
+                 if str(event.get("name", "")).startswith(_STEP)})  # fmt: skip
+    if not done or not steps:
+        return []
+    # On a GPU the annotations of its own clock say when the work was done, not when it was asked.
+    category = "gpu_user_annotation" if any(c == "gpu_user_annotation" for c, _ in done) else None
+    own = [one for c, one in done if category in (None, c)]
+    own.sort(key=lambda one: one.begin_s)
+    return own[-(len(own) // steps) :]
+
+
+def _done(event: Any, base_s: float) -> tuple[str, _Done] | None:
+    if event.get("ph") != "X" or "annotation" not in str(event.get("cat")):
+        return None
+    found = traced_action(str(event.get("name")))
+    if found is None:
+        return None
+    begin_s = base_s + float(event["ts"]) / 1e6
+    kind, stage = found
+    return str(event["cat"]), _Done(kind, stage, begin_s, begin_s + float(event["dur"]) / 1e6)
+
+
+def _spans(done: list[_Done], begin_s: float, microbatches: int) -> tuple[Span, ...]:
+    """Micro-batches pass a stage in their order."""
+    seen: Counter[tuple[str, int]] = Counter()
+    spans = []
+    for one in done:
+        number = seen[one.kind, one.stage] % microbatches
+        seen[one.kind, one.stage] += 1
+        action = Action(one.kind, one.stage, number)
+        spans.append(Span(action, one.begin_s - begin_s, one.end_s - begin_s))
+    return tuple(spans)

@@ -1,0 +1,237 @@
+"""The report of a tuning."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from outpace.records.tuning import Trial, Tuning
+from outpace.records.units import show_bytes, show_seconds, show_share
+from outpace.report import runs_parts, where
+from outpace.report.colours import MEASURED, OKABE_ITO, PREDICTED
+from outpace.report.document import (
+    Cell,
+    Code,
+    Document,
+    Figure,
+    Number,
+    Part,
+    Section,
+    Table,
+    Words,
+    pairs,
+)
+from outpace.report.environment import command, machine_table, topology
+from outpace.report.figures import Along, Line, against, bars, lines, listed, off, seconds, sizes
+from outpace.report.run_source import Run, read_run
+from outpace.train.run_dir import RUN_FILE
+
+
+def tuning_document(tuning: Tuning, folder: Path | None = None) -> Document:
+    """Which plan won, against the default, and how each was predicted; runs are in `folder`."""
+    runs = _runs(tuning, folder)
+    return Document(
+        "tuning", f"{tuning.settings.get('model') or 'a model'}: {len(tuning.trials)} trials",
+        tuple(_verdict(tuning)), tuple(_facts(tuning)),
+        (
+            Section("Predicted against measured", tuple(_times(tuning))),
+            Section("How it was found", tuple(_search(tuning))),
+            Section("Where the time goes", tuple(_parts(runs))),
+            Section("Loss", tuple(runs_parts.losses(runs))),
+            Section("Memory", tuple(_memory(tuning))),
+            Section("Utilisation", tuple(runs_parts.loads(runs))),
+            topology(tuning.machine),
+            _environment(tuning),
+        ),
+    )  # fmt: skip
+
+
+def _runs(tuning: Tuning, folder: Path | None) -> dict[str, Run]:
+    """Of the trials that came to their end, the fastest first."""
+    done = [one for one in tuning.trials if one.step_time_s is not None]
+    done.sort(key=lambda one: one.step_time_s or 0.0)
+    paths = {_name(tuning, one): folder / one.run for one in done} if folder is not None else {}
+    return {name: read_run(path) for name, path in paths.items() if (path / RUN_FILE).is_file()}
+
+
+def _parts(runs: Mapping[str, Run]) -> Iterable[Part]:
+    known = {name: run.measurement.parts for name, run in runs.items()
+             if run.measurement is not None and run.measurement.parts.total_s}  # fmt: skip
+    if not known:
+        yield Words("The trials' own runs, which say it, are not here.")
+        return
+    yield where.parts_figure("Time of a step by part", known)
+    yield from runs_parts.ranks(runs)
+
+
+def _trial(tuning: Tuning, number: int | None) -> Trial | None:
+    return next((one for one in tuning.trials if one.number == number), None)
+
+
+def _verdict(tuning: Tuning) -> Iterable[str]:
+    best, default = _trial(tuning, tuning.best), _trial(tuning, tuning.default)
+    if best is None:
+        yield f"None of {len(tuning.trials)} trials came to its end: {tuning.stopped}."
+        return
+    yield f"Fastest: {best.title}, {show_seconds(tuning.step_time_s)} a step."
+    if default is not None and default is not best and tuning.gain is not None:
+        yield (
+            f"The default, {default.title}, takes {show_seconds(default.step_time_s)}: the fastest "
+            f"takes {show_share(tuning.gain)} less time."
+        )
+    elif default is best:
+        yield "It is the default."
+    if best.step_time_s is not None:
+        share = off(best.first_predicted_s, best.step_time_s).text
+        first = show_seconds(best.first_predicted_s)
+        yield f"Before any trial it was predicted at {first} (measured: {share})."
+
+
+def _facts(tuning: Tuning) -> Iterable[tuple[str, str]]:
+    failed = sum(one.failure is not None for one in tuning.trials)
+    return [
+        ("trials", str(len(tuning.trials))), ("failed", str(failed)),
+        ("plans considered", f"{tuning.considered:,}"), ("took", show_seconds(tuning.took_s)),
+        ("stopped since", tuning.stopped),
+    ]  # fmt: skip
+
+
+def _name(tuning: Tuning, trial: Trial) -> str:
+    marks = {tuning.best: " (fastest)", tuning.default: " (default)"}
+    return f"{trial.number}. {trial.title}{marks.get(trial.number, '')}"
+
+
+def _times(tuning: Tuning) -> Iterable[Part]:
+    trials = tuning.trials
+    if not trials:
+        yield Words("Nothing was tried.")
+        return
+    predicted = [one.predicted_s for one in trials]
+    measured = [one.step_time_s for one in trials]
+    unit = seconds([*predicted, *measured])
+    alt = listed(
+        [
+            f"{one.title}: predicted {unit.show(one.predicted_s)}, measured "
+            f"{unit.show(one.step_time_s)}"
+            for one in trials
+        ]
+    )
+    yield against(
+        "Time of a step, as predicted when it was chosen", alt,
+        [_name(tuning, one) for one in trials], predicted, measured, unit, "time of a step", (),
+        (PREDICTED, MEASURED),
+    )  # fmt: skip
+    if any(value is not None for value in measured):
+        yield _scatter(tuning)
+
+
+def _scatter(tuning: Tuning) -> Figure:
+    """Each trial before any was run, and when it was chosen; on the line all is as predicted."""
+    done = [one for one in tuning.trials if one.step_time_s is not None]
+    seen = [one.step_time_s for one in done]
+    everything = [
+        *seen,
+        *(one.predicted_s for one in done),
+        *(one.first_predicted_s for one in done),
+    ]
+    unit = seconds(everything)
+    ends: list[float | None] = [0.0, 1.05 * max(value or 0.0 for value in everything)]
+
+    def dots(colour: str, symbol: str) -> dict[str, object]:
+        return {"mode": "markers", "marker": {"color": colour, "symbol": symbol, "size": 10},
+                "text": [_name(tuning, one) for one in done],
+                "hovertemplate": "%{text}<extra></extra>"}  # fmt: skip
+
+    series = [
+        Line("before any trial", ([one.first_predicted_s for one in done],), seen,
+             dots(OKABE_ITO[7], "circle-open")),
+        Line("when it was chosen", ([one.predicted_s for one in done],), seen,
+             dots(MEASURED, "circle")),
+        Line("as predicted", (ends,), ends, {"line": {"color": "#777777", "dash": "dash"}}),
+    ]  # fmt: skip
+    rows = tuple(
+        (_name(tuning, one), unit.cell(one.first_predicted_s), unit.cell(one.predicted_s),
+         unit.cell(one.step_time_s), off(one.predicted_s, one.step_time_s))
+        for one in done
+    )  # fmt: skip
+    columns = ("trial", "before any", "when chosen", "measured", "measured is")
+    alt = "How far each trial was from its prediction: " + listed(
+        [f"{one.title} {off(one.predicted_s, one.step_time_s).text}" for one in done]
+    )
+    return lines(
+        "Predictions before any trial, and when each was chosen", alt, series,
+        [Along("predicted", "predicted", unit)], unit, "measured",
+        Table("Predictions", columns, rows), hovermode="closest",
+    )  # fmt: skip
+
+
+def _search(tuning: Tuning) -> Iterable[Part]:
+    if any(one.step_time_s is not None for one in tuning.trials):
+        yield _progress(tuning)
+    rows = tuple(_row(tuning, one) for one in tuning.trials)
+    columns = ("", "plan", "step", "memory", "took", "why it was tried", "failure", "run")
+    yield Table("The trials", columns, rows)
+
+
+def _row(tuning: Tuning, one: Trial) -> tuple[Cell, ...]:
+    return (
+        Number(one.number, str(one.number)), _name(tuning, one).partition(" ")[2],
+        Number(one.step_time_s, show_seconds(one.step_time_s)),
+        Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
+        Number(one.took_s, show_seconds(one.took_s)), one.why, one.failure or "", one.run,
+    )  # fmt: skip
+
+
+def _progress(tuning: Tuning) -> Figure:
+    """The fastest step known, by the time spent."""
+    spent_s, best_s = 0.0, float("inf")
+    x: list[float | None] = []
+    best: list[float | None] = []
+    each: list[float | None] = []
+    for one in tuning.trials:
+        spent_s += one.took_s
+        best_s = min(best_s, one.step_time_s if one.step_time_s is not None else best_s)
+        x.append(spent_s)
+        each.append(one.step_time_s)
+        best.append(best_s if best_s < float("inf") else None)
+    unit, time = seconds([*each, *best]), seconds(x)
+    series = [
+        Line("fastest so far", (x,), best, {"line": {"color": MEASURED, "shape": "hv"}}),
+        Line(
+            "trial", (x,), each, {"mode": "markers", "marker": {"color": OKABE_ITO[3], "size": 9}}
+        ),
+    ]
+    rows = tuple(
+        (_name(tuning, one), time.cell(at), unit.cell(one.step_time_s), unit.cell(known))
+        for one, at, known in zip(tuning.trials, x, best, strict=True)
+    )
+    table = Table("The search", ("trial", "after", "its step", "fastest so far"), rows)
+    return lines(
+        "The fastest step, by time spent on trials",
+        f"After {show_seconds(spent_s)} of trials: {show_seconds(best_s)} a step.",
+        series, [Along("time", "time spent", time)], unit, "time of a step", table,
+    )  # fmt: skip
+
+
+def _memory(tuning: Tuning) -> Iterable[Part]:
+    known = [one for one in tuning.trials if one.peak_memory_bytes is not None]
+    if not known:
+        yield Words("How much memory the trials took is not recorded.")
+        return
+    values = [float(one.peak_memory_bytes or 0) for one in known]
+    names = [_name(tuning, one) for one in known]
+    alt = listed(
+        [f"{name}: {show_bytes(value)}" for name, value in zip(names, values, strict=True)]
+    )
+    yield bars("Peak memory, of the fullest rank", alt, names, values, sizes(values), "memory")
+
+
+def _environment(tuning: Tuning) -> Section:
+    best = _trial(tuning, tuning.best)
+    parts: list[Part] = [command("The command", tuning.command)]
+    if best is not None:
+        parts.append(Code("The fastest plan, for outpace train --plan",
+                          best.plan.model_dump_json(indent=2, exclude_defaults=True)))  # fmt: skip
+    given = [(name, str(value)) for name, value in tuning.settings.items() if value is not None]
+    return Section("Environment and command", (
+        *parts, pairs("Settings of every trial", given),
+        pairs("When", [("started", tuning.started)]), machine_table(tuning.machine),
+    ))  # fmt: skip

@@ -1,0 +1,69 @@
+"""Where the time of a step goes, by part, and by rank where that was recorded."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from outpace.records.measurement import PARTS, TimeParts
+from outpace.records.units import show_seconds, show_share
+from outpace.report import colours
+from outpace.report.document import Figure
+from outpace.report.figures import bars, listed, seconds, stacked
+from outpace.report.steps import Steps
+
+_MOST_RANKS = 24
+_WARM_UP = 3  # steps, which pay for caches, allocators and compilers
+
+
+def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Figure:
+    """A bar for each name, made of a step's parts."""
+    unit = seconds([one.total_s for one in parts.values()])
+    alt = listed([f"{name}: {in_words(one)}" for name, one in parts.items()])
+    return stacked(
+        title, alt, list(parts),
+        {part: [getattr(one, f"{part}_s") for one in parts.values()] for part in PARTS},
+        unit, "time of a step", colours.PARTS,
+    )  # fmt: skip
+
+
+def in_words(parts: TimeParts) -> str:
+    """ "backward 53.5 %, forward 45.1 %": of a step, what takes a hundredth of it or more."""
+    whole = parts.total_s or 1.0
+    found = {part: getattr(parts, f"{part}_s") / whole for part in PARTS}
+    said = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)
+    return ", ".join(f"{part} {show_share(share)}" for share, part in said)
+
+
+def by_rank(parts: Sequence[TimeParts]) -> Figure:
+    """A bar for each rank; of many, those that compute longest."""
+    slow = sorted(range(len(parts)), key=lambda rank: -_computing_s(parts[rank]))[:_MOST_RANKS]
+    title = "Time of a step by part and by rank"
+    if len(parts) > _MOST_RANKS:
+        title += f": the {_MOST_RANKS} of {len(parts)} that compute longest"
+    return parts_figure(title, {f"rank {rank}": parts[rank] for rank in sorted(slow)})
+
+
+def _computing_s(parts: TimeParts) -> float:
+    return parts.forward_s + parts.backward_s + parts.optimizer_s
+
+
+def spread(steps: Steps) -> Figure:
+    """The median of each part, and where nine steps of ten lie."""
+    some = {f: steps[f"{f}_s"][_WARM_UP:] if len(steps) > 2 * _WARM_UP else steps[f"{f}_s"]
+            for f in PARTS}  # fmt: skip
+    found = {
+        part: [float(np.nanpercentile(values, share)) for share in (50, 5, 95)]
+        for part, values in some.items()
+    }
+    unit = seconds([high for _, _, high in found.values()])
+    alt = " ".join(
+        f"{part}: {show_seconds(middle)}, 90 % of steps between {show_seconds(low)} and "
+        f"{show_seconds(high)}."
+        for part, (middle, low, high) in found.items()
+    )
+    return bars(
+        "Each part, with the interval in which 90 % of steps lie", alt, list(found),
+        [middle for middle, _, _ in found.values()], unit, "time",
+        [(low, high) for _, low, high in found.values()],
+        [colours.PARTS[part] for part in found],
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""`outpace report`: what it takes, where it writes, what it refuses."""
+
+import json
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from outpace.cli.main import main
+from outpace.report.picture import BROWSERS
+
+
+def refused(capsys, *words):
+    assert main(["report", *map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return captured.err
+
+
+def test_a_run_becomes_a_page_beside_it(run, capsys, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    assert main(["report", str(copy)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("6 steps, ") and said[1] == f"report: {copy / 'report.html'}"
+    assert (copy / "report.html").read_text().startswith("<!DOCTYPE html>")
+    before = {path.name for path in copy.iterdir()}
+    assert main(["report", str(copy / "run.json"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["reports"][0]["subject"] == "run" and document["format"] == "html"
+    assert {path.name for path in copy.iterdir()} == before
+
+
+def test_markdown_and_csv_go_to_standard_output_or_a_file(run, capsys, tmp_path):
+    assert main(["report", str(run), "--format=md"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# ") and "\n## Loss\n" in text
+    out = tmp_path / "table.csv"
+    assert main(["report", str(run), f"--out={out}"]) == 0
+    assert out.read_text().startswith("report,section,table,row,column,value,text\n")
+
+
+def test_several_make_one_page(run, capsys, tmp_path):
+    main(["compare", "--runs", str(run), str(copied(run, tmp_path)), f"--out={tmp_path / 'c'}"])
+    out = tmp_path / "both.html"
+    assert main(["report", str(run), str(tmp_path / "c"), f"--out={out}"]) == 0
+    assert out.read_text().count("<article>") == 2
+
+
+def copied(run, folder):
+    shutil.copytree(run, folder / "other")
+    return folder / "other"
+
+
+def test_a_plans_answer_is_reported_and_a_plan_alone_refused(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    words = ["plan", "--model=outpace-tiny", "--machine=2x-titan-rtx", "--json", f"--out={plan}"]
+    assert main(words) == 0
+    plans = tmp_path / "plans.json"
+    plans.write_text(capsys.readouterr().out)
+    assert main(["report", str(plans)]) == 0
+    assert "Fastest: " in capsys.readouterr().out
+    assert (tmp_path / "report.html").is_file()
+    assert "outpace plan … --json > plans.json" in refused(capsys, plan)
+
+
+def test_what_is_nothing_to_report_on_is_refused_with_what_would_be(capsys, tmp_path):
+    assert "holds nothing to report on" in refused(capsys, tmp_path)
+    assert "No such file" in refused(capsys, tmp_path / "none.json")
+    path = tmp_path / "a.json"
+    path.write_text("{")
+    assert "is not JSON" in refused(capsys, path)
+    path.write_text('{"a": 1}')
+    assert "is none of what is reported on" in refused(capsys, path)
+    path.write_text('{"host_cores": 2, "host_memory_bytes": 1024, "cpu": "a"}')
+    assert "was not probed" in refused(capsys, path)
+    path.write_text('{"host_cores": 0, "host_memory_bytes": 1024, "cpu": "a"}')
+    assert "host_cores = 0" in refused(capsys, path)
+    assert "the following arguments are required: PATH" in refused(capsys)
+
+
+def test_formats_and_names_have_to_agree(run, capsys, tmp_path):
+    assert "ends with .md" in refused(capsys, run, f"--out={tmp_path / 'a.md'}", "--format=csv")
+    assert "cannot write" in refused(capsys, run, f"--out={tmp_path / 'no' / 'a.html'}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_needs_a_browser(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = refused(capsys, run, "--format=png")
+    assert "needs Chromium or Chrome" in said and "--format html" in said
+    assert "there is no such program" in refused(capsys, run, "--format=png", "--browser=lynx")
+
+
+def test_a_browser_that_fails_is_named(run, capsys, tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    out = tmp_path / "a.png"
+    said = refused(capsys, run, f"--out={out}", f"--browser={broken}")
+    assert "ended with 3: it is broken" in said and not out.exists()
+    broken.write_text("#!/bin/sh\necho '<html>'\n")
+    assert "did not finish drawing" in refused(capsys, run, f"--out={out}", f"--browser={broken}")
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, BROWSERS)), reason="NO CHROMIUM ON PATH: no picture is taken"
+)
+def test_a_picture_shows_the_whole_page(run, tmp_path):
+    out = tmp_path / "a.png"
+    assert main(["report", str(run), f"--out={out}"]) == 0
+    data = out.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1200 and 2000 < height < 16_384
+
+
+def test_a_report_needs_no_torch(run, tmp_path):
+    program = (
+        "import sys\nfrom outpace.cli.main import main\n"
+        f"assert main(['report', {str(run)!r}, '--out', {str(tmp_path / 'a.html')!r}]) == 0\n"
+        "print({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=True)  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "set()"

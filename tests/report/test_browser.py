@@ -1,0 +1,214 @@
+"""Pages in a real browser: everything is drawn, nothing is fetched, nothing that was named runs."""
+
+import shutil
+
+import pytest
+
+from outpace.records.comparison import Comparison
+from outpace.records.estimate import Plans
+from outpace.records.machine import Machine
+from outpace.records.tuning import Tuning
+from outpace.report.certificate_document import certificate_document
+from outpace.report.comparison_document import comparison_document
+from outpace.report.page import page
+from outpace.report.picture import BROWSERS
+from outpace.report.plan_document import plan_document
+from outpace.report.probe_document import probe_document
+from outpace.report.run_document import run_document
+from outpace.report.run_source import read_run
+from outpace.report.tuning_document import tuning_document
+
+CHROMIUM = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None,
+    reason="NO CHROMIUM ON PATH: the browser tests of reports are SKIPPED (Debian: chromium)",
+)
+KINDS = ("run", "pipeline", "comparison", "plans", "probe", "tuning")
+WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
+
+
+@pytest.fixture(scope="module")
+def pages(run, pipeline_run, comparison, plans, probe, tuning, evil, tmp_path_factory):
+    """A file for each kind of report."""
+    machine = Machine.load(probe)
+    documents = {
+        "run": run_document(read_run(run), machine),
+        "pipeline": run_document(read_run(pipeline_run), machine),
+        "comparison": comparison_document(
+            Comparison.load(comparison / "comparison.json"), comparison, machine
+        ),
+        "plans": plan_document(Plans.load(plans)),
+        "probe": probe_document(machine, machine.probed),
+        "tuning": tuning_document(Tuning.load(tuning), tuning.parent),
+        "evil": comparison_document(Comparison.load(evil), comparison),
+    }
+    folder = tmp_path_factory.mktemp("pages")
+    for name, document in documents.items():
+        (folder / f"{name}.html").write_text(page([document]), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+class Tab:
+    """A page that was opened and drawn, with all it asked for and complained about."""
+
+    def __init__(self, context, path):
+        self.said, self.asked = [], []
+        self.page = context.new_page()
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+        self.page.wait_for_selector("html[data-drawn]", state="attached")
+
+    def run(self, script, *arguments):
+        return self.page.evaluate(script, *arguments)
+
+
+@pytest.fixture
+def opened(browser, pages):
+    contexts = []
+
+    def tab(name, viewport=WIDE, scheme="light"):
+        contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme, offline=True))
+        return Tab(contexts[-1], pages / f"{name}.html")
+
+    yield tab
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "viewport"), [("light", WIDE), ("dark", PHONE)], ids=["light-wide", "dark-phone"]
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport):
+    tab = opened(name, viewport, scheme)
+    assert tab.said == []
+    assert [url.partition(":")[0] for url in tab.asked if not url.startswith("data:")] == ["file"]
+    drawn = tab.run("""() => [...document.querySelectorAll(".plot")].map((plot) => ({
+        marks: plot.querySelectorAll(".plot path, .trace path, image, .points path").length,
+        wide: plot.querySelector(".main-svg").getBoundingClientRect().width,
+        room: plot.getBoundingClientRect().width,
+    }))""")
+    assert len(drawn) == int(tab.run("document.documentElement.dataset.drawn")) >= 3
+    assert all(one["marks"] > 0 and 200 < one["wide"] <= one["room"] + 1 for one in drawn), drawn
+    wide = tab.run("document.documentElement.scrollWidth")
+    assert wide <= viewport["width"], f"{wide} px in {viewport['width']}: scrolls sideways"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_figure_has_words_and_a_table(opened, name):
+    tab = opened(name)
+    counts = tab.run("""() => ["figure > .plot", "figure > .plot[role=img][aria-label]",
+        "figure > details tbody tr:first-child"].map((q) => document.querySelectorAll(q).length)""")
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def colour_of(tab, query):
+    """(r, g, b) of what fills the first one."""
+    text = tab.run("(q) => getComputedStyle(document.querySelector(q)).fill", query)
+    return [float(part) for part in text[text.index("(") + 1 : -1].split(",")[:3]]
+
+
+@pytest.mark.parametrize("query", [".xtick text", ".ytick text", ".xtitle", ".legendtext"])
+def test_words_in_figures_can_be_read_in_light_and_dark(opened, query):
+    assert max(colour_of(opened("comparison"), query)) < 100
+    assert min(colour_of(opened("comparison", scheme="dark"), query)) > 180
+
+
+def test_a_reader_who_turns_dark_on_needs_no_new_page(opened):
+    tab = opened("run")
+    tab.page.emulate_media(color_scheme="dark")
+    assert min(colour_of(tab, ".xtick text")) > 180
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_print_is_dark_on_light_and_fits_the_paper(opened, scheme):
+    tab = opened("pipeline", scheme=scheme)
+    tab.page.emulate_media(media="print", color_scheme=scheme)
+    tab.page.set_viewport_size({"width": 700, "height": 1000})
+    assert max(colour_of(tab, ".xtick text")) < 100
+    widths = tab.run("""() => [...document.querySelectorAll(".main-svg")].map(
+        (svg) => svg.getBoundingClientRect().right)""")
+    assert widths and max(widths) <= 700
+    assert tab.run("document.documentElement.scrollWidth") <= 700
+    assert tab.page.pdf(format="A4").startswith(b"%PDF")
+    assert tab.said == []
+
+
+def test_names_are_shown_and_never_run(opened, evil):
+    tab = opened("evil")
+    name = Comparison.load(evil).arms[0].arm
+    assert tab.run("window.hacked") is None and tab.said == []
+    assert tab.run("document.querySelectorAll('img, main script').length") == 0
+    assert tab.run("(name) => document.querySelector('h1').textContent.includes(name)", name)
+    ticks = tab.run("[...document.querySelectorAll('.ytick text')].map((one) => one.textContent)")
+    assert any("<script>" in tick for tick in ticks)
+    legends = tab.run(
+        "[...document.querySelectorAll('.legendtext')].map((one) => one.dataset.unformatted)"
+    )
+    assert any("&lt;script&gt;" in legend for legend in legends)
+
+
+def test_tables_sort_by_value_and_back(opened):
+    tab = opened("plans")
+    heads = tab.run("""() => [...document.querySelectorAll("table")].map((table) =>
+        [...table.tHead.rows[0].cells].map((cell) => cell.textContent))""")
+    table, place = next((n, h.index("memory")) for n, h in enumerate(heads) if "memory" in h
+                        and "why" in h)  # fmt: skip
+    click = """([table, place]) => document.querySelectorAll("table")[table].tHead.rows[0]
+        .cells[place].querySelector("button").click()"""
+
+    def values():
+        return tab.run("""([table, place]) => [...document.querySelectorAll("table")[table]
+            .tBodies[0].rows].map((row) => Number(row.cells[place].dataset.value))""",
+            [table, place])  # fmt: skip
+
+    before = values()
+    assert len(set(before)) > 1
+    tab.run(click, [table, place])
+    assert values() == sorted(before)
+    tab.run(click, [table, place])
+    assert values() == sorted(before, reverse=True)
+    state = tab.run("([t, p]) => document.querySelectorAll('table')[t].tHead.rows[0].cells[p]"
+                    ".getAttribute('aria-sort')", [table, place])  # fmt: skip
+    assert state == "descending"
+
+
+def test_losses_can_be_put_over_tokens_and_zoomed(opened):
+    tab = opened("run")
+    reach = "() => document.querySelector('.choices').nextElementSibling._fullLayout.xaxis.range[1]"
+    steps = tab.run(reach)
+    tab.page.click("text=by tokens")
+    tab.page.wait_for_function("(n) => document.querySelector('.choices').nextElementSibling"
+                               "._fullLayout.xaxis.range[1] > 2 * n", arg=steps)  # fmt: skip
+    tokens = tab.run(reach)
+    assert tokens > 1000 > steps
+    assert tab.run("document.querySelector('.xtitle').textContent") == "tokens (tokens)"
+    box = tab.page.query_selector(".choices + .plot .nsewdrag").bounding_box()
+    y = box["y"] + box["height"] / 2
+    tab.page.mouse.move(box["x"] + 50, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 200, y, steps=4)
+    tab.page.mouse.up()
+    tab.page.wait_for_function("(n) => document.querySelector('.choices').nextElementSibling"
+                               "._fullLayout.xaxis.range[1] < n / 2", arg=tokens)  # fmt: skip
+    assert tab.said == []
+
+
+def test_a_certificate_needs_no_figures(certificate, browser, tmp_path):
+    (tmp_path / "c.html").write_text(page([certificate_document(certificate)]), encoding="utf-8")
+    context = browser.new_context(viewport=PHONE, offline=True)
+    tab = Tab(context, tmp_path / "c.html")
+    assert tab.said == [] and tab.run("document.documentElement.dataset.drawn") == "0"
+    assert tab.run("document.documentElement.scrollWidth") <= PHONE["width"]
+    context.close()

@@ -1,0 +1,280 @@
+"""What each kind of report says, of real runs, comparisons, plans and probes."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from outpace.planner.play import StageTime
+from outpace.records.comparison import Comparison
+from outpace.records.estimate import Plans
+from outpace.records.machine import Machine
+from outpace.records.measurement import Measurement
+from outpace.records.plan import Plan
+from outpace.records.topology import Endpoint, Topology
+from outpace.records.tuning import Tuning
+from outpace.report import pipeline, trace
+from outpace.report.certificate_document import certificate_document
+from outpace.report.comparison_document import comparison_document
+from outpace.report.document import Figure, Number, Picture, Table, Words
+from outpace.report.environment import topology
+from outpace.report.plan_document import plan_document
+from outpace.report.probe_document import probe_document
+from outpace.report.run_document import run_document
+from outpace.report.run_source import read_run
+from outpace.report.tuning_document import tuning_document
+
+
+def parts(document, kind):
+    return [part for section in document.sections for part in section.parts
+            if isinstance(part, kind)]  # fmt: skip
+
+
+def section(document, title):
+    (found,) = [one for one in document.sections if one.title == title]
+    return found.parts
+
+
+def words(document):
+    return " ".join(part.text for part in parts(document, Words))
+
+
+def figure(document, start):
+    return next(one for one in parts(document, Figure) if one.title.startswith(start))
+
+
+def cells(table):
+    return [[cell.text if isinstance(cell, Number) else cell for cell in row] for row in table.rows]
+
+
+@pytest.fixture(scope="module")
+def of_run(run):
+    return run_document(read_run(run))
+
+
+@pytest.fixture(scope="module")
+def of_pipeline(pipeline_run):
+    return run_document(read_run(pipeline_run))
+
+
+def test_a_run_has_a_verdict_first_and_every_section(of_run):
+    assert of_run.verdict[0].startswith("8 steps, ")
+    assert "held-out loss" in of_run.verdict[0]
+    assert "tokens/s" in of_run.verdict[1] and "computing" in of_run.verdict[1]
+    titles = [one.title for one in of_run.sections]
+    assert titles == ["Loss", "Time of a step", "Memory", "Predicted against measured",
+                      "Utilisation", "Topology", "Sample", "Environment and command"]  # fmt: skip
+    assert dict(of_run.facts)["steps"] == "8 of 8"
+
+
+def test_losses_can_be_seen_by_step_tokens_and_time(of_run):
+    loss = figure(of_run, "Loss")
+    assert [one.label for one in loss.choices] == ["step", "tokens", "time"]
+    names = [trace["name"] for trace in loss.traces]
+    assert names == ["each step", "held-out data"]
+    assert all(len(one.values) == 2 for one in loss.choices)
+    assert loss.choices[0].values[0] == list(range(1, 9))
+    assert loss.choices[1].values[0][-1] == 8 * 8 * 32
+    assert loss.choices[0].values[1] == [0, 4, 8]  # before the first step, half-way, at the end
+
+
+def test_memory_of_a_run_is_over_a_step_and_at_the_peak(of_run, run):
+    over = figure(of_run, "Memory over a step, measured")
+    assert {"weights", "activations", "optimizer state"} <= {t["name"] for t in over.traces}
+    assert figure(of_run, "Memory at the peak").table.rows[1][0] == "traced"
+    assert "estimated" in [row[0] for row in figure(of_run, "Memory at the peak").table.rows]
+
+
+def test_a_run_is_beside_its_prediction(of_run, run, probe):
+    beside = figure_in(of_run, "Predicted against measured", "Time of a step")
+    measured = Measurement.load(run / "result.json")
+    assert beside.table.rows[0][2].value == measured.step_time_s
+    assert "guessed by its vector width" in words(of_run)
+    better = run_document(read_run(run), Machine.load(probe))
+    assert "outpace probe measured" in words(better)
+    other = figure_in(better, "Predicted against measured", "Time of a step")
+    assert other.table.rows[0][1].value != beside.table.rows[0][1].value
+
+
+def figure_in(document, title, start):
+    return next(one for one in section(document, title)
+                if isinstance(one, Figure) and one.title.startswith(start))  # fmt: skip
+
+
+def test_a_run_that_goes_on_is_reported_as_far_as_it_is(run, tmp_path):
+    (tmp_path / "run.json").write_text((run / "run.json").read_text())
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
+    document = run_document(read_run(tmp_path))
+    assert document.verdict[0].startswith("Not finished: 3 of 8 steps")
+    assert "is not recorded: outpace train --memory" in words(document)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert run_document(read_run(tmp_path)).verdict[0].startswith("No step was done")
+
+
+def test_times_are_by_part_and_by_rank(of_pipeline, pipeline_run):
+    by_rank = figure(of_pipeline, "Time of a step by part and by rank")
+    assert [row[0] for row in by_rank.table.rows] == ["rank 0", "rank 1"]
+    ranks = Measurement.load(pipeline_run / "result.json").parts_by_rank
+    assert len(ranks) == 2 and ranks[0] != ranks[1]
+    assert by_rank.table.rows[1][-1].value == pytest.approx(ranks[1].total_s)
+
+
+def test_a_pipelines_plan_stands_above_what_was_traced(of_pipeline, pipeline_run):
+    timeline = figure(of_pipeline, "The pipeline's timeline")
+    rows = [(row[0], row[1]) for row in timeline.table.rows]
+    assert rows == [("planned", "rank 0"), ("planned", "rank 1"), ("measured", "rank 0"),
+                    ("measured", "rank 1")]  # fmt: skip
+    assert "--profile traced" in words(of_pipeline)
+    plan = read_run(pipeline_run).record.plan
+    seen = trace.measured(pipeline_run, plan)
+    for rank, spans in enumerate(seen.ranks):
+        said = [(one.action.kind, one.action.stage, one.action.microbatch) for one in spans]
+        todo = pipeline.played(plan, [StageTime(1.0, 1.0, 1.0)] * 2).ranks[rank]
+        assert said == [tuple(one.action) for one in todo]
+        assert all(a.end_s <= b.begin_s for a, b in pairwise(spans))
+    assert 0 < seen.idle_share < 1
+
+
+def test_without_a_trace_the_schedule_is_replayed_and_says_so(pipeline_run, tmp_path):
+    for name in ("run.json", "metrics.jsonl", "result.json"):
+        (tmp_path / name).write_text((pipeline_run / name).read_text())
+    document = run_document(read_run(tmp_path))
+    timeline = figure(document, "The pipeline's timeline")
+    assert {row[0] for row in timeline.table.rows} == {"planned", "replayed"}
+    assert "not recorded without --profile" in words(document)
+    (tmp_path / "result.json").unlink()
+    assert "is not recorded in this run" in words(run_document(read_run(tmp_path)))
+
+
+def test_a_trace_that_a_kill_cut_short_is_no_trace(pipeline_run, tmp_path):
+    plan = read_run(pipeline_run).record.plan
+    for rank in range(2):
+        text = (pipeline_run / f"trace-rank{rank}.json").read_text()
+        (tmp_path / f"trace-rank{rank}.json").write_text(text[: len(text) // 2 * (2 - rank)])
+    assert trace.measured(tmp_path, plan) is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"), [("gpipe", 4), ("1f1b", 4), ("interleaved", 4), ("zbv", 8)]
+)
+def test_bubbles_of_equal_stages_are_as_the_papers_say(strategy, microbatches):
+    plan = Plan(strategy=strategy, pp=2, pp_microbatches=microbatches)
+    timeline = pipeline.played(plan, [StageTime(1.0, 1.0, 1.0)] * plan.stages)
+    table = pipeline.bubbles(plan, {"planned": timeline}, ())
+    found = {row[0]: row[1].value for row in table.rows}
+    planned = found["planned: all ranks, of a pass"]
+    assert planned == pytest.approx(found.get("by formula, for equal stages", planned))
+    drawn = pipeline.timelines("a pipeline", {"planned": timeline})
+    assert drawn.table.rows[0][4].value + drawn.table.rows[1][4].value == pytest.approx(2 * planned)
+
+
+def test_a_large_pipeline_is_drawn_in_part():
+    plan = Plan(strategy="1f1b", pp=64, pp_microbatches=128)
+    timeline = pipeline.played(plan, [StageTime(1.0, 1.0, 1.0)] * 64)
+    drawn = pipeline.timelines("a pipeline", {"planned": timeline})
+    actions = sum(len(one["x"]) for one in drawn.traces if one["name"] != "waits")
+    assert actions <= 3000
+    assert [row[1] for row in (drawn.table.rows[0], drawn.table.rows[-1])] == ["rank 0", "rank 63"]
+
+
+def test_a_comparison_says_what_may_be_claimed_with_intervals(comparison):
+    record = Comparison.load(comparison / "comparison.json")
+    document = comparison_document(record, comparison)
+    (verdict,) = record.verdicts().values()
+    assert document.verdict[0] == verdict.words("pipeline", "alone")
+    difference = figure(document, "Difference to alone")
+    (row,) = difference.table.rows
+    assert [cell.value for cell in row[1:]] == [verdict.slowdown, verdict.low, verdict.high]
+    assert len(figure(document, "Every round").traces) == 2
+    losses = figure(document, "Loss by arm")
+    assert [row[0] for row in losses.table.rows] == ["alone", "pipeline"]
+    assert [row[0] for row in figure(document, "Time of a step").table.rows]
+
+
+def test_a_comparison_without_its_runs_says_what_is_not_there(comparison):
+    record = Comparison.load(comparison / "comparison.json")
+    assert "The steps of these runs are not here." in words(comparison_document(record))
+
+
+def test_plans_have_their_pipelines_timeline_and_intervals(plans):
+    answer = Plans.load(plans)
+    document = plan_document(answer)
+    assert answer.plans[0].title in document.verdict[0]
+    assert "nothing here was measured" in document.verdict[1]
+    times = figure(document, "Time of a step, with the interval")
+    assert len(times.table.rows) == len(answer.plans)
+    planned = figure(document, "The pipeline's timeline")
+    assert planned.table.rows[0][0] == "planned"
+    costs = next(one for one in parts(document, Table) if one.title.startswith("What is insisted"))
+    assert [row[0] for row in costs.rows] == [one.setting for one in answer.insistences]
+    reasons = [one for one in parts(document, Table) if one.title.startswith("Families")]
+    assert sum(len(one.rows) for one in reasons) == len(answer.rejected)
+
+
+def test_a_probe_shows_every_figure_with_its_interval(probe):
+    machine = Machine.load(probe)
+    document = probe_document(machine, machine.probed)
+    listed = sum(len(one.rows) for one in parts(document, Table) if ": all " in one.title)
+    assert listed == len(machine.probed.figures)
+    rates = figure(document, "Rates, with the interval of a repeat (95%)")
+    assert rates.traces[0]["error_x"]["array"] == [1e11]  # of what a line has the best alone
+    assert len(figure(document, "Rate of products").table.rows) == 5
+    fitted = figure(document, "Collectives on axis all")
+    for _, size, measured, said in fitted.table.rows:
+        assert said.value == pytest.approx(1e-4 + size.value / 1e9)
+        assert measured.value == pytest.approx(said.value)
+    assert "Of 14 figures 1 are unstable" in document.verdict[1]
+
+
+def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
+    record = Tuning.load(tuning)
+    document = tuning_document(record, tuning.parent)
+    assert document.verdict[0] == "Fastest: plan 1, 150.0 ms a step."
+    assert "takes 50.0 % less time" in document.verdict[1]
+    times = figure(document, "Time of a step, as predicted")
+    assert cells(times.table)[1][3] == "n/a"
+    trials = next(one for one in parts(document, Table) if one.title == "The trials")
+    assert cells(trials)[1][6] == "out of memory"
+    progress = figure(document, "The fastest step")
+    assert [row[3].value for row in progress.table.rows] == [0.15, 0.15, 0.15]
+    nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
+    assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
+
+
+def test_a_certificate_names_what_is_not_equal(certificate):
+    document = certificate_document(certificate)
+    assert document.verdict[0].startswith(f"All {len(certificate.verdicts)} plans are equal")
+    broken = certificate.verdicts[0].model_copy(update={"passed": False, "reason": "a fault"})
+    wrong = certificate_document(certificate.model_copy(update={"verdicts": (broken,)}))
+    assert wrong.verdict[0].startswith("NOT equal")
+    assert wrong.sections[0].parts[0].rows[0][0] == "NOT equal: a fault"
+
+
+def test_links_are_drawn_where_they_are_known(run):
+    machine = Machine.parse(json.loads((run / "run.json").read_text())["machine"], "run.json")
+    (why,) = topology(machine.model_copy(update={"topology": None})).parts
+    assert "no links" in why.text
+    devices = tuple(Endpoint(name=f"GPU{n}", kind="gpu") for n in range(2))
+    links = Topology(devices=devices, links=(("X", "NV4"), ("NV4", "X")), source="a test")
+    (picture, *_) = topology(machine.model_copy(update={"topology": links})).parts
+    assert isinstance(picture, Picture) and "NV4" in picture.svg and picture.alt
+
+
+def test_every_figure_is_one_that_plotly_knows(
+    of_run, of_pipeline, comparison, plans, probe, tuning
+):
+    import plotly.graph_objects as go
+
+    machine = Machine.load(probe)
+    documents = [
+        of_run, of_pipeline, plan_document(Plans.load(plans)),
+        comparison_document(Comparison.load(comparison / "comparison.json"), comparison),
+        probe_document(machine, machine.probed),
+        tuning_document(Tuning.load(tuning), tuning.parent),
+    ]  # fmt: skip
+    for document in documents:
+        for one in parts(document, Figure):
+            go.Figure({"data": [*one.traces], "layout": one.layout})  # raises for what it has not
+            assert one.alt.endswith(".") and one.table.rows, one.title
+            assert all(len(choice.values) == len(one.traces) for choice in one.choices)
