@@ -81,11 +81,11 @@ def worker(out: Path, quick: bool) -> None:
     """One rank of a job: both ways in turn, the first time to count bytes and to warm up."""
     import torch
     import torch.distributed as dist
-    from outpace.train.wire import Wire
 
     from outpace.launch.environment import ranks_from
     from outpace.launch.group import process_groups
     from outpace.parallel.ring import ring_all_reduce
+    from outpace.train.wire import Wire
 
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
