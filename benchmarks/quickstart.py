@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py
 
 Runs the script in this checkout, with a token cache of its own, and records its result and the
-summary that a person sees. Checks what is promised: under 3 minutes, a validation loss at least 1.5
+summary that a person sees. Checks what is promised: under 5 minutes, a validation loss at least 1.5
 nats below the initial one and below the unigram entropy.
 """
 
@@ -21,7 +21,7 @@ from outpace.records.measurement import Measurement
 from outpace.report.summary import summary
 
 ROOT = Path(__file__).parent.parent
-MOST_S, LEAST_GAIN = 180.0, 1.5
+MOST_S, LEAST_GAIN = 300.0, 1.5
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         "seconds": took_s,
         "gain_nats": gain,
         "reached": {
-            "under_3_minutes": took_s < MOST_S,
+            "under_5_minutes": took_s < MOST_S,
             "gain": gain >= LEAST_GAIN,
             "below_unigram_entropy": measured.final_eval.loss < measured.unigram_entropy,
         },

@@ -54,19 +54,34 @@ def installs(folder: Path) -> list[str]:
     return [line for line in (folder / "calls").read_text().splitlines() if "pip install" in line]
 
 
-def test_quickstart_installs_once_and_passes_options_on(tmp_path: Path) -> None:
+def test_quickstart_installs_once_tunes_trains_and_reports(tmp_path: Path) -> None:
     folder = checkout(tmp_path)
     for _ in range(2):
         done = quickstart(folder, "3.12.1", "--steps", "7")
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "outpace train --plan auto --steps 7\n"
+        tuned, reported = [line.split() for line in done.stderr.splitlines()][-2:]
+        (trained,) = [line.split() for line in done.stdout.splitlines()]
+        assert tuned[:2] == ["outpace", "tune"] and "7" in tuned and tuned[-2] == "--out"
+        run, plan = trained[3], trained[-1]
+        assert trained == ["outpace", "train", "--out", run, "--steps", "7", "--plan", plan]
+        assert plan == f"{tuned[-1]}/plan.json"
+        assert reported[2:4] == [run, f"{tuned[-1]}/tuning.json"]
+        assert reported[-1] == f"{run}/report.html"
     (install,) = installs(folder)
     assert "-c constraints.txt -e ." in install
 
 
-def test_quickstart_plans_unless_told_how_to_train(tmp_path: Path) -> None:
+def test_quickstart_reports_on_the_folder_that_was_asked_for(tmp_path: Path) -> None:
     folder = checkout(tmp_path)
-    for options in (["--plan", "plan.json"], ["--resume", "--out", "r"], ["--lora-rank", "8"]):
+    for words in (["--out", "mine"], ["--out=mine"]):
+        done = quickstart(folder, "3.12.1", *words)
+        assert "--out mine/report.html" in done.stderr, done.stderr
+
+
+def test_quickstart_only_trains_where_it_is_told_how(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    for options in (["--plan", "plan.json"], ["--resume", "--out", "r"], ["--lora-rank", "8"],
+                    ["--task=classify"], ["--help"]):  # fmt: skip
         done = quickstart(folder, "3.12.1", *options)
         assert done.stdout == f"outpace train {' '.join(options)}\n"
 
