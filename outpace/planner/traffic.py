@@ -18,7 +18,7 @@ from typing import Literal
 
 from outpace.planner.shapes import parameter_shapes
 from outpace.planner.stages import layers_per_stage
-from outpace.planner.wire import Tally, Work, sent_bytes, step_traffic
+from outpace.planner.wire import NORM_BYTES, Tally, Work, sent_bytes, step_traffic
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Axis, Plan, Strategy
@@ -97,7 +97,7 @@ def _of_one_axis(work: Work, axis: Axis, tally: Tally) -> Iterator[Flow]:
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
-    extra = _control_bytes(plan, work.item)
+    extra = _control_bytes(plan)
     by_kind.subtract(extra)
     yield _same("control", "world", extra.total())
     match plan.strategy:
@@ -135,7 +135,7 @@ def _same(part: Part, axis: Where, count: int) -> Flow:
     return Flow(part, axis, count, count)
 
 
-def _control_bytes(plan: Plan, item: int) -> Counter[str]:
+def _control_bytes(plan: Plan) -> Counter[str]:
     """Totals, the wish to stop, the norm: a few numbers in every job."""
     tally = Tally()
     if plan.world_size > 1:
@@ -144,7 +144,7 @@ def _control_bytes(plan: Plan, item: int) -> Counter[str]:
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
         ranks = plan.pp if plan.strategy in SCHEDULES else plan.dp_shard
-        tally.add("all_reduce", ranks, item)
+        tally.add("all_reduce", ranks, NORM_BYTES)
     return tally.bytes_by_kind
 
 
@@ -180,7 +180,7 @@ def _product(work: Work) -> Iterator[Flow]:
         if spec.tied and place.ends:
             tied = spec.vocab * spec.hidden // plan.tp // shards * work.item
             yield Flow("tied", "pp", tied if place.first or place.last else 0, tied)
-    yield _same("control", "world", _control_bytes(plan, work.item).total())
+    yield _same("control", "world", _control_bytes(plan).total())
 
 
 def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[Flow]:

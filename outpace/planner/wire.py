@@ -32,7 +32,7 @@ from outpace.records.plan import Plan
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets, or stop and memory: two float64
-_NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any precision
+NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any precision
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
@@ -208,7 +208,7 @@ def _sharded(work: Work, tally: Tally) -> None:
             tally.add("reduce_scatter", plan.dp_shard, whole, passes)
         if plan.dp_replicate > 1:
             tally.add("all_reduce", plan.dp_replicate, shard * work.item, passes)
-    tally.add("all_reduce", plan.dp_shard, _NORM_BYTES)
+    tally.add("all_reduce", plan.dp_shard, NORM_BYTES)
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
@@ -296,7 +296,7 @@ def _pipeline(work: Work, tally: Tally) -> None:
     ends = {ranks_of[0], ranks_of[-1]}
     if spec.tied and len(ends) == 2 and work.rank in ends:
         tally.add("send", 2, spec.vocab * spec.hidden * work.item)
-    tally.add("all_reduce", plan.pp, _NORM_BYTES)
+    tally.add("all_reduce", plan.pp, NORM_BYTES)
 
 
 def _tensor(work: Work, tally: Tally) -> None:
@@ -328,7 +328,7 @@ def _tensor(work: Work, tally: Tally) -> None:
     shared = _shared_numbers(work)
     if shared:
         tally.add("all_reduce", ranks, shared * work.item)
-    tally.add("all_reduce", ranks, _NORM_BYTES)
+    tally.add("all_reduce", ranks, NORM_BYTES)
 
 
 def _shared_numbers(work: Work) -> int:

@@ -98,4 +98,5 @@ def test_predictions_are_nearer_with_every_trial(proposer):
 
     ended = tune(proposer, runner(took), Limits(trials=4))
     off = [abs(trial.predicted_s / trial.step_time_s - 1) for trial in ended.trials]
-    assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[1:]) < 0.25
+    # The default is in fp32, the others in bf16, whose rate the first trial says nothing of.
+    assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[2:]) < 0.1
