@@ -193,14 +193,14 @@ def test_sizes_that_divide_are_predicted_to_be_faster():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("s09_optimizers", "`adamw-foreach`"),
+        pytest.param("s09_optimizers", "`adamw-foreach`", marks=pytest.mark.slow),
         ("s10_tiles", "| heads | 50257 |"),
         pytest.param("s01_slow_link", "DDP, fast", marks=[pytest.mark.gloo, pytest.mark.slow]),
         pytest.param("s02_utilisation", "of 2 |", marks=[pytest.mark.gloo, pytest.mark.slow]),
         pytest.param("s03_loss_curves", "ring bf16", marks=[pytest.mark.gloo, pytest.mark.slow]),
         pytest.param("s04_mixed_memory", "optimizer state", marks=pytest.mark.slow),
         pytest.param("s05_pipelines", "compute", marks=[pytest.mark.gloo, pytest.mark.slow]),
-        pytest.param("s06_ring", "1.00 Ψ", marks=pytest.mark.gloo),
+        pytest.param("s06_ring", "1.00 Ψ", marks=[pytest.mark.gloo, pytest.mark.slow]),
         pytest.param("s07_checkpointing", "| measured | full |", marks=pytest.mark.slow),
         pytest.param("s08_loader", "| text |", marks=pytest.mark.slow),
     ],

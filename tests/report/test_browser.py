@@ -27,6 +27,13 @@ KINDS = ("run", "pipeline", "comparison", "plans", "probe", "tuning")
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 
 
+# Of the others what is drawn is alike; all of them with scripts/test --all.
+EACH = [
+    pytest.param(name, marks=() if name in ("run", "comparison") else pytest.mark.slow)
+    for name in KINDS
+]
+
+
 @pytest.fixture(scope="module")
 def pages(run, pipeline_run, comparison, plans, probe, tuning, evil, tmp_path_factory):
     """A file for each kind of report."""
@@ -89,7 +96,7 @@ def opened(browser, pages):
 @pytest.mark.parametrize(
     ("scheme", "viewport"), [("light", WIDE), ("dark", PHONE)], ids=["light-wide", "dark-phone"]
 )
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport):
     tab = opened(name, viewport, scheme)
     assert tab.said == []
@@ -105,7 +112,7 @@ def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport
     assert wide <= viewport["width"], f"{wide} px in {viewport['width']}: scrolls sideways"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_every_figure_has_words_and_a_table(opened, name):
     tab = opened(name)
     counts = tab.run("""() => ["figure > .plot", "figure > .plot[role=img][aria-label]",
