@@ -33,7 +33,7 @@ def shown(tuning: Tuning, folder: str, command: str) -> RenderableType:
         style = "bold" if trial.number == tuning.best else ""
         table.add_row(*map(Text, _cells(trial)), style=style)
     notes = [
-        f"{len(tuning.trials)} trials of {tuning.considered:,} plans in "
+        f"trials: {len(tuning.trials)}, of {tuning.considered:,} plans in "
         f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
     ]
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
