@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.cli import options
-from outpace.cli.experiments import arm_of, commands, from_toml
+from outpace.cli.experiments import arm_of, commands, from_toml, goes_on
 from outpace.cli.parser import Parser, number_type
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError
@@ -161,14 +161,8 @@ def _plainly(value: Any) -> Any:
 def _before(folder: Path, experiment: Experiment, resumes: bool) -> list[Outcome]:
     """Outcomes of whole rounds that are there already. Raises BadInputError."""
     path = folder / OUTCOMES
-    if not path.is_file():
-        if folder.exists() and any(folder.iterdir()):
-            raise BadInputError(f"{folder} is there and is not empty. Use another --out.")
+    if not goes_on(folder, path, resumes, "a comparison"):
         return []
-    if not resumes:
-        raise BadInputError(
-            f"{folder} holds a comparison. Use --resume to go on with it, or another --out."
-        )
     if Experiment.load(folder / "experiment.json") != experiment:
         raise BadInputError(f"{folder} holds another experiment. Use another --out.")
     lines = path.read_text(encoding="utf-8").splitlines()

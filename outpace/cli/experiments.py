@@ -16,6 +16,19 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _OF_AN_ARM = ("name", "environment", "command")
 
 
+def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:
+    """Whether `folder` holds `what`, kept in `log`, to go on with. Raises BadInputError."""
+    if not log.is_file():
+        if folder.exists() and any(folder.iterdir()):
+            raise BadInputError(f"{folder} is there and is not empty. Use another --out.")
+        return False
+    if not resumes:
+        raise BadInputError(
+            f"{folder} holds {what}. Use --resume to go on with it, or another --out."
+        )
+    return True
+
+
 def arm_of(word: str) -> Arm:
     """'zero3', 'precision=bf16,micro_batch=2', 'NCCL_P2P_DISABLE=1', with 'name:' before it or not.
 

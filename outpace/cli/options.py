@@ -75,6 +75,19 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """Settings as words of a command line; those that are None are left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        elif isinstance(value, (tuple, list)):
+            words += [flag(name), *map(str, value)]
+        elif value is not None:
+            words += [flag(name), str(value)]
+    return words
+
+
 def add_settings(parser: Parser) -> None:
     """Add a flag for every field of TrainSettings, in its groups."""
     groups = {key: parser.arguments.add_argument_group(title) for key, title in _GROUPS.items()}

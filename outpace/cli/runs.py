@@ -124,18 +124,8 @@ def repeated(record: RunRecord) -> str:
     given = asked_settings(record)
     if record.plan.world_size > 1:  # of a launcher's processes nothing is in the settings
         given.setdefault("nproc", record.plan.world_size)
-    words = ["outpace", "train"]
-    for name, value in given.items():
-        if name not in _OF_THE_MOMENT:
-            words += _flags(name, value)
-    return shlex.join(words)
-
-
-def _flags(name: str, value: Any) -> list[str]:
-    flag = options.flag(name)
-    if isinstance(value, bool):
-        return [flag if value else f"--no-{flag.removeprefix('--')}"]
-    return [flag, *map(str, value)] if isinstance(value, tuple) else [flag, str(value)]
+    own = {name: value for name, value in given.items() if name not in _OF_THE_MOMENT}
+    return shlex.join(["outpace", "train", *options.as_flags(own)])
 
 
 def _parser() -> Parser:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import options
+from outpace.cli.experiments import goes_on
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
@@ -85,7 +86,7 @@ def _tuned(
         took_s=time.monotonic() - began_s,
         machine=proposer.machine,
         started=started,
-        command=("outpace", "tune", *_words(given)),
+        command=("outpace", "tune", *options.as_flags(given)),
     )
 
 
@@ -134,14 +135,8 @@ def _given(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any
 def _before(folder: Path, given: dict[str, Any], resumes: bool) -> list[Trial]:
     """Trials that are there already. Raises BadInputError."""
     path = folder / TRIALS_FILE
-    if not path.is_file():
-        if folder.exists() and any(folder.iterdir()):
-            raise BadInputError(f"{folder} is there and is not empty. Use another --out.")
+    if not goes_on(folder, path, resumes, "a tuning"):
         return []
-    if not resumes:
-        raise BadInputError(
-            f"{folder} holds a tuning. Use --resume to go on with it, or another --out."
-        )
     if json.loads((folder / ASKED_FILE).read_text(encoding="utf-8")) != given:
         raise BadInputError(f"{folder} holds a tuning with other settings. Use another --out.")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -150,24 +145,12 @@ def _before(folder: Path, given: dict[str, Any], resumes: bool) -> list[Trial]:
     return [Trial.parse(json.loads(line), str(path)) for line in whole]
 
 
-def _words(given: Mapping[str, Any]) -> list[str]:
-    """Settings as flags."""
-    words: list[str] = []
-    for name, value in given.items():
-        flag = options.flag(name)
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
-        elif value is not None:
-            words += [flag, str(value)]
-    return words
-
-
 def _command(given: Mapping[str, Any], folder: Path) -> str:
     """That trains by the plan that was found."""
     own = {name: value for name, value in given.items() if name != "nproc"}
-    return shlex.join(["outpace", "train", *_words(own), "--plan", str(folder / PLAN_FILE)])
+    return shlex.join(
+        ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
+    )
 
 
 def _default_folder() -> Path:

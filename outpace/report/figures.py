@@ -172,9 +172,11 @@ def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
     above: list[float | None] = []
     below: list[float | None] = []
     for value, (low, high) in zip(values, intervals, strict=True):
-        known = value is not None and low is not None and high is not None
-        above += unit.drawn([high - value if known else None])  # type: ignore[operator]
-        below += unit.drawn([value - low if known else None])  # type: ignore[operator]
+        if value is None or low is None or high is None:
+            above, below = [*above, None], [*below, None]
+            continue
+        above += unit.drawn([high - value])
+        below += unit.drawn([value - low])
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below,
             "color": _ERROR, "thickness": 2, "width": 6}  # fmt: skip
 
