@@ -36,7 +36,9 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "1f1b"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "1f1b"))]
+)
 def test_a_parallel_script_gives_what_the_plain_one_does(tmp_path, plain, strategy):
     losses, state = run(tmp_path, *LAUNCHER, EXAMPLES / "parallel.py", f"--strategy={strategy}")
     assert losses == pytest.approx(plain[0], abs=1e-4)

@@ -71,7 +71,10 @@ def test_what_cannot_be_is_a_sentence(words, sentence, capsys):
 
 @pytest.mark.parametrize(
     "strategy",
-    [("--nproc=1",), pytest.param(("--nproc=2", "--strategy=zero3"), marks=pytest.mark.gloo)],
+    [
+        pytest.param(("--nproc=1",), marks=pytest.mark.slow),
+        pytest.param(("--nproc=2", "--strategy=zero3"), marks=pytest.mark.gloo),
+    ],
 )
 def test_a_run_shows_its_memory_traced_and_measured(strategy, train_flags, tmp_path, capfd):
     out = tmp_path / "run"

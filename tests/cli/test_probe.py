@@ -123,7 +123,8 @@ def test_ranks_of_a_launcher_measure_together(on_ranks, tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.slow
 def test_steps_of_one_rank_and_of_all_are_what_the_planner_goes_by(nproc, tmp_path, capsys):
     out = tmp_path / "machine.json"
     assert main(["probe", "matmul", "memory", "steps", "--nproc", str(nproc), "--quick",

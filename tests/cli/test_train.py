@@ -102,6 +102,7 @@ def test_two_processes_print_one_document(train_flags: list[str], tmp_path: Path
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_mistake_that_all_ranks_find_is_said_once(train_flags: list[str], tmp_path: Path) -> None:
     flags = [flag for flag in train_flags if not flag.startswith("--model")]
     command = outpace("train", *flags, "--model=gpt22", "--nproc=2", f"--out={tmp_path / 'run'}")

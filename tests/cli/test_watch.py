@@ -131,6 +131,7 @@ def test_a_run_that_goes_on_is_followed_and_one_that_is_interrupted_has_its_seri
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_all_ranks_of_a_host_are_of_its_one_series_and_a_resumed_run_has_another(
     train_flags: list[str], tmp_path: Path
 ) -> None:

@@ -12,7 +12,8 @@ DROPOUT = Path(__file__).with_name("dropout.py")
     ("arguments", "masks_alike"),
     [
         (["ddp"], False),  # of other samples
-        (["tp"], False),  # of other parts of the sequence
+        # Of other parts of the sequence.
+        pytest.param(["tp"], False, marks=pytest.mark.slow),
         # Of the same hidden states.
         pytest.param(["tp", "whole"], True, marks=pytest.mark.slow),
         pytest.param(["cp"], False, marks=pytest.mark.slow),

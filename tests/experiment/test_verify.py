@@ -86,8 +86,8 @@ def test_every_family_equals_one_process(tmp_path, family, on_ranks):
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(name, "fp64") for name in ("ddp", "zero3", "tp", "1f1b")]
-    + [pytest.param(name, "fp64", marks=pytest.mark.slow) for name in ("dp", "ps", "cp")]
+    [(name, "fp64") for name in ("ddp", "tp", "1f1b")]
+    + [pytest.param(name, "fp64", marks=pytest.mark.slow) for name in ("dp", "ps", "zero3", "cp")]
     + [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("ddp", "tp")],
 )
 def test_every_planted_fault_is_caught_and_named(strategy, precision, on_ranks):
@@ -131,6 +131,7 @@ def test_lower_precisions_are_proved_within_their_rounding(on_ranks):
     ],
     ids=["some", "most"],
 )
+@pytest.mark.slow
 def test_what_four_ranks_send_is_what_the_formulas_give(strategies, on_ranks):
     certificate = on_ranks(4, "outpace", "verify", "--json", "--strategy", strategies)
     check_what_is_sent(certificate)
@@ -147,6 +148,7 @@ def test_what_four_ranks_send_is_what_the_formulas_give(strategies, on_ranks):
     assert sent["zero3"] == pytest.approx(2 * least * sent["ddp"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_certificate_is_kept_beside_a_run(tmp_path):
     text = tmp_path / "text"
     text.mkdir()

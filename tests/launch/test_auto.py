@@ -65,6 +65,7 @@ def test_the_planners_pick_is_trained_and_what_was_said_is_kept(train):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_plan_of_a_file_is_trained(train, tmp_path):
     Plan(strategy="zero3", dp_shard=2, micro_batch=4, checkpointing="full").save(
         tmp_path / "plan.json"

@@ -19,6 +19,7 @@ FORKED = Path(__file__).parents[1] / "parallel" / "forked.py"
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.slow
 def test_two_nodes_of_two_ranks_are_measured_on_every_axis(on_ranks):
     said = on_ranks(4, RANKS, "probe", 2, "-")
     figures = [Figure.parse(one, "a figure") for one in said["figures"]]
@@ -61,6 +62,7 @@ def test_two_nodes_of_two_ranks_are_measured_on_every_axis(on_ranks):
     assert said["fits"]
 
 
+@pytest.mark.slow
 def test_only_one_collective_is_measured_when_it_is_asked_for(on_ranks):
     said = on_ranks(2, RANKS, "probe", 1, "all-reduce")
     assert {one["key"]["kind"] for one in said["figures"]} == {"all-reduce"}

@@ -115,6 +115,7 @@ def test_the_proposed_plan_lives_where_the_first_cannot(control_group, words):
     assert json.loads(again.stdout)["steps"] == 2
 
 
+@pytest.mark.slow
 def test_tracing_is_given_up_for_training():
     """What it took is free at once; who waits is told, and the next is traced again."""
     ask = Ask(

@@ -98,6 +98,7 @@ def test_masked_tokens_are_weighed_over_the_whole_global_batch(tmp_path, command
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, command):
     flags = ("--steps=3", "--json", "--micro-batch=2", "--compress-gradients=bf16")
     done = do(command(tmp_path / "run", *flags, launcher=TORCHRUN))
@@ -109,9 +110,9 @@ def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, comman
 
 
 def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
-    whole = do(command(tmp_path / "whole", "--steps=120", "--nproc=2"))
+    whole = do(command(tmp_path / "whole", "--steps=60", "--nproc=2"))
     assert whole.returncode == 0, whole.stderr
-    process = start(command(tmp_path / "cut", "--steps=120", "--nproc=2"))
+    process = start(command(tmp_path / "cut", "--steps=60", "--nproc=2"))
     wait_for_step(tmp_path / "cut", 5, process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
@@ -119,8 +120,8 @@ def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
     assert "--resume" in errors
     assert "Traceback" not in errors
     done = len(losses(tmp_path / "cut"))
-    assert 5 <= done < 120
-    resumed = do(command(tmp_path / "cut", "--steps=120", "--nproc=2", "--resume"))
+    assert 5 <= done < 60
+    resumed = do(command(tmp_path / "cut", "--steps=60", "--nproc=2", "--resume"))
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
@@ -219,6 +220,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(small_disk, command
 
 
 @pytest.mark.root
+@pytest.mark.slow
 def test_a_disk_that_fills_during_a_run_keeps_the_last_good_checkpoint(small_disk, command):
     """Training goes on without the checkpoints that do not fit, and says so."""
     process = start(command(small_disk / "run", "--steps=400", "--save-every=20", "--keep=2"))

@@ -19,15 +19,9 @@ NEEDS = {"horovod": "horovod"}
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        CROSSED,
-        pytest.param(get_args(Strategy), marks=pytest.mark.slow),
-    ],
-    ids=["crossed", "all"],
-)
+@pytest.mark.parametrize("strategies", [CROSSED, get_args(Strategy)], ids=["crossed", "all"])
 def test_training_without_options_works_under_the_strategy(tmp_path, strategies):
     done = subprocess.run(
         [sys.executable, str(EACH), str(tmp_path), *strategies],

@@ -51,6 +51,7 @@ def test_with_a_stand_in_it_equals_one_process():
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_ranks_that_horovod_counts_otherwise_are_refused():
     done = verify("--strategy", "horovod", STAND_IN_SIZE="1", **with_stand_in())
     assert done.returncode == 2

@@ -46,6 +46,7 @@ def check(found):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_an_overflow_on_one_rank_is_a_skipped_step_on_all():
     strategies = ("dp", "ps", "servers", "ddp", "zero3", "gpipe", "zbv", "tp")
     found = tried("overflow", *strategies)

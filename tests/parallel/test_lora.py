@@ -37,6 +37,7 @@ def test_adapters_are_trained_as_by_one_process(on_ranks, strategies, ranks):
         assert verdicts["ddp"]["bytes_on_wire"] < weights_bytes / 4
 
 
+@pytest.mark.slow
 def test_beside_weights_in_4_bits_too_and_these_are_what_zero3_gathers(on_ranks):
     levers = "lora_rank=2,base=nf4,checkpointing=full"
     verdicts, weights_bytes = proved(on_ranks, "zero3,1f1b", levers)
@@ -44,7 +45,8 @@ def test_beside_weights_in_4_bits_too_and_these_are_what_zero3_gathers(on_ranks)
     assert verdicts["zero3"]["bytes_by_kind"]["all_gather"] < weights_bytes
 
 
-@pytest.mark.parametrize("base", [pytest.param("fp32", marks=pytest.mark.slow), "nf4"])
+@pytest.mark.parametrize("base", ["fp32", "nf4"])
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(on_ranks, tmp_path, base):
     spec = preset("outpace-tiny")
     write_model(tmp_path / "base", spec, Transformer(spec, 3).state_dict(), None)

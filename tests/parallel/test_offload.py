@@ -31,6 +31,7 @@ def memory():
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_anonymous_and_resident_memory_fall_by_what_is_on_disk(memory):
     plain, states, both, *_ = memory
     model = plain["model_bytes"]

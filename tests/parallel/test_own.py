@@ -37,6 +37,7 @@ def test_modules_of_others_equal_one_process(cases, on_ranks):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_middle_stages_have_no_parameters_outside_of_the_blocks(on_ranks):
     found = on_ranks(4, RANKS, "deep_llama:1f1b", "cnn:gpipe")
     for case in found.values():

@@ -68,6 +68,7 @@ def test_a_run_goes_on_in_a_pipeline_and_out_of_one(text, tmp_path, alone, befor
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_fp16_recomputation_and_dropout_work_in_a_pipeline(text, tmp_path):
     flags = ["--precision=fp16", "--checkpointing=full", "--dropout=0.1", "--loss=chunked"]
     out = tmp_path / "low"

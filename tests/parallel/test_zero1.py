@@ -22,6 +22,7 @@ def test_each_rank_keeps_its_part_of_the_state_and_one_process_finds_all(tmp_pat
     assert max(held) < 1.05 * whole["state_bytes"] / 4
 
 
+@pytest.mark.slow
 def test_replicas_keep_all_of_the_state_and_zero1_shares_it(tmp_path, on_ranks):
     alike = on_ranks(2, RANKS, "save", "ddp", tmp_path)
     parts = on_ranks(4, RANKS, "load", "zero1", tmp_path)

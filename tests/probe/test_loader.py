@@ -60,6 +60,7 @@ def rate(section, what="samples", **of):
     return median(chain(*found.rounds))
 
 
+@pytest.mark.slow
 def test_a_persons_text_is_loaded_and_tokenised(jsonl, tokenizer):
     shares = []
     data = LoaderData((jsonl,), "body", tokenizer, seq_len=32, micro_batch=4)

@@ -100,6 +100,7 @@ def test_few_and_noisy_rounds_name_nobody_either():
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_rank_slowed_down_in_a_real_world_is_named(on_ranks):
     """Rank 2 sleeps in its work and in its exchanges, of a world that talks over gloo.
 

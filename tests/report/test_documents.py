@@ -112,6 +112,7 @@ def test_a_run_that_goes_on_is_reported_as_far_as_it_is(run, tmp_path):
     assert run_document(read_run(tmp_path)).verdict[0].startswith("No step was done")
 
 
+@pytest.mark.slow
 def test_times_are_by_part_and_by_rank(of_pipeline, pipeline_run):
     by_rank = figure(of_pipeline, "Time of a step by part and by rank")
     assert [row[0] for row in by_rank.table.rows] == ["rank 0", "rank 1"]
@@ -242,6 +243,7 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
 
 
+@pytest.mark.slow
 def test_a_certificate_names_what_is_not_equal(certificate):
     document = certificate_document(certificate)
     assert document.verdict[0].startswith(f"All {len(certificate.verdicts)} plans are equal")

@@ -28,6 +28,7 @@ DEEP = ModelSpec.parse(
 )  # fmt: skip
 SHALLOW = DEEP.model_copy(update={"layers": 3})
 SETTINGS = TrainSettings(lr=1e-3)
+SLOW = pytest.mark.slow
 
 
 def plan_of(strategy, **levers):
@@ -39,10 +40,10 @@ def plan_of(strategy, **levers):
     ("strategy", "levers"),
     [
         ("single", {"precision": "bf16", "checkpointing": "selective"}),
-        ("single", {"checkpointing": "full", "checkpoint_every": 2}),
+        pytest.param("single", {"checkpointing": "full", "checkpoint_every": 2}, marks=SLOW),
         ("ddp", {"optimizer": "adamw-foreach"}),
-        ("zero3", {"checkpointing": "full"}),
-        ("tp", {"optimizer": "adamw-for-loop"}),
+        pytest.param("zero3", {"checkpointing": "full"}, marks=SLOW),
+        pytest.param("tp", {"optimizer": "adamw-for-loop"}, marks=SLOW),
     ],
 )
 def test_equal_layers_are_extended_exactly(strategy, levers):
@@ -88,6 +89,7 @@ def test_weights_in_4_bits_come_from_the_host():
     assert on_device.peak.nbytes < on_host.peak.nbytes + sum(Rules(device).workspaces())
 
 
+@pytest.mark.slow
 def test_a_trace_leaves_nothing_behind_that_weights_in_4_bits_are_made_with():
     """In a process of its own: bitsandbytes computes its levels once, in whatever comes first."""
     script = """
