@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = (
     "accuracy", "benchmarks", "compare", "folklore", "lora", "memory", "memory_formula", "offload",
-    "optimizers", "probe", "report", "seeds", "strategies",
+    "optimizers", "probe", "report", "seeds", "strategies", "tune",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,6 +1,7 @@
 """`outpace tune` against whole grids: what its few trials miss of what many would have found.
 
-    python benchmarks/tune.py            # records results/tune.json; an hour on 2 cores
+    python benchmarks/tune.py            # records results/tune.json; 80 minutes on 2 cores
+    python benchmarks/tune.py --out rows.json    # keeps what is measured, and goes on from there
     python benchmarks/tune.py --quick    # shows that it works, records nothing
 
 Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
@@ -74,7 +75,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
         {"strategy": "3d", "tp": 2, "dp_shard": 2},
     ),
 }
-_AGAIN, _ROUNDS = 5, 5
+_AGAIN, _ROUNDS = 5, 3
 LEAST = 48
 
 
@@ -166,17 +167,23 @@ def main() -> int:
     """Tune every problem, measure its grid, and say what was missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", type=int, help="a problem, by its place")
+    parser.add_argument("--out", type=Path, help="problems that were measured, and will be")
     arguments = parser.parse_args()
     from recording import save
 
-    chosen = PROBLEMS if arguments.only is None else (PROBLEMS[arguments.only],)
-    rows = []
-    for problem in chosen[:1] if arguments.quick else chosen:
+    rows: list[dict[str, Any]] = []
+    if arguments.out and arguments.out.is_file():
+        rows = json.loads(arguments.out.read_text())
+    there = {row["problem"] for row in rows}
+    for problem in PROBLEMS[:1] if arguments.quick else PROBLEMS:
+        if problem.name in there:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             rows.append(one(problem, Path(folder), 3 if arguments.quick else None))
         shown = {k: v for k, v in rows[-1].items() if k not in ("tuning", "grid", "again_s")}
         print(json.dumps(shown, indent=2), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(rows))
     if not arguments.quick:
         assert all(row["configurations"] >= LEAST and row["strategies"] >= 3 for row in rows)
         save("tune", {"rows": rows})

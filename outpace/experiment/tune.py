@@ -1,7 +1,6 @@
 """The planner proposes, short trainings decide, and each of them makes the planner know better."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,17 +81,13 @@ def tune(
 
 
 def _next(planner: Planner, trials: Sequence[Trial], within: float) -> tuple[str, Proposal] | None:
-    """What to try, and why; None where nothing is worth it.
-
-    Of those left the one that may be the fastest: of kinds that were tried less is less known.
-    """
+    """What to try, and why: of those left what may be fastest. None: nothing is worth it."""
     if not trials:
         return DEFAULT_WHY, planner.proposal(planner.default)
     tried, most_bytes = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
-    kinds = Counter(_kind(trial.plan) for trial in trials)
     best_s = min(step_times_s(trials).values(), default=float("inf"))
     left = [
-        (_least_s(one, kinds[_kind(one.plan)]), place, one)
+        (one.low_s, place, one)
         for place, one in enumerate(planner.proposals(trials))
         if _key(one.plan) not in tried and one.memory_bytes < most_bytes
     ]
@@ -100,19 +95,6 @@ def _next(planner: Planner, trials: Sequence[Trial], within: float) -> tuple[str
     if one is not None and least_s < best_s * (1 - within):
         return f"it may take {show_seconds(least_s)}", one
     return _again(planner, trials)
-
-
-def _least_s(one: Proposal, times: int) -> float:
-    """What a proposal may take at best, when so many of its kind have been tried.
-
-    The planner's interval where none has; with every trial its rates are known better.
-    """
-    least_s: float = one.step_time_s * (one.low_s / one.step_time_s) ** (1 / (1 + times))
-    return least_s
-
-
-def _kind(plan: Plan) -> tuple[str, int]:
-    return plan.strategy, plan.world_size
 
 
 def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:

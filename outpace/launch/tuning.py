@@ -3,15 +3,24 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.launch import auto
 from outpace.launch.resolve import resolve_device, resolve_plan
-from outpace.planner.calibrate import UNKNOWN, Rates, SeenStep, calibrated
-from outpace.planner.columns import of_plans
-from outpace.planner.interval import interval
+from outpace.planner.calibrate import (
+    UNKNOWN,
+    Calibration,
+    Rates,
+    SeenStep,
+    calibrated,
+    steps_s,
+)
+from outpace.planner.columns import Floats, of_plans
 from outpace.planner.job import Job
-from outpace.planner.plans import alike, one
+from outpace.planner.plans import alike
 from outpace.planner.titles import title
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
@@ -24,6 +33,12 @@ from outpace.records.tuning import Trial
 _COUNT = 64  # plans of a number of processes that are looked at
 # How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
 _CALIBRATED = math.log(1.2)
+_SURE = 1.645  # deviations to either end of what holds 90 %
+# Of what the planner is off by where rates are right, as deviations of logarithms: what plans of a
+# kind have in common; and each plan's own, with a trial's noise (benchmarks/planner_measured.py).
+_KIND, _OWN = 0.08, 0.04
+# Strategy, number of processes and precision: of these the planner is off by much the same.
+_Kind = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
@@ -56,51 +71,95 @@ class Proposer:
         self.considered = sum(alike(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[Trial]) -> list[Proposal]:
-        """The fastest that fit, the fastest first, with rates that predict `trials` best."""
-        found = []
-        for job in self._after(trials).values():
-            low, _ = interval(job.cluster.calibrated)
-            plans, _ = alike(job, _COUNT)
-            columns = of_plans([p for p, _ in plans], job.wanted.global_batch, job.outline.layers)
-            needs = job.needs(columns)
-            found += [
-                Proposal(plan, title(plan), seconds, seconds * low, float(need))
-                for (plan, seconds), need in zip(plans, needs, strict=True)
-            ]
+        """The fastest that fit, the fastest first, as they are predicted after `trials`."""
+        learned, found = self._learned(trials), []
+        for world, job in self._jobs.items():
+            plans, _ = alike(_by(job, learned.rates.rates[world]), _COUNT)
+            found += _proposed(job, [plan for plan, _ in plans], learned)
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
     def proposal(self, plan: Plan, trials: Sequence[Trial] = ()) -> Proposal:
         """Of one plan, whether it fits or not."""
-        job = self._after(trials)[plan.world_size]
-        said = one(job, plan).estimate
-        bytes_ = float(said.peak_memory_bytes)
-        return Proposal(plan, title(plan), said.step_time_s, said.low_s, bytes_)
+        return _proposed(self._jobs[plan.world_size], [plan], self._learned(trials))[0]
 
-    def _after(self, trials: Sequence[Trial]) -> dict[int, Job]:
-        """The questions with the rates that trials tell of; all share one machine."""
+    def _learned(self, trials: Sequence[Trial]) -> "_Learned":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
                      trial.step_time_s)
             for trial in trials if trial.step_time_s is not None
         ]  # fmt: skip
-        if not seen:
-            return self._jobs
         rates = {
             world: Rates(job.cluster.device, job.cluster.fabric)
             for world, job in self._jobs.items()
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
-        found, _ = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
-        return {
-            world: replace(
-                job,
-                cluster=replace(
-                    job.cluster, device=found[world].device, fabric=found[world].fabric
-                ),
-            )
-            for world, job in self._jobs.items()
-        }
+        found = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
+        missed: dict[_Kind, list[float]] = {}
+        slopes: dict[_Kind | None, Floats] = {None: np.zeros((len(found.knobs), 1))}
+        for one in sorted(seen, key=lambda one: -one.step_time_s):
+            world, kind = one.plan.world_size, _kind(one.plan)
+            take = partial(_steps_s, self._jobs[world], [one.plan])
+            (said_s,) = take(found.rates[world])
+            missed.setdefault(kind, []).append(math.log(one.step_time_s / said_s))
+            slopes[kind] = slopes[None] = found.slopes(world, take)
+        return _Learned(found, missed, slopes)
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What trials tell: rates, which all numbers of processes share, and what kinds take longer.
+
+    `missed`: of a kind's trials, logarithms of what they took by what the rates predict. `slopes`:
+    how the time of its fastest trial depends on the rates, (knobs, 1); None: of the fastest of all.
+    """
+
+    rates: Calibration
+    missed: Mapping[_Kind, Sequence[float]]
+    slopes: Mapping[_Kind | None, Floats]
+
+    def longer(self, kind: _Kind) -> float:
+        """What plans of this kind take longer than the rates predict, as a logarithm."""
+        missed = self.missed.get(kind, ())
+        return sum(missed) * _KIND**2 / (len(missed) * _KIND**2 + _OWN**2)
+
+    def spreads(self, kind: _Kind, slopes: Floats) -> Floats:
+        """How far off that may be for plans of these slopes: as deviations of logarithms.
+
+        A plan of a kind that was tried is known by what it does otherwise than the kind's fastest.
+        """
+        own = self.rates.spreads(slopes - self.slopes.get(kind, self.slopes[None]))
+        found: Floats = np.hypot(own, 0.0 if kind in self.missed else _KIND)
+        return found
+
+
+def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Proposal]:
+    world, take = job.wanted.world, partial(_steps_s, job, plans)
+    said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
+    needs = job.needs(of_plans(plans, job.wanted.global_batch, job.outline.layers))
+    found = []
+    for place, plan in enumerate(plans):
+        kind = _kind(plan)
+        seconds = float(said_s[place]) * math.exp(learned.longer(kind))
+        (spread,) = learned.spreads(kind, slopes[:, [place]])
+        low_s = seconds * math.exp(-_SURE * spread)
+        found.append(Proposal(plan, title(plan), seconds, low_s, float(needs[place])))
+    return found
+
+
+def _steps_s(job: Job, plans: Sequence[Plan], rates: Rates) -> Floats:
+    columns = of_plans(plans, job.wanted.global_batch, job.outline.layers)
+    return steps_s(_by(job, rates).question, columns)
+
+
+def _by(job: Job, rates: Rates) -> Job:
+    """The question to a machine of these rates."""
+    cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
+    return replace(job, cluster=cluster)
+
+
+def _kind(plan: Plan) -> _Kind:
+    return plan.strategy, plan.world_size, plan.precision
 
 
 def _ranks(settings: TrainSettings) -> Ranks:

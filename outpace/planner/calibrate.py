@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from outpace.planner.columns import Columns, Floats, of_plans
-from outpace.planner.device import Device, dtype_of
+from outpace.planner.device import Device
 from outpace.planner.estimate import estimate
 from outpace.planner.fabric import Fabric
 from outpace.planner.finalists import played
@@ -27,6 +27,7 @@ from outpace.records.plan import Plan
 UNKNOWN = math.log(3)
 _STEP_SPREAD = 0.05
 _SOFT = 2.0  # spreads
+_SLOPE = 0.05  # of a logarithm, for derivatives
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,48 @@ class Rates:
 Knob = Callable[[Rates, float], Rates]
 
 
+@dataclass(frozen=True)
+class Calibration:
+    """Rates by number of ranks, and how well they are known.
+
+    `off`: by how much the steps that were seen are mispredicted in the median. `covariance`: of the
+    logarithms of what the knobs were turned by, (knobs, knobs).
+    """
+
+    rates: dict[int, Rates]
+    off: float
+    knobs: tuple[Knob, ...]
+    covariance: Floats
+
+    def slopes(self, ranks: int, steps_s: Callable[[Rates], Floats]) -> Floats:
+        """Derivatives of the logarithms of times by those of the knobs, (knobs, times)."""
+        rates = self.rates[ranks]
+        here = np.log(steps_s(rates))
+        turned = [np.log(steps_s(knob(rates, math.exp(_SLOPE)))) for knob in self.knobs]
+        found: Floats = (np.array(turned) - here) / _SLOPE
+        return found
+
+    def spreads(self, slopes: Floats) -> Floats:
+        """How far times of these slopes may be off for their rates: deviations of logarithms.
+
+        Of the ratio of two times, their slopes' difference tells: what both rest on cancels out.
+        """
+        found: Floats = np.sqrt(np.einsum("ki,kl,li->i", slopes, self.covariance, slopes))
+        return found
+
+
 def calibrated(
     rates: Mapping[int, Rates], seen: Sequence[SeenStep], spread: float = UNKNOWN
-) -> tuple[dict[int, Rates], float]:
-    """The rates by which `seen` are predicted best, and by how much these are off in the median.
+) -> Calibration:
+    """The rates by which `seen` are predicted best.
 
     `rates` are by number of ranks, which share a machine: a rate is off by the same factor in all.
     `spread`: by how much they may be off, as the standard deviation of logarithms.
     """
     from scipy.optimize import least_squares  # slow to load, and needed here alone
 
-    knobs, groups = _knobs(next(iter(rates.values())), seen), _groups(seen)
-    took = np.concatenate([group.step_time_s for group in groups])
+    knobs, groups = _knobs(next(iter(rates.values()))), _groups(seen)
+    took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])
 
     def turned(logs: Floats) -> dict[int, Rates]:
         found = dict(rates)
@@ -73,7 +104,9 @@ def calibrated(
 
     def misses(logs: Floats) -> Floats:
         found = turned(logs)
-        said = np.concatenate([group.steps_s(found[group.ranks]) for group in groups])
+        said = np.concatenate(
+            [np.empty(0), *(group.steps_s(found[group.ranks]) for group in groups)]
+        )
         missed: Floats = np.log(said / took)
         return missed
 
@@ -81,7 +114,9 @@ def calibrated(
         return np.concatenate([_softened(misses(logs) / _STEP_SPREAD), logs / spread])
 
     found = least_squares(residuals, np.zeros(len(knobs)), xtol=1e-4, ftol=1e-5)
-    return turned(found.x), float(np.median(np.abs(misses(found.x))))
+    off = float(np.median(np.abs(misses(found.x)))) if seen else 0.0
+    covariance = np.linalg.inv(found.jac.T @ found.jac)
+    return Calibration(turned(found.x), off, tuple(knobs), covariance)
 
 
 def _softened(misses: Floats) -> Floats:
@@ -103,10 +138,15 @@ class _Group:
 
     def steps_s(self, rates: Rates) -> Floats:
         """What is predicted of each."""
-        question = Question(self.outline, self.seq_len, rates.device, rates.fabric)
-        times = estimate(question, self.columns)
-        pipelines = np.nonzero(self.columns.pp > 1)[0]
-        return played(question, self.columns, times, pipelines).step_s
+        return steps_s(
+            Question(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
+        )
+
+
+def steps_s(question: Question, columns: Columns) -> Floats:
+    """What plans take, every pipeline played."""
+    pipelines = np.nonzero(columns.pp > 1)[0]
+    return played(question, columns, estimate(question, columns), pipelines).step_s
 
 
 def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
@@ -127,12 +167,10 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
     ]
 
 
-def _knobs(rates: Rates, seen: Sequence[SeenStep]) -> list[Knob]:
-    """Of every dtype that steps computed in, and of all else that a step is made of."""
-    dtypes = sorted({dtype_of(one.plan.precision) for one in seen})
+def _knobs(rates: Rates) -> list[Knob]:
+    """Of every dtype, and of all else that a step is made of."""
     return [
-        *(_of_dtype("best_flops_per_s", dtype) for dtype in dtypes
-          if dtype in rates.device.best_flops_per_s),
+        *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
         _memory, _operators, _optimizer, _units, _links, _gathers, _scatters, _latency,
     ]  # fmt: skip

@@ -151,11 +151,11 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     said = []
     if seen:
         world = ranks * probed.hosts
-        found, off = calibrated({world: _with_all_rates(rates)}, seen)
-        rates = found[world]
+        found = calibrated({world: _with_all_rates(rates)}, seen)
+        rates = found.rates[world]
         said = [
             f"its rates are those by which {len(seen)} steps of the probe are predicted best, "
-            f"off by {show_share(off)} in the median"
+            f"off by {show_share(found.off)} in the median"
         ]
     return Cluster(
         name=machine.cpu if not machine.devices else machine.devices[0].name,
