@@ -4,12 +4,13 @@
 
 Two commands that do the same real work are compared, anew and anew, by `experiment.compare` and
 `run_command`, as `outpace compare --command … --command …` does: processes of their own, in an
-order that is drawn. After every round it is looked whether a difference is claimed, and one claim
-at any time makes a comparison a false one. Then as many comparisons of commands of which the second
-does 5 % or 10 % more, half of them each.
+order that is drawn, from another seed each time. After every round it is looked whether a
+difference is claimed, and one claim at any time makes a comparison a false one. Then as many
+comparisons of commands of which the second does 5 % or 10 % more, half of them each.
 """
 
 import argparse
+import secrets
 import shlex
 import sys
 import tempfile
@@ -43,13 +44,14 @@ def command(products: int) -> str:
     return shlex.join([sys.executable, "-I", "-S", "-c", _WORK.format(products=products)])
 
 
-def compared(number: int, more: float, rounds: int) -> dict[str, Any]:
+def compared(more: float, rounds: int) -> dict[str, Any]:
     """One comparison; the second command does `more` of the work more."""
     arms = tuple(
         Arm(name=name, command=command(round(_PRODUCTS * factor)))
         for name, factor in (("a", 1.0), ("b", 1.0 + more))
     )
-    experiment = Experiment(arms=arms, metric=_METRIC, rounds=rounds, budget_s=1e6, seed=number)
+    seed = secrets.randbits(31)
+    experiment = Experiment(arms=arms, metric=_METRIC, rounds=rounds, budget_s=1e6, seed=seed)
     claimed_at: list[int] = []
 
     def told(outcome: Outcome, found: Mapping[str, Verdict]) -> None:
@@ -63,9 +65,10 @@ def compared(number: int, more: float, rounds: int) -> dict[str, Any]:
     verdict = verdicts(experiment, ended.outcomes)["b"]
     return {
         "more": more,
+        "seed": seed,
         "rounds": verdict.rounds,
         "claimed_at": claimed_at[0] if claimed_at else None,
-        "claimed_slower": bool(claimed_at) and (verdict.slowdown or 0.0) > 0,
+        "claimed_slower": verdict.slower is True,
         "slowdown": verdict.slowdown,
         "low": verdict.low,
         "high": verdict.high,
@@ -102,7 +105,7 @@ def main() -> None:
     kinds = [0.0, MORE[0], 0.0, MORE[1]]
     found = []
     for number in range(2 * count):
-        found.append(compared(number, kinds[number % len(kinds)], arguments.rounds))
+        found.append(compared(kinds[number % len(kinds)], arguments.rounds))
         told = found[-1]["claimed_at"]
         words = "no claim" if told is None else f"claimed after {told} rounds"
         print(

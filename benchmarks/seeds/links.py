@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ PROGRAMS_SHARE = 1448 / 1514
 _PORT = 29511  # nobody else is in these networks
 # A bucket that is full sooner than a busy machine comes back to it would slow the link.
 _BUCKET_S = 0.0016
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,21 @@ def start(hosts: Sequence[Host], words: Sequence[str]) -> None:
         for rank, host in enumerate(hosts)
     ]
     try:
-        for process in processes:
-            if process.wait() != 0:
-                raise subprocess.CalledProcessError(process.returncode, process.args)
+        while any(process.poll() is None for process in processes):
+            _check(processes)
+            time.sleep(_LOOK_S)
+        _check(processes)
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _check(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Whoever fails first ends the job: the others would wait for it in an exchange."""
+    for process in processes:
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def _place(rank: int, hosts: Sequence[Host]) -> dict[str, str]:

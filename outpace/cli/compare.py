@@ -2,18 +2,32 @@
 
 import argparse
 import json
+import secrets
 import sys
 import time
-from collections.abc import Mapping
-from datetime import UTC, datetime
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outpace.cli import options
-from outpace.cli.experiments import arm_of, commands, from_toml, goes_on
+from outpace.cli.experiments import (
+    arm_of,
+    commands,
+    folder_of,
+    from_toml,
+    goes_on,
+    going_on,
+    now,
+    whole_lines,
+)
+from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, number_type
+from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError
+
+if TYPE_CHECKING:
+    from outpace.experiment.compare import Ended, Run
 
 _ABOUT = "Which is faster, and is that more than noise: arms in turn until a verdict is clear."
 _EPILOG = (
@@ -22,22 +36,21 @@ _EPILOG = (
     "experiment.toml; or the comparison.json of another comparison, to repeat it. All else that "
     "outpace train takes is common to all arms. The first arm is what others are compared with."
 )
-RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
+RESULT, OUTCOMES, EXPERIMENT = "comparison.json", "outcomes.jsonl", "experiment.json"
+# Of an experiment: how long it goes on and what it is shown with, not what is compared.
+_MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Compare, print the verdict, keep all of it; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    given = vars(arguments).get("out")
-    out = None if given is None else Path(given)
-    folder, stored = out or _default_folder(), None
+    given = vars(arguments)
+    out = None if given.get("out") is None else Path(given["out"])
     if arguments.runs:
-        comparison = _of_runs(arguments)
+        folder, comparison = out, _of_runs(arguments)
     else:
-        experiment, stored = _experiment(arguments)
-        before = _before(folder, experiment, vars(arguments).get("resume", False))
-        comparison = _compared(experiment, folder, before, arguments.json)
-    if out is not None or not arguments.runs:
+        folder, comparison = _in_turn(arguments, out, given.get("resume", False))
+    if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         comparison.save(folder / RESULT)
     if arguments.json:
@@ -47,18 +60,33 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         from outpace.report.comparison import shown
 
-        Console().print(shown(comparison, str(folder) if folder.is_dir() else None))
-        for line in _beside(stored, comparison) if stored is not None else ():
-            print(line)
+        Console().print(shown(comparison, None if folder is None else str(folder)))
+        if comparison.beside:
+            print(*comparison.beside, sep="\n  ")
     return 0
+
+
+def _in_turn(
+    arguments: argparse.Namespace, out: Path | None, resumes: bool
+) -> tuple[Path, Comparison]:
+    """Of arms that are run, where it is kept; and beside what it repeats, where it does."""
+    from outpace.experiment.facts import beside
+
+    folder = folder_of(out, resumes, "comparisons", "comparison")
+    values, stored = _values(arguments)
+    experiment, before = _begun(folder, values, resumes)
+    comparison = _compared(experiment, folder, before, arguments.json)
+    if stored is not None:
+        told = tuple(beside(stored, comparison))
+        comparison = comparison.model_copy(update={"beside": told})
+    return folder, comparison
 
 
 def _compared(
     experiment: Experiment, folder: Path, before: list[Outcome], quiet: bool
 ) -> Comparison:
-    """Run it, with every outcome written as soon as it is there."""
+    """Run it and judge; where it is interrupted what there is is kept before that is raised."""
     from outpace.experiment import arms
-    from outpace.experiment.compare import compare
 
     own = experiment.arms[0].command is not None
     if own and experiment.metric is not None:
@@ -66,20 +94,39 @@ def _compared(
     for arm in () if own else experiment.arms:
         arms.settings_of(experiment, arm)
     folder.mkdir(parents=True, exist_ok=True)
-    experiment.save(folder / "experiment.json")
-    began_s, started = time.monotonic(), _now()
+    experiment.save(folder / EXPERIMENT)
+    began_s, started = time.monotonic() - sum(one.took_s for one in before), now()
+    run = arms.run_command if own else arms.run_training
+    ended, interrupt = _rounds(experiment, folder, run, before, quiet)
+    took_s = time.monotonic() - began_s
+    command = ("outpace", "compare", str(folder / RESULT))
+    comparison = _judged(experiment, folder, ended, took_s, started, command)
+    if interrupt is not None:
+        comparison.save(folder / RESULT)
+        raise interrupt
+    return comparison
+
+
+def _rounds(
+    experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
+) -> tuple["Ended", BaseException | None]:
+    """Every outcome is written as soon as it is there; and what interrupted them, if so."""
+    from outpace.experiment.compare import Ended, compare
+
+    seen = list(before)
     with (folder / OUTCOMES).open("a", encoding="utf-8", buffering=1) as file:
 
         def told(outcome: Outcome, verdicts: Mapping[str, Verdict]) -> None:
+            seen.append(outcome)
             file.write(outcome.model_dump_json() + "\n")
             if not quiet:
                 print(_line(outcome), file=sys.stderr, flush=True)
 
-        run = arms.run_command if own else arms.run_training
-        ended = compare(experiment, folder, run, before, told)
-    took_s = time.monotonic() - began_s
-    command = ("outpace", "compare", f"{folder.name}/{RESULT}")
-    return _judged(experiment, folder, ended, took_s, started, command)
+        try:
+            return compare(experiment, folder, run, before, told), None
+        except (KeyboardInterrupt, TerminatedError) as interrupt:
+            print(going_on(folder), file=sys.stderr, flush=True)
+            return Ended(tuple(seen), "it was interrupted"), interrupt
 
 
 def _of_runs(arguments: argparse.Namespace) -> Comparison:
@@ -87,17 +134,17 @@ def _of_runs(arguments: argparse.Namespace) -> Comparison:
     from outpace.experiment.compare import Ended
     from outpace.experiment.stored import NOT_IN_TURN, arms_of, outcomes_of
 
-    if arguments.arm or arguments.command:
-        raise BadInputError("--runs compares what was run; leave out arms and commands.")
-    experiment = arms_of(arguments.runs)
+    _refuse(arguments, ("runs", "price", "out"), "--runs compares what was run already")
+    experiment = arms_of(arguments.runs, arguments.price)
     ended = Ended(tuple(outcomes_of(arguments.runs, experiment)), "the runs are over")
-    words = ("outpace", "compare", "--runs", *map(str, arguments.runs))
-    found = _judged(experiment, Path(), ended, 0.0, _now(), words)
+    words = ["outpace", "compare", "--runs", *map(str, arguments.runs)]
+    words += [] if arguments.price is None else ["--price", f"{arguments.price:g}"]
+    found = _judged(experiment, Path(), ended, 0.0, now(), tuple(words))
     return found.model_copy(update={"differing": (NOT_IN_TURN, *found.differing)})
 
 
 def _judged(
-    experiment: Experiment, folder: Path, ended: Any, took_s: float, started: str,
+    experiment: Experiment, folder: Path, ended: "Ended", took_s: float, started: str,
     command: tuple[str, ...],
 ) -> Comparison:  # fmt: skip
     """What the outcomes come to."""
@@ -106,23 +153,19 @@ def _judged(
     from outpace.experiment.results import curves, losses_in_words, results
     from outpace.probe.machine import identify
 
-    facts = read_facts(folder, ended.outcomes)
+    facts = read_facts(experiment, folder, ended.outcomes)
     return Comparison(
         experiment=experiment,
         command=command,
-        arms=tuple(results(experiment, folder, ended.outcomes)),
+        arms=tuple(results(experiment, folder, ended.outcomes, facts)),
         outcomes=ended.outcomes,
         differing=tuple(differing(experiment, facts)),
-        losses=losses_in_words(experiment, curves(experiment, folder, ended.outcomes)),
+        losses=losses_in_words(curves(experiment, folder, ended.outcomes)),
         stopped=ended.stopped,
         took_s=took_s,
         machine=identify(find_accelerator),
         started=started,
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _line(outcome: Outcome) -> str:
@@ -131,16 +174,17 @@ def _line(outcome: Outcome) -> str:
     return f"round {outcome.round + 1}: {outcome.arm} {outcome.value:.6g}"
 
 
-def _experiment(arguments: argparse.Namespace) -> tuple[Experiment, Comparison | None]:
-    """What is asked for; and the comparison that it repeats, if it does."""
+def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison | None]:
+    """What is asked for, as an experiment has it; and the comparison that it repeats, if so."""
     values: dict[str, Any] = {}
-    stored = None
     words = arguments.arm
     if len(words) == 1 and words[0].endswith(".json"):
+        _refuse(arguments, ("arm", "out", "resume"), f"{words[0]} is repeated as it was")
         stored = Comparison.load(Path(words[0]))
-        return stored.experiment, stored
+        return {**stored.experiment.model_dump(mode="json"), "in_turn": True}, stored
     if len(words) == 1 and words[0].endswith(".toml"):
         values = from_toml(Path(words[0]))
+        values["arms"] += commands(arguments.command)
     else:
         values["arms"] = [*map(arm_of, words), *commands(arguments.command)]
     common = {name: value for name, value in options.from_flags(arguments).items()
@@ -151,53 +195,46 @@ def _experiment(arguments: argparse.Namespace) -> tuple[Experiment, Comparison |
                       ("price", "price"), ("metric", "metric")):  # fmt: skip
         if getattr(arguments, name) is not None:
             values[key] = getattr(arguments, name)
-    return Experiment.parse(values, "the experiment"), stored
+    return values, None
 
 
 def _plainly(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else str(value)
 
 
-def _before(folder: Path, experiment: Experiment, resumes: bool) -> list[Outcome]:
-    """Outcomes of whole rounds that are there already. Raises BadInputError."""
+def _refuse(arguments: argparse.Namespace, allowed: Collection[str], why: str) -> None:
+    """What would do nothing. Raises BadInputError."""
+    nothing = _parser().read([])
+    given = [
+        "arms" if name == "arm" else options.flag(name)
+        for name, value in vars(arguments).items()
+        if name not in (*allowed, "json") and value != getattr(nothing, name, None)
+    ]
+    if given:
+        raise BadInputError(f"{why}: leave out {', '.join(given)}.")
+
+
+def _begun(folder: Path, values: dict[str, Any], resumes: bool) -> tuple[Experiment, list[Outcome]]:
+    """The experiment, and outcomes of whole rounds that are there already. Raises BadInputError."""
+    from outpace.experiment.compare import whole_rounds
+
     path = folder / OUTCOMES
-    if not goes_on(folder, path, resumes, "a comparison"):
-        return []
-    if Experiment.load(folder / "experiment.json") != experiment:
-        raise BadInputError(f"{folder} holds another experiment. Use another --out.")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = [Outcome.parse(json.loads(line), str(path)) for line in lines]
-    last = max((one.round for one in found), default=-1)
-    whole = [one for one in found if one.round < last or _is_whole(found, last, experiment)]
-    path.write_text("".join(one.model_dump_json() + "\n" for one in whole), encoding="utf-8")
-    return whole
-
-
-def _is_whole(found: list[Outcome], number: int, experiment: Experiment) -> bool:
-    return sum(one.round == number for one in found) == len(experiment.arms)
-
-
-def _beside(stored: Comparison, now: Comparison) -> list[str]:
-    """Whether what was found before is found again."""
-    lines = [f"beside what was stored ({stored.started}, {stored.machine.cpu}):"]
-    for name, new in now.verdicts().items():
-        old = stored.verdicts().get(name)
-        if old is None or None in (old.low, old.high, new.low, new.high):
-            lines.append(f"  {name}: too few rounds to say")
-            continue
-        assert old.low is not None and old.high is not None
-        assert new.low is not None and new.high is not None
-        apart = old.low > new.high or new.low > old.high
-        word = "differs from" if apart else "agrees with"
-        lines.append(
-            f"  {name}: {new.slowdown:+.1%} ({new.low:+.1%} to {new.high:+.1%}) {word} "
-            f"{old.slowdown:+.1%} ({old.low:+.1%} to {old.high:+.1%})"
+    if not goes_on(folder, path, resumes, "comparison"):
+        return Experiment.parse({"seed": secrets.randbits(31), **values}, "the experiment"), []
+    stored = Experiment.load(folder / EXPERIMENT)
+    kept = {name: getattr(stored, name) for name in (*_MAY_CHANGE, "seed")}
+    experiment = Experiment.parse({**kept, **values}, "the experiment")
+    changed = {name: getattr(experiment, name) for name in _MAY_CHANGE}
+    if stored.model_copy(update=changed) != experiment:
+        raise BadInputError(
+            f"{folder} holds another experiment: its arms, common settings or metric are others. "
+            "Give those, or use another --out."
         )
-    return lines
-
-
-def _default_folder() -> Path:
-    return Path("comparisons") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    found = [Outcome.parse(one, str(path)) for one in whole_lines(path)]
+    whole = whole_rounds(experiment, found)
+    if len(whole) < len(found):
+        write_atomic(path, "".join(one.model_dump_json() + "\n" for one in whole))
+    return experiment, whole
 
 
 def _parser() -> Parser:

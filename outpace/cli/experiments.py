@@ -1,12 +1,16 @@
 """Experiments as a person writes them: words of a command line, or a TOML file."""
 
+import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 from outpace.cli import options
+from outpace.records.base import write_atomic
 from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.plan import Strategy
@@ -14,6 +18,26 @@ from outpace.records.settings import TrainSettings
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _OF_AN_ARM = ("name", "environment", "command")
+
+
+def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Path:
+    """Where `what` is kept: as asked, else by the time. Raises BadInputError."""
+    if out is None and resumes:
+        raise BadInputError(f"--resume: which {what}? Name its directory with --out DIR.")
+    return out or Path(parent) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+def now() -> str:
+    """The time, as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def going_on(folder: Path) -> str:
+    """What is said when something was interrupted."""
+    return (
+        f"outpace: what was done is kept in {folder}; go on by the same command with "
+        f"--out {shlex.quote(str(folder))} --resume"
+    )
 
 
 def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:
@@ -24,9 +48,22 @@ def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:
         return False
     if not resumes:
         raise BadInputError(
-            f"{folder} holds {what}. Use --resume to go on with it, or another --out."
+            f"{folder} holds a {what}. Use --resume to go on with it, or another --out."
         )
     return True
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a log, one a line. A line that was not finished is taken out of the file."""
+    written = path.read_bytes()
+    whole = written[: written.rfind(b"\n") + 1]
+    try:
+        found = [json.loads(line) for line in whole.split(b"\n") if line]
+    except ValueError as error:
+        raise BadInputError(f"{path} is damaged: {error}. Use another --out.") from None
+    if len(whole) < len(written):
+        write_atomic(path, whole.decode())
+    return found
 
 
 def arm_of(word: str) -> Arm:
@@ -95,6 +132,8 @@ def from_toml(path: Path) -> dict[str, Any]:
     common = _settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])
     grid = table.pop("grid", {})
+    if not isinstance(grid, dict):
+        raise BadInputError(f"{path}: grid: write it as a table of settings, each with a list")
     if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
         raise BadInputError(f"{path}: arms are written as tables, each under [[arm]]")
     arms = [_arm(one, place, path) for place, one in enumerate(given)]
@@ -106,7 +145,10 @@ def _arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
     own = {name: table[name] for name in _OF_AN_ARM if name in table}
     rest = {name: value for name, value in table.items() if name not in _OF_AN_ARM}
     settings = _settings(rest, where)
-    own.setdefault("name", own.get("command") or _name(settings, own.get("environment", {})))
+    variables = own.get("environment", {})
+    if not isinstance(variables, dict):
+        raise BadInputError(f"{where}: environment: write it as a table of variables")
+    own.setdefault("name", own.get("command") or _name(settings, variables))
     return Arm.parse({**own, "settings": settings}, where)
 
 
@@ -120,7 +162,7 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _crossed(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Every arm with every combination of the grid's values."""
+    """Every arm with every combination of the grid's values; NAMES are of variables."""
     if not grid:
         return list(arms)
     for name, values in grid.items():
@@ -129,11 +171,17 @@ def _crossed(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[A
     found = []
     for arm in arms or [Arm(name="-")]:
         for values in product(*grid.values()):
-            more = _settings(dict(zip(grid, values, strict=True)), f"{path}: grid")
-            name = _name(more, {})
-            name = name if arm.name == "-" else f"{arm.name}, {name}"
-            settings = {**arm.settings, **more}
-            found.append(arm.model_copy(update={"name": name, "settings": settings}))
+            chosen = dict(zip(grid, values, strict=True))
+            own = {key: str(value) for key, value in chosen.items() if _VARIABLE.fullmatch(key)}
+            rest = {key: value for key, value in chosen.items() if key not in own}
+            more = _settings(rest, f"{path}: grid")
+            name = _name(more, own)
+            changed = {
+                "name": name if arm.name == "-" else f"{arm.name}, {name}",
+                "settings": {**arm.settings, **more},
+                "environment": {**arm.environment, **own},
+            }
+            found.append(arm.model_copy(update=changed))
     return found
 
 

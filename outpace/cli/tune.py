@@ -6,20 +6,20 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import options
-from outpace.cli.experiments import goes_on
+from outpace.cli.experiments import folder_of, goes_on, going_on, now, whole_lines
+from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import TUNING_FILE, Trial, Tuning
 
 if TYPE_CHECKING:
-    from outpace.experiment.tune import Limits
+    from outpace.experiment.tune import Ended, Limits, Planner
 
 _ABOUT = (
     "The fastest plan for a training on this machine: the planner proposes, short trials decide."
@@ -31,21 +31,19 @@ _EPILOG = (
     "--plan DIR/plan.json."
 )
 TRIALS_FILE, ASKED_FILE, PLAN_FILE = "trials.jsonl", "settings.json", "plan.json"
-# Of the real training, or of its own directory: trials have theirs.
-_NOT_OF_TRIALS = ("out", "resume", "plan", "steps", "tokens", "epochs", "measure_only")
+_OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
+# Of the real training: trials are short.
+_NOT_OF_TRIALS = ("steps", "tokens", "epochs", "measure_only")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Tune, print the plan and what was tried; returns 0, 1 where all trials failed."""
     arguments = _parser().read(argv)
     settings, origins = _settings(arguments)
-    given = _given(settings, origins)
-    folder = settings.out or _default_folder()
-    before = _before(folder, given, settings.resume)
-    tuning = _tuned(arguments, settings, origins, given, folder, before)
-    tuning.save(folder / TUNING_FILE)
-    if tuning.fastest is not None:
-        tuning.fastest.plan.save(folder / PLAN_FILE)
+    asked = _asked(settings, origins)
+    folder = folder_of(settings.out, settings.resume, "tunings", "tuning")
+    before = _before(folder, asked, settings.resume)
+    tuning = _tuned(arguments, settings, origins, asked, folder, before)
     if arguments.json:
         print(tuning.model_dump_json(indent=2), flush=True)
     else:
@@ -53,47 +51,68 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         from outpace.report.tuning import shown
 
-        Console().print(shown(tuning, str(folder), _command(given, folder)))
+        Console().print(shown(tuning, str(folder), _command(asked, folder)))
     return 0 if tuning.fastest is not None else 1
 
 
 def _tuned(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
-    given: dict[str, Any], folder: Path, before: list[Trial],
+    asked: dict[str, Any], folder: Path, before: list[Trial],
 ) -> Tuning:  # fmt: skip
-    from outpace.experiment import tune
+    """Tune and keep what is found, also where it is interrupted."""
+    from outpace.experiment.tune import Limits, tuned
     from outpace.launch.tuning import Proposer
 
     proposer = Proposer(settings, origins)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ASKED_FILE).write_text(json.dumps(given, indent=2) + "\n", encoding="utf-8")
-    began_s, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
-
-        def told(trial: Trial) -> None:
-            file.write(trial.model_dump_json() + "\n")
-            print(f"outpace: {_line(trial)}", file=sys.stderr, flush=True)
-
-        ended = tune.tune(
-            proposer, partial(tune.run_trial, given, folder), _limits(arguments), before, told
-        )
-    return Tuning(
-        settings=given,
+    (folder / ASKED_FILE).write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
+    began_s, started = time.monotonic() - sum(trial.took_s for trial in before), now()
+    limits = Limits(arguments.trials, arguments.budget, arguments.within)
+    ended, interrupt = _trials(proposer, asked, folder, limits, before)
+    tuning = Tuning(
+        settings=asked,
         trials=ended.trials,
-        **tune.tuned(ended.trials),
+        **tuned(ended.trials),
         stopped=ended.stopped,
         considered=proposer.considered,
         took_s=time.monotonic() - began_s,
         machine=proposer.machine,
         started=started,
-        command=("outpace", "tune", *options.as_flags(given)),
+        command=("outpace", "tune", *options.as_flags({**asked, **_given(limits)})),
     )
+    tuning.save(folder / TUNING_FILE)
+    if tuning.fastest is not None:
+        tuning.fastest.plan.save(folder / PLAN_FILE)
+    if interrupt is not None:
+        raise interrupt
+    return tuning
 
 
-def _limits(arguments: argparse.Namespace) -> "Limits":
-    from outpace.experiment.tune import Limits
+def _trials(
+    proposer: "Planner", asked: dict[str, Any], folder: Path, limits: "Limits", before: list[Trial]
+) -> tuple["Ended", BaseException | None]:
+    """Each is written as soon as it is there; and what interrupted them, if so."""
+    from outpace.experiment.tune import Ended, run_trial, tune
 
-    return Limits(arguments.trials, arguments.budget, arguments.within)
+    own = {name: value for name, value in asked.items() if name not in _NOT_OF_TRIALS}
+    seen = list(before)
+    with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
+
+        def told(trial: Trial) -> None:
+            seen.append(trial)
+            file.write(trial.model_dump_json() + "\n")
+            print(f"outpace: {_line(trial)}", file=sys.stderr, flush=True)
+
+        try:
+            return tune(proposer, partial(run_trial, own, folder), limits, before, told), None
+        except (KeyboardInterrupt, TerminatedError) as interrupt:
+            print(going_on(folder), file=sys.stderr, flush=True)
+            return Ended(tuple(seen), "it was interrupted"), interrupt
+
+
+def _given(limits: "Limits") -> dict[str, Any]:
+    """By the names of flags."""
+    return {"trials": limits.trials, "budget": limits.budget_s, "within": limits.within}
 
 
 def _line(trial: Trial) -> str:
@@ -122,39 +141,34 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     return settings, origins
 
 
-def _given(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any]:
+def _asked(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any]:
     """What a person said, as JSON has it."""
     values = settings.model_dump(mode="json")
     return {
         name: value
         for name, value in values.items()
-        if origins[name] != options.DEFAULT and name not in _NOT_OF_TRIALS
+        if origins[name] != options.DEFAULT and name not in _OWN
     }
 
 
-def _before(folder: Path, given: dict[str, Any], resumes: bool) -> list[Trial]:
+def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Trial]:
     """Trials that are there already. Raises BadInputError."""
     path = folder / TRIALS_FILE
-    if not goes_on(folder, path, resumes, "a tuning"):
+    if not goes_on(folder, path, resumes, "tuning"):
         return []
-    if json.loads((folder / ASKED_FILE).read_text(encoding="utf-8")) != given:
+    then = json.loads((folder / ASKED_FILE).read_text(encoding="utf-8"))
+    changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
+    if changed.difference(_NOT_OF_TRIALS):
         raise BadInputError(f"{folder} holds a tuning with other settings. Use another --out.")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole = [line for line in lines if line.endswith("\n")]
-    path.write_text("".join(whole), encoding="utf-8")
-    return [Trial.parse(json.loads(line), str(path)) for line in whole]
+    return [Trial.parse(values, str(path)) for values in whole_lines(path)]
 
 
-def _command(given: Mapping[str, Any], folder: Path) -> str:
+def _command(asked: Mapping[str, Any], folder: Path) -> str:
     """That trains by the plan that was found."""
-    own = {name: value for name, value in given.items() if name != "nproc"}
+    own = {name: value for name, value in asked.items() if name != "nproc"}
     return shlex.join(
         ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
     )
-
-
-def _default_folder() -> Path:
-    return Path("tunings") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def _parser() -> Parser:

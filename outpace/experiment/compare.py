@@ -45,10 +45,10 @@ def compare(
     clock: Callable[[], float] = time.monotonic,
 ) -> Ended:
     """Rounds after those of `before`. `told` hears of every run, and what may be said since."""
-    outcomes, began_s = list(before), clock()
+    outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
     for number in range(begin, experiment.rounds):
-        arms = _left(experiment, outcomes)
+        arms = left(experiment, outcomes)
         if experiment.arms[0] not in arms:
             return Ended(
                 tuple(outcomes),
@@ -56,9 +56,10 @@ def compare(
             )
         if len(arms) < 2:
             return Ended(tuple(outcomes), "all arms but the first fail")
-        if number > begin and clock() - began_s >= experiment.budget_s:
+        if outcomes and clock() - began_s >= experiment.budget_s:
             return Ended(tuple(outcomes), f"the budget of {experiment.budget_s:.0f} s is spent")
-        if all(clear(one, experiment.within) for one in verdicts(experiment, outcomes).values()):
+        found = verdicts(experiment, outcomes)
+        if all(clear(found[arm.name], experiment.within) for arm in arms[1:]):
             return Ended(tuple(outcomes), "the verdict is clear")
         for arm in _order(experiment, arms, number):
             outcome = run(experiment, arm, number, folder)
@@ -68,7 +69,7 @@ def compare(
 
 
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
-    """Of each arm that has not failed against the first, by the rounds in which both ran.
+    """Of each arm against the first, by the rounds in which both ran.
 
     That some difference is claimed though there is none has probability ALPHA, of all arms.
     """
@@ -82,7 +83,7 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
         rounds = sorted(of[base.name].keys() & of[arm.name].keys())
         times = [of[arm.name][number] for number in rounds]
         against = [of[base.name][number] for number in rounds]
-        found[arm.name] = verdict(times, against, ALPHA / len(others), LEVEL)
+        found[arm.name] = verdict(times, against, ALPHA / len(others), LEVEL, experiment.in_turn)
     return found
 
 
@@ -95,13 +96,22 @@ def clear(one: Verdict, within: float) -> bool:
     return one.claimed and one.high - one.low <= max(within, _NARROW * abs(one.slowdown))
 
 
-def _left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
+def left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
     """Arms that do not fail time and again."""
     return [
         arm
         for arm in experiment.arms
         if sum(one.arm == arm.name and one.value is None for one in outcomes) < _FAILS
     ]
+
+
+def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Without those of a last round that was broken off: its arms did not run side by side."""
+    last = max((one.round for one in outcomes), default=-1)
+    before = [one for one in outcomes if one.round < last]
+    ran = {one.arm for one in outcomes if one.round == last}
+    whole = ran.issuperset(arm.name for arm in left(experiment, before))
+    return list(outcomes) if whole else before
 
 
 def _why(arm: Arm, outcomes: Sequence[Outcome]) -> str:

@@ -3,11 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from outpace.records.comparison import Arm, Experiment, Outcome
+from outpace.records.comparison import Arm, Comparison, Experiment, Outcome
+from outpace.records.machine import Machine
 from outpace.records.run import RunRecord
 from outpace.train.run_dir import RUN_FILE
 
+_DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
 # By what a run's record calls it: the settings that are asked for where it may differ.
 _ASKED: Mapping[str, tuple[str, ...]] = {
     "outpace": (),
@@ -16,42 +19,48 @@ _ASKED: Mapping[str, tuple[str, ...]] = {
     "uncommitted changes": (),
     "processor": (),
     "devices": ("device",),
-    "train data": (
-        "data",
-        "data_weights",
-        "model",
-        "tokenizer",
-        "seq_len",
-        "task",
-        "eval_fraction",
-    ),
+    "variables": (),
+    "processes": ("nproc", "plan"),
+    "threads a process": ("threads", "nproc", "plan"),
+    "train data": _DATA,
     "tokenizer": ("tokenizer", "model", "data"),
-    "parameters": ("model", "lora_rank"),
+    "parameters": ("model", "lora_rank", "lora_targets"),
     "samples a step": ("global_batch",),
     "tokens a sample": ("seq_len", "model"),
-    "steps": ("steps", "tokens", "epochs"),
+    "steps": ("steps", "tokens", "epochs", "global_batch", *_DATA),
     "seed": ("seed",),
-}  # fmt: skip
-# Settings that change the numbers that are trained; others change how they are computed.
-NUMBERS = (
-    "model", "init", "dropout", "data", "data_weights", "task", "tokenizer", "seq_len",
-    "global_batch", "steps", "tokens", "epochs", "lr", "schedule", "warmup", "min_lr_ratio",
-    "optimizer", "optimizer_in_backward", "weight_decay", "beta1", "beta2", "clip", "lora_rank",
-    "lora_alpha", "lora_targets", "lora_dropout", "base", "precision", "seed",
-    "compress_gradients", "powersgd_rank", "powersgd_start",
+}
+# What decides which numbers are trained, of a run's record, settings and plan. All else is how they
+# are computed.
+_OF_RECORD = (
+    "parameters", "total_steps", "seq_len", "tokenizer", "train_data", "base_weights",
+)  # fmt: skip
+_OF_SETTINGS = (
+    "init", "dropout", "data_weights", "eval_fraction", "task", "text_fields", "label_field",
+    "text_field", "document_attention", "global_batch", "lr", "schedule", "warmup", "min_lr_ratio",
+    "weight_decay", "beta1", "beta2", "clip", "seed",
+)  # fmt: skip
+_OF_PLAN = (
+    "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
+    "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
 
+# By arm and name: each value that its runs had, in the order in which they came.
+Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
-def facts_of(record: RunRecord) -> dict[str, str]:
-    """By name, what a comparison has to hold still."""
-    machine = record.machine
+
+def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
+    """By name, what a comparison has to hold still, but for variables that are `asked` for."""
+    variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
         "versions": json.dumps(record.versions, sort_keys=True),
         "commit": str(record.commit),
-        "uncommitted changes": str(record.uncommitted_changes),
-        "processor": f"{machine.cpu}, {machine.host_cores} cores",
-        "devices": ", ".join(device.name for device in machine.devices) or record.device,
+        "uncommitted changes": record.changes or str(record.uncommitted_changes),
+        **_of_machine(record.machine, record.device),
+        "variables": json.dumps(variables, sort_keys=True),
+        "processes": str(record.plan.world_size),
+        "threads a process": str(record.threads),
         "train data": record.train_data,
         "tokenizer": str(record.tokenizer),
         "parameters": str(record.parameters),
@@ -59,28 +68,49 @@ def facts_of(record: RunRecord) -> dict[str, str]:
         "tokens a sample": str(record.seq_len),
         "steps": str(record.total_steps),
         "seed": str(record.settings.seed),
+        # Of the moment: kept, and not compared.
+        "load before": "unknown" if record.load_before is None else f"{record.load_before:.1f}",
     }
 
 
-def read_facts(folder: Path, outcomes: Sequence[Outcome]) -> dict[str, dict[str, str]]:
-    """Of each arm's first run that left a record."""
-    found: dict[str, dict[str, str]] = {}
-    for one in outcomes:
-        path = folder / (one.run or "") / RUN_FILE
-        if one.arm not in found and one.run is not None and path.is_file():
-            found[one.arm] = facts_of(RunRecord.load(path))
+def _of_machine(machine: Machine, device: str) -> dict[str, str]:
+    return {
+        "processor": f"{machine.cpu}, {machine.host_cores} cores",
+        "devices": ", ".join(one.name for one in machine.devices) or device,
+    }
+
+
+def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> Facts:
+    """Of all runs that left a record."""
+    asked = {name for arm in experiment.arms for name in arm.environment}
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, run in dict.fromkeys((one.arm, one.run) for one in outcomes if one.run is not None):
+        path = folder / run / RUN_FILE
+        if not path.is_file():
+            continue
+        own = found.setdefault(name, {})
+        for fact, value in facts_of(RunRecord.load(path), sorted(asked)).items():
+            if value not in own.setdefault(fact, []):
+                own[fact].append(value)
     return found
 
 
-def differing(experiment: Experiment, facts: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Sentences on what is not the same for all arms, and was not asked to differ."""
+def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """An arm's, those that changed with an arrow between."""
+    return {name: " → ".join(values) for name, values in facts.items()}
+
+
+def differing(experiment: Experiment, facts: Facts) -> list[str]:
+    """Sentences on what is not the same for all runs, and was not asked to differ."""
     told = []
     for name, asked in _ASKED.items():
         values = {arm: own[name] for arm, own in facts.items() if name in own}
-        if len(set(values.values())) < 2 or _is_asked(experiment.arms, asked):
-            continue
-        shown = "; ".join(f"{arm}: {value}" for arm, value in values.items())
-        told.append(f"{name} differs between arms, which nobody asked for ({shown})")
+        changed = [arm for arm, seen in values.items() if len(seen) > 1]
+        shown = "; ".join(f"{arm}: {' → '.join(seen)}" for arm, seen in values.items())
+        if changed:
+            told.append(f"{name} changed between runs of {' and '.join(changed)} ({shown})")
+        elif len(set(map(tuple, values.values()))) > 1 and not _is_asked(experiment.arms, asked):
+            told.append(f"{name} differs between arms, which nobody asked for ({shown})")
     return told
 
 
@@ -88,6 +118,46 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
     return any(len({repr(arm.settings.get(name)) for arm in arms}) > 1 for name in names)
 
 
-def same_numbers(arms: Sequence[Arm]) -> bool:
-    """Whether all arms train the same numbers, computed in other ways."""
-    return not _is_asked(arms, NUMBERS)
+def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
+    """Names of that in which two runs do not train the same numbers, computed in other ways."""
+    mine, its = _numbers(one), _numbers(other)
+    return [name for name in mine if mine[name] != its[name]]
+
+
+def _numbers(record: RunRecord) -> dict[str, Any]:
+    of = ((record, _OF_RECORD), (record.settings, _OF_SETTINGS), (record.plan, _OF_PLAN))
+    found = {name: getattr(one, name) for one, names in of for name in names}
+    return {"model": record.model or record.settings.model, **found}
+
+
+def beside(stored: Comparison, now: Comparison) -> list[str]:
+    """Whether what was found before is found again, and what is not as it was then."""
+    lines = [f"beside what was stored ({stored.started}, {stored.machine.cpu}):"]
+    for name, new in now.verdicts().items():
+        old = stored.verdicts().get(name)
+        if old is None or None in (old.low, old.high, new.low, new.high):
+            lines.append(f"{name}: too few rounds to say")
+            continue
+        assert old.low is not None and old.high is not None
+        assert new.low is not None and new.high is not None
+        apart = old.low > new.high or new.low > old.high
+        lines.append(
+            f"{name}: {new.slowdown:+.1%} ({new.low:+.1%} to {new.high:+.1%}) "
+            f"{'differs from' if apart else 'agrees with'} "
+            f"{old.slowdown:+.1%} ({old.low:+.1%} to {old.high:+.1%})"
+        )
+    return lines + _changed(stored, now)
+
+
+def _changed(stored: Comparison, now: Comparison) -> list[str]:
+    """Facts that are not as they were; of commands only where they ran is known."""
+    then = {arm.arm: arm.facts for arm in stored.arms}
+    pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
+    pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]
+    told = [
+        f"{name} was {old[name]}, and is {new[name]}"
+        for old, new in pairs
+        for name in _ASKED
+        if name in old and name in new and old[name] != new[name]
+    ]
+    return list(dict.fromkeys(told))

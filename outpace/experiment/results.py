@@ -3,28 +3,42 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 from outpace.experiment.compare import verdicts
-from outpace.experiment.facts import read_facts, same_numbers
+from outpace.experiment.facts import Facts, in_words, other_numbers
 from outpace.records.comparison import ArmResult, Experiment, Outcome
+from outpace.records.errors import BadInputError
 from outpace.records.measurement import PARTS, Measurement, TimeParts
+from outpace.records.run import RunRecord
 from outpace.records.utilisation import device_utilisation
-from outpace.train.run_dir import METRICS_FILE, RESULT_FILE
+from outpace.train.run_dir import METRICS_FILE, RESULT_FILE, RUN_FILE
 
 _MILLION = 1e6
 # Of two losses of the same step and samples, relative: sums in another order, in each precision,
 # grow with the steps. A wrong gradient shows at once, and `outpace verify` proves there is none.
 _AGREE: Mapping[str, float] = {"fp32": 0.01, "fp64": 0.01}
 _AGREE_LOW = 0.05
+_OF_A_STEP = ("step_time_s", "samples", "loss")  # numbers that are read here
 T = TypeVar("T", int, float)
 
 
-def results(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> list[ArmResult]:
+@dataclass(frozen=True)
+class Curve:
+    """Losses of a run, by the samples that it had trained on, and what it was made of."""
+
+    record: RunRecord
+    losses: Mapping[int, float]
+
+
+def results(
+    experiment: Experiment, folder: Path, outcomes: Sequence[Outcome], facts: Facts
+) -> list[ArmResult]:
     """Medians over each arm's runs, and its verdict against the first."""
-    found, facts = verdicts(experiment, outcomes), read_facts(folder, outcomes)
+    found = verdicts(experiment, outcomes)
     rows = []
     for arm in experiment.arms:
         own = [one for one in outcomes if one.arm == arm.name and one.value is not None]
@@ -36,7 +50,7 @@ def results(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -
             ArmResult(
                 arm=arm.name,
                 verdict=found.get(arm.name),
-                facts=facts.get(arm.name, {}),
+                facts=in_words(facts.get(arm.name, {})),
                 **measured,
             )
         )
@@ -96,52 +110,79 @@ def _median(values: Iterable[T | None]) -> float | None:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, in order; a last one that is cut short is left out."""
+    """The lines of a run's metrics, in order; a last one that is cut short is left out.
+
+    Raises BadInputError where a line is no step.
+    """
     path = run / METRICS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     found = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            step = json.loads(line)
         except ValueError:
             break
+        known = step if isinstance(step, dict) else {}
+        if not all(isinstance(known.get(name), int | float) for name in _OF_A_STEP):
+            raise BadInputError(
+                f"{path}, line {number}, is no step: it needs {', '.join(_OF_A_STEP)}."
+            )
+        found.append(known)
     return found
 
 
-def curves(
-    experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
-) -> dict[str, list[float]]:
-    """Of each arm the losses of its first run that was finished, step by step."""
-    found: dict[str, list[float]] = {}
+def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Curve]:
+    """Of each arm its first run that was finished."""
+    found: dict[str, Curve] = {}
     for one in outcomes:
-        if one.value is not None and one.run is not None and one.arm not in found:
-            found[one.arm] = [float(step["loss"]) for step in steps_of(folder / one.run)]
-    return {arm.name: found[arm.name] for arm in experiment.arms if found.get(arm.name)}
+        if one.value is None or one.run is None or one.arm in found:
+            continue
+        run = folder / one.run
+        losses = {int(step["samples"]): float(step["loss"]) for step in steps_of(run)}
+        if losses and (run / RUN_FILE).is_file():
+            found[one.arm] = Curve(RunRecord.load(run / RUN_FILE), losses)
+    return {arm.name: found[arm.name] for arm in experiment.arms if arm.name in found}
 
 
-def losses_in_words(experiment: Experiment, losses: Mapping[str, Sequence[float]]) -> str | None:
-    """Whether curves agree as they must, or differ as they may."""
-    if len(losses) < 2:
+def losses_in_words(found: Mapping[str, Curve]) -> str | None:
+    """Whether curves agree with the first as they must, or differ as they may."""
+    if len(found) < 2:
         return None
-    first, *others = losses
-    apart = {name: _apart(losses[first], losses[name]) for name in others}
-    worst = max(apart, key=lambda name: apart[name])
-    if not same_numbers(experiment.arms):
-        return (
-            "The arms train other numbers (data, batch, precision or optimizer), so losses may "
-            f"differ: by {apart[worst]:.2%} at most on one step ({worst})."
+    first, *others = found
+    must: dict[str, float] = {}
+    may: dict[str, float] = {}
+    why: set[str] = set()
+    for name in others:
+        apart = _apart(found[first].losses, found[name].losses)
+        if apart is None:
+            continue
+        changed = other_numbers(found[first].record, found[name].record)
+        (may if changed else must)[name] = apart
+        why.update(changed)
+    told = [_must(first, must, found[first].record.plan.precision)] if must else []
+    if may:
+        worst = max(may, key=lambda name: may[name])
+        told.append(
+            f"Other numbers are trained by {', '.join(may)} than by {first} "
+            f"({', '.join(sorted(why))}), so losses may differ: by {may[worst]:.2%} at most at one "
+            f"sample ({worst})."
         )
-    precision = str(experiment.common.get("precision", "fp32"))
+    return " ".join(told) or None
+
+
+def _must(first: str, apart: Mapping[str, float], precision: str) -> str:
+    """Of arms that train the same numbers as the first."""
+    worst = max(apart, key=lambda name: apart[name])
     allowed = _AGREE.get(precision, _AGREE_LOW)
     if apart[worst] <= allowed:
         return f"Losses agree on all steps, as they must (within {apart[worst]:.2%})."
     return (
         f"LOSSES DISAGREE where they must not: {worst} and {first} are {apart[worst]:.1%} apart on "
-        f"one step ({allowed:.0%} is allowed). See which is wrong: outpace verify."
+        f"one step ({allowed:.0%} is allowed in {precision}). See which is wrong: outpace verify."
     )
 
 
-def _apart(one: Sequence[float], other: Sequence[float]) -> float:
-    shared = list(zip(one, other, strict=False))
-    gaps = [abs(a - b) / max(abs(a), 1e-12) for a, b in shared]
-    return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
+def _apart(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
+    """At most, after the same samples; None: there are no such."""
+    gaps = [abs(one[at] - other[at]) / max(abs(one[at]), 1e-12) for at in one.keys() & other.keys()]
+    return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=None)

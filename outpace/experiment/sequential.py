@@ -45,15 +45,19 @@ def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
 
 
 def verdict(
-    times: Sequence[float], against: Sequence[float], alpha: float, level: float
+    times: Sequence[float],
+    against: Sequence[float],
+    alpha: float,
+    level: float,
+    in_turn: bool = True,
 ) -> Verdict:
     """By how much what took `times` is slower than what took `against`, round by round.
 
-    A difference is claimed where E reaches 1/`alpha`; the interval is that of `level`.
+    A difference is claimed where E reached 1/`alpha` at any time; the interval is that of `level`.
+    Of blocks of runs that were not made in turn nothing is claimed.
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
-    slower = sum(log > 0 for log in logs)
-    decided = sum(log != 0 for log in logs)  # ties say nothing of either
+    slower = _claim(logs, alpha) if in_turn else None
     low, high = interval(logs, 1 - level)
     return Verdict(
         rounds=len(logs),
@@ -61,9 +65,23 @@ def verdict(
         low=_share(low),
         high=_share(high),
         level=level,
-        claimed=decided > 0 and log_evidence(decided, slower) >= -math.log(alpha),
+        claimed=slower is not None,
+        slower=slower,
         alpha=alpha,
+        in_turn=in_turn,
     )
+
+
+def _claim(logs: Sequence[float], alpha: float) -> bool | None:
+    """Whether most rounds were slower when E first reached 1/`alpha`; None: it never did."""
+    decided = slower = 0
+    for log in logs:
+        if log == 0:  # ties say nothing of either
+            continue
+        decided, slower = decided + 1, slower + (log > 0)
+        if log_evidence(decided, slower) >= -math.log(alpha):
+            return 2 * slower > decided
+    return None
 
 
 def _share(log: float) -> float | None:

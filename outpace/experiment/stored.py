@@ -9,17 +9,17 @@ from outpace.experiment.results import steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
+from outpace.train.accounting import WARMUP_STEPS
 from outpace.train.run_dir import RUN_FILE
 
-_WARM_UP = 3  # steps
 _MOST_BLOCKS = 30
 NOT_IN_TURN = (
     "These runs were not made in turn: what else the machine did, and what differs from one start "
-    "to the next, is part of every difference. outpace compare with the same arms tells them apart."
+    "to the next, is part of every difference."
 )
 
 
-def arms_of(runs: Sequence[Path]) -> Experiment:
+def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
     """An arm for each run, with the settings in which they differ. Raises BadInputError."""
     for run in runs:
         if not (run / RUN_FILE).is_file():
@@ -37,6 +37,8 @@ def arms_of(runs: Sequence[Path]) -> Experiment:
                 Arm(name=name, settings={k: v for k, v in one.items() if k not in alike})
                 for name, one in zip(names, given, strict=True)
             ],
+            "price": price,
+            "in_turn": False,
         },
         "--runs",
     )
@@ -50,15 +52,19 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
     """As many blocks of each run as of the shortest; a block's value is its median step."""
-    times = [[float(step["step_time_s"]) for step in steps_of(run)][_WARM_UP:] for run in runs]
+    times = [[float(step["step_time_s"]) for step in steps_of(run)][WARMUP_STEPS:] for run in runs]
     least = min(map(len, times))
     if least == 0:
         short = runs[times.index(min(times, key=len))]
-        raise BadInputError(f"{short} has no more than {_WARM_UP} steps: nothing can be compared.")
+        raise BadInputError(
+            f"{short} has no more than {WARMUP_STEPS} steps, all of them warm-up: nothing can be "
+            "compared. Train it for more."
+        )
     size = -(-least // _MOST_BLOCKS)
     found = []
     for number in range(least // size):
         for run, arm, own in zip(runs, experiment.arms, times, strict=True):
-            block = own[number * size : (number + 1) * size]
-            found.append(Outcome(arm=arm.name, round=number, value=median(block), run=str(run)))
+            value = median(own[number * size : (number + 1) * size])
+            where = str(run.resolve())  # found from wherever the result is read
+            found.append(Outcome(arm=arm.name, round=number, value=value, run=where))
     return found

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from outpace.experiment.arms import safe, train_once
+from outpace.experiment.arms import Failure, safe, train_once
 from outpace.launch.tuning import Proposal
-from outpace.records.measurement import Measurement
+from outpace.records.errors import OUT_OF_MEMORY_CODES
 from outpace.records.plan import Plan
 from outpace.records.tuning import Trial
 from outpace.records.units import show_seconds
@@ -63,7 +63,7 @@ def tune(
     clock: Callable[[], float] = time.monotonic,
 ) -> Ended:
     """Trials after those of `before`: the default first, then what the planner thinks fastest."""
-    trials, began_s = list(before), clock()
+    trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
         if len(trials) >= limits.trials:
             return Ended(tuple(trials), f"all {limits.trials} trials are made")
@@ -99,7 +99,7 @@ def _next(planner: Planner, trials: Sequence[Trial], within: float) -> tuple[str
 
 def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
     """By the formula: the least of what did not fit, though it was predicted to."""
-    failed = [trial for trial in trials if "memory" in (trial.failure or "")]
+    failed = [trial for trial in trials if trial.exit_code in OUT_OF_MEMORY_CODES]
     return min(
         (planner.proposal(trial.plan).memory_bytes for trial in failed), default=float("inf")
     )
@@ -168,8 +168,10 @@ def run_trial(
         where / "config.toml",
         limit_s=_START_S + _PATIENCE * steps * proposal.step_time_s,
     )
-    found: dict[str, Any] = {"step_time_s": None, "failure": measured}
-    if isinstance(measured, Measurement):
+    found: dict[str, Any]
+    if isinstance(measured, Failure):
+        found = {"step_time_s": None, "failure": measured.words, "exit_code": measured.exit_code}
+    else:
         found = {"step_time_s": measured.step_time_s,
                  "peak_memory_bytes": measured.peak_memory_bytes}  # fmt: skip
     return Trial(

@@ -1,11 +1,14 @@
 """A job in writing: its run.json, and what is shown before the first step."""
 
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
+
 from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
-from outpace.probe.versions import commit, versions
+from outpace.probe.versions import changes, commit, variables, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import RunInfo
 from outpace.records.optimizers import MEANS, WEIGHTS
@@ -103,9 +106,12 @@ def run_record(
         versions=versions(),
         commit=head,
         uncommitted_changes=dirty,
+        changes=changes() if dirty else None,
         machine=job.machine,
         device=str(job.device.type),
         threads=threads,
+        environment=variables(os.environ),
+        load_before=psutil.getloadavg()[0],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 

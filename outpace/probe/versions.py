@@ -1,7 +1,9 @@
 """Versions and commits: what has to be the same for a result to be the same."""
 
+import hashlib
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from outpace.probe.kernel_files import read_text
 # The kernel's module says so by itself; under Windows and without a driver it is not there.
 _DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+_TELLING = ("NCCL_", "CUDA_", "OMP_", "MKL_", "GLOO_", "TORCH", "PYTORCH_")
+# Each launch has its own, or the launcher alone sets it.
+_OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
 def versions() -> dict[str, str]:
@@ -50,15 +55,31 @@ def commit() -> tuple[str | None, bool | None]:
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None, None
-    changes = _git("status", "--porcelain", "--untracked-files=no")
-    return head.strip(), bool((changes or "").strip())
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return head.strip(), bool((status or "").strip())
+
+
+def changes() -> str | None:
+    """A hash of all that is not committed; None: nothing, or no repository."""
+    found = _git("diff", "--no-ext-diff", "HEAD")
+    return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Those that change how something computes or exchanges, and not where it was launched."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_TELLING) and not name.startswith(_OF_LAUNCHERS)
+    }
 
 
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
+            ["git", *arguments], capture_output=True, text=True, errors="replace", timeout=10,
+            check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout

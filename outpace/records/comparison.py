@@ -1,9 +1,16 @@
 """A comparison: its arms, what each took round by round, and what may be claimed of it."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from outpace.records.base import Record
 from outpace.records.machine import Machine
@@ -36,6 +43,7 @@ class Experiment(Record):
     )
     seed: NonNegativeInt = Field(default=0, description="of the order of the arms")
     price: PositiveFloat | None = Field(default=None, description="of a device and hour")
+    in_turn: bool = Field(default=True, description="False: of runs that were over already")
 
     @model_validator(mode="after")
     def _comparable(self) -> Self:
@@ -53,7 +61,22 @@ class Experiment(Record):
                 "commands need a metric: a regular expression with one group around the number, "
                 "such as 'step time: ([0-9.]+)'"
             )
+        self._check_effect(commands > 0)
         return self
+
+    def _check_effect(self, commands: bool) -> None:
+        """Nothing is asked for that would do nothing."""
+        if not commands and self.metric is not None:
+            raise ValueError(
+                f"metric {self.metric!r} is of the output of commands, and no arm is one. Leave "
+                "it out"
+            )
+        settings = {*self.common, *(name for arm in self.arms for name in arm.settings)}
+        if commands and settings:
+            raise ValueError(
+                f"commands are run as they are written, and {', '.join(sorted(settings))} would do "
+                "nothing: write settings into the commands. A grid may vary environment variables"
+            )
 
 
 class Verdict(Record):
@@ -65,7 +88,13 @@ class Verdict(Record):
     high: float | None
     level: float
     claimed: bool = Field(description="a difference, at `alpha`, however often one looked")
+    slower: bool | None = Field(
+        default=None, description="which way: what most rounds were; None: nothing is claimed"
+    )
     alpha: float
+    in_turn: bool = Field(
+        default=True, description="False: rounds are blocks of two runs, and nothing is claimed"
+    )
 
     def words(
         self, arm: str, against: str, quantity: tuple[str, str] = ("slower", "faster")
@@ -73,23 +102,56 @@ class Verdict(Record):
         """As a person would say it."""
         if self.slowdown is None:
             return f"{arm} and {against}: nothing was measured"
-        bounds = (self.low, self.high)
-        if self.claimed and None not in bounds:
-            low, high = sorted(abs(bound) for bound in bounds if bound is not None)
-            word = quantity[0] if self.slowdown > 0 else quantity[1]
-            return (
-                f"{arm} is {show_share(abs(self.slowdown))} {word} than {against} "
-                f"({self.level:.0%}: {show_share(low)} to {show_share(high)})"
-            )
+        if not self.in_turn:
+            return self._of_two_runs(self.slowdown, arm, against)
         if self.low is None or self.high is None:
             return (
                 f"{arm} and {against}: {self.rounds} rounds are too few to claim anything "
                 f"(measured {self.slowdown:+.1%})"
             )
+        if self.claimed:
+            slower = self.slowdown > 0 if self.slower is None else self.slower
+            size = self.slowdown if slower else -self.slowdown
+            return (
+                f"{arm} is {show_share(size or 0.0)} {quantity[not slower]} than {against} "
+                f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
+            )
+        if self.low > 0 or self.high < 0:
+            return (
+                f"{arm} and {against}: not told apart at {100 * self.alpha:.2g} %: between "
+                f"{_signed(self.low)} and {_signed(self.high)} ({100 * self.level:.0f} %)"
+            )
         largest = max(abs(self.low), abs(self.high))
         return (
             f"{arm} and {against}: no difference larger than {show_share(largest)} can be claimed"
         )
+
+    def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
+        """Blocks of one run have in common what differs from one start to the next."""
+        blocks = "too few blocks to say how sure"
+        if self.low is not None and self.high is not None:
+            blocks = f"blocks: {_signed(self.low)} to {_signed(self.high)}"
+        return (
+            f"{arm} took {show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} "
+            f"than {against} in these two runs ({blocks}); runs differ by themselves, so nothing "
+            "is claimed: outpace compare … runs both in turns"
+        )
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def _between(low: float, high: float) -> str:
+    """An interval; with signs where it holds both directions."""
+    if low < 0 < high:
+        return f"{_signed(low)} to {_signed(high)}"
+    ends = sorted((abs(low), abs(high)))
+    return " to ".join(map(show_share, ends))
+
+
+# What is compared: ratios need a number above 0.
+_Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Outcome(Record):
@@ -97,9 +159,10 @@ class Outcome(Record):
 
     arm: str
     round: NonNegativeInt
-    value: float | None = Field(description="seconds of a step, or the metric; None: it failed")
+    value: _Figure | None = Field(description="seconds of a step, or the metric; None: it failed")
     failure: str | None = None
     run: str | None = Field(default=None, description="the run's directory, in the experiment's")
+    took_s: NonNegativeFloat = Field(default=0.0, description="with starting and ending")
 
 
 class ArmResult(Record):
@@ -127,7 +190,9 @@ class ArmResult(Record):
     price_per_million_tokens: float | None = None
     metric: float | None = None
     verdict: Verdict | None = Field(default=None, description="against the first arm; None: it is")
-    facts: dict[str, str] = Field(default={}, description="what determined its runs")
+    facts: dict[str, str] = Field(
+        default={}, description="what determined its runs; with → between where it changed"
+    )
 
 
 class Comparison(Record):
@@ -143,6 +208,9 @@ class Comparison(Record):
     took_s: float
     machine: Machine
     started: str
+    beside: tuple[str, ...] = Field(
+        default=(), description="of one that is repeated: whether the same is found, what is new"
+    )
 
     def verdicts(self) -> Mapping[str, Verdict]:
         """By arm, all but the first."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from outpace.records.base import Record
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
@@ -29,8 +31,15 @@ class RunRecord(Record):
     versions: dict[str, str]
     commit: str | None
     uncommitted_changes: bool | None
+    changes: str | None = Field(default=None, description="hash of those; None: there are none")
     machine: Machine
     device: str
     threads: int
+    environment: dict[str, str] = Field(
+        default={}, description="variables that change how it computes or exchanges"
+    )
+    load_before: float | None = Field(
+        default=None, description="processes that wanted a core in the minute before"
+    )
     started: str
     resumes: tuple[dict[str, Any], ...] = ()

@@ -30,6 +30,9 @@ class Trial(Record):
     step_time_s: PositiveFloat | None = Field(description="median, measured; None: it failed")
     peak_memory_bytes: NonNegativeInt | None = None
     failure: str | None = None
+    exit_code: int | None = Field(
+        default=None, description="of one that failed; None: it was stopped, or did not fail"
+    )
     took_s: NonNegativeFloat = Field(description="with starting and ending")
     run: str = Field(description="its directory, in the tuning's")
 

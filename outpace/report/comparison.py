@@ -1,5 +1,6 @@
 """A comparison in a terminal: the verdict first, then what each arm took."""
 
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     notes.append(f"{rounds} rounds in {show_seconds(comparison.took_s)}: {comparison.stopped}.")
     parts += [Text(), *(Text(note) for note in notes)]
     if where is not None:
-        parts.append(Text(f"kept in {where}; again: {' '.join(comparison.command)}"))
+        parts.append(Text(f"kept in {where}; again: {shlex.join(comparison.command)}"))
     return Group(*parts)
 
 

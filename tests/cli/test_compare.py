@@ -1,6 +1,11 @@
 """`outpace compare`: arms in turn, verdicts, what is kept, what is refused."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
 
 import pytest
@@ -61,21 +66,41 @@ def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):
     words = ["--command=echo t=1", "--command=echo t=2", METRIC]
     first = compared(capsys, tmp_path, *words, "--rounds", "3")
     outcomes = tmp_path / "c" / "outcomes.jsonl"
-    cut = outcomes.read_text().splitlines(keepends=True)[:-1]  # killed within a round
-    outcomes.write_text("".join(cut))
-    again = compared(capsys, tmp_path, *words, "--rounds", "3", "--resume")
-    assert again.outcomes[:4] == first.outcomes[:4] and len(again.outcomes) == 6
-    assert main(["compare", *words, "--rounds=3", f"--out={tmp_path / 'c'}"]) == 2
+    outcomes.write_text(outcomes.read_text()[:-20])  # killed within a round, and a line
+    again = compared(capsys, tmp_path, *words, "--rounds=4", "--budget=900", "--resume")
+    assert again.outcomes[:4] == first.outcomes[:4] and len(again.outcomes) == 8
+    assert again.experiment.seed == first.experiment.seed
+    assert again.took_s >= sum(one.took_s for one in again.outcomes) > 0
+    same = compared(capsys, tmp_path, *words, "--resume")  # as many rounds as were asked for last
+    assert same.outcomes == again.outcomes
+    assert main(["compare", *words, f"--out={tmp_path / 'c'}"]) == 2
     assert "--resume" in capsys.readouterr().err
+    other = ["--command=echo t=1", "--command=echo t=3", METRIC]
+    assert main(["compare", *other, f"--out={tmp_path / 'c'}", "--resume"]) == 2
+    assert "another experiment" in capsys.readouterr().err
+    outcomes.write_text("{\n")
+    assert main(["compare", *words, f"--out={tmp_path / 'c'}", "--resume"]) == 2
+    assert "is damaged" in capsys.readouterr().err
 
 
-def test_a_stored_comparison_is_repeated_and_stood_beside(capsys, tmp_path):
+def test_a_stored_comparison_is_repeated_and_stood_beside(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = ["--command=echo t=1", "--command=echo t=2", METRIC]
-    first = compared(capsys, tmp_path, *words)
-    stored = tmp_path / "c" / "comparison.json"
-    assert main(["compare", str(stored), f"--out={tmp_path / 'again'}"]) == 0
+    assert main(["compare", *words, "--out=my c", "--rounds=12"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "again: outpace compare 'my c/comparison.json'" in shown
+    first = Comparison.load(tmp_path / "my c" / "comparison.json")
+    stored = first.model_copy(update={"machine": first.machine.model_copy(update={"cpu": "old"})})
+    stored.save(tmp_path / "my c" / "comparison.json")
+    assert main([*first.command[1:], "--out=again"]) == 0
     assert "agrees with +100.0%" in capsys.readouterr().out
-    assert Comparison.load(tmp_path / "again" / "comparison.json").experiment == first.experiment
+    again = Comparison.load(tmp_path / "again" / "comparison.json")
+    assert again.experiment == first.experiment
+    assert any(line.startswith("processor was old, ") for line in again.beside)
+    assert main([*first.command[1:], "--rounds=3", "--no-compile", "--out=c"]) == 2
+    assert "repeated as it was: leave out --rounds, --compile" in capsys.readouterr().err
+    other = compared(capsys, tmp_path, *words, "--rounds=1")
+    assert other.experiment.seed != first.experiment.seed
 
 
 def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
@@ -87,6 +112,54 @@ def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
     )
     found = compared(capsys, tmp_path, str(file))
     assert [(arm.arm, arm.metric) for arm in found.arms] == [("echo t=$SPEED", 3), ("slow", 4)]
+    file.write_text(
+        'rounds = 1\nseed = 7\nmetric = "t=([0-9.]+)"\n[[arm]]\nname = "a"\n'
+        'command = "echo t=$SPEED"\n[grid]\nSPEED = [3, 4]\n'
+    )
+    found = compared(capsys, tmp_path, str(file), out="d")
+    assert [(arm.arm, arm.metric) for arm in found.arms] == [("a, SPEED=3", 3), ("a, SPEED=4", 4)]
+    assert found.experiment.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("grid = [1]", "grid: write it as a table"),
+        ("[grid]\nseed = 1", "seed needs a list of values"),
+        ('[[arm]]\nstrategy = "ddp"\nenvironment = 3', "environment: write it as a table"),
+        ('metric = "(t)"\n[[arm]]\ncommand = "a"\n[grid]\nseed = [1, 2]', "seed would do nothing"),
+        ('metric = "(t)"\n[grid]\nseed = [1, 2]', "no arm is one. Leave it out"),
+    ],
+)
+def test_a_bad_experiments_file_is_refused(text, said, capsys, tmp_path):
+    (tmp_path / "experiment.toml").write_text(text)
+    assert main(["compare", str(tmp_path / "experiment.toml"), f"--out={tmp_path / 'c'}"]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "c").exists()
+
+
+def test_an_interrupted_one_is_kept_and_its_folder_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    slow = "test -e now || { touch began; sleep 100; }; echo t=2"
+    words = ["compare", "--command=echo t=1", f"--command={slow}", METRIC, "--rounds=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "outpace", *words], stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (folder,) = (tmp_path / "comparisons").iterdir()
+    name = folder.relative_to(tmp_path)
+    assert f"--out {name} --resume" in said
+    kept = Comparison.load(folder / "comparison.json")
+    assert kept.stopped == "it was interrupted"
+    (tmp_path / "now").touch()
+    assert main([*words, "--out", str(name), "--resume", "--json"]) == 0
+    assert len(Comparison.load(folder / "comparison.json").outcomes) == 4
+    assert main([*words, "--resume"]) == 2
+    assert "--resume: which comparison? Name its directory" in capsys.readouterr().err
 
 
 TINY = json.dumps({"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab": 300,
@@ -105,7 +178,7 @@ def by_formula(run):
 
 
 @pytest.mark.gloo
-def test_strategies_are_compared_by_training_them(capsys, tmp_path):
+def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch):
     (tmp_path / "tiny.json").write_text(TINY)
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
     found = compared(
@@ -127,10 +200,17 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path):
     run = tmp_path / "c" / found.outcomes[0].run
     assert (run / "metrics.jsonl").is_file() and not (run / "model").exists()
     runs = [str(tmp_path / "c" / one.run) for one in found.outcomes]
-    assert main(["compare", "--runs", *runs]) == 0
+    assert main(["compare", "--runs", *runs, "--price=2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "not made in turn" in shown and "Losses agree on all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
+    assert "in these two runs (too few blocks" in shown and "per M" in shown
+    monkeypatch.chdir(tmp_path / "c" / "runs")  # the runs are found from anywhere
+    names = sorted(path.name for path in (tmp_path / "c" / "runs").iterdir())
+    of_runs = compared(capsys, tmp_path, "--runs", *names, out="r")
+    assert {one.run for one in of_runs.outcomes} == set(map(str, map(os.path.abspath, names)))
+    assert main(["compare", "--runs", *names, "--rounds=3", "--steps=9"]) == 2
+    assert "leave out --rounds, --steps" in capsys.readouterr().err
     assert main(["compare", "--runs", runs[0], str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
@@ -148,6 +228,9 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path):
         (["--command=a", "--command=b", "--metric=(t="], "is no regular expression"),
         (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
         (["missing.toml"], "cannot read missing.toml"),
+        (["ddp", "zero3", "--steps=3"], "arm ddp: 3 steps are warm-up only"),
+        (["ddp", "zero3", "--metric=(t)"], "no arm is one. Leave it out"),
+        (["--command=a", "--command=b", "--metric=(t)", "--steps=9"], "steps would do nothing"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(words, said, capsys, tmp_path, monkeypatch):

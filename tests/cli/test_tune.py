@@ -1,6 +1,7 @@
 """`outpace tune`: real trials, what is kept, going on, the promise, what is refused."""
 
 import json
+import shutil
 
 import pytest
 
@@ -35,6 +36,32 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
     assert main(["tune", *words, "--trials=2", f"--out={folder}", "--resume", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["trials"] == json.loads(tuning.model_dump_json())["trials"]
+    assert again["took_s"] >= sum(trial.took_s for trial in tuning.trials)
+    assert again["command"][-6:] == ["--trials", "2", "--budget", "600.0", "--within", "0.02"]
+    longer = [*words, "--steps=500", "--trials=2", f"--out={folder}", "--resume"]
+    assert main(["tune", *longer]) == 0  # trials are as short as before
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--steps 500 --plan" in shown
+
+
+def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    folder, words = tuned
+    shutil.copytree(folder, tmp_path / "t")
+    with (tmp_path / "t" / "trials.jsonl").open("a") as file:
+        file.write('{"number": 3, "wh')  # killed while it was written
+    (tmp_path / "t" / "tuning.json").unlink()
+    monkeypatch.setattr("outpace.experiment.tune.run_trial", interrupted)
+    asked = ["tune", *words, "--trials=9", "--within=0", "--resume"]
+    assert main([*asked, f"--out={tmp_path / 't'}"]) == 130
+    assert f"--out {tmp_path / 't'} --resume" in capsys.readouterr().err
+    kept = Tuning.load(tmp_path / "t" / "tuning.json")
+    assert kept.stopped == "it was interrupted" and len(kept.trials) == 2
+    assert Plan.load(tmp_path / "t" / "plan.json") == kept.fastest.plan
+    assert main(asked) == 2
+    assert "--resume: which tuning? Name its directory" in capsys.readouterr().err
 
 
 def test_training_by_the_plan_checks_the_promise(tuned, capsys, tmp_path):

@@ -78,3 +78,32 @@ def test_a_difference_is_found_and_its_size():
     assert "slower than" in found.words("b", "a")
     few = verdict(times[:3], against[:3], 0.01, 0.95)
     assert not few.claimed and few.low is None and "too few" in few.words("b", "a")
+
+
+def test_ties_do_not_turn_a_claim_round():
+    found = verdict([2.0] * 12 + [1.0] * 13, [1.0] * 25, 0.01, 0.95)
+    assert found.claimed and found.slowdown == 0.0
+    assert found.words("b", "a").startswith("b is 0.0 % slower than a (95 %: 0.0 % to")
+
+
+def test_a_claim_that_was_reached_is_kept():
+    times = [1.1] * 10 + [0.9, 1.2] * 8
+    reached, later = (verdict(times[:n], [1.0] * n, 0.01, 0.95) for n in (10, 26))
+    assert reached.claimed and later.claimed and later.slower
+    assert log_evidence(26, 18) < math.log(100)  # by the last look alone it would not be
+
+
+def test_an_interval_that_is_not_enough_for_a_claim_is_told_as_it_is():
+    times = [1.0 + 0.01 * n for n in range(1, 9)]
+    found = verdict(times, [1.0] * 8, 0.01, 0.95)
+    assert not found.claimed
+    said = found.words("b", "a")
+    assert said == "b and a: not told apart at 1 %: between +1.0 % and +8.0 % (95 %)"
+
+
+def test_of_runs_that_are_over_nothing_is_claimed():
+    found = verdict([0.9] * 30, [1.0] * 30, 0.01, 0.95, in_turn=False)
+    assert not found.claimed
+    assert found.words("b", "a").startswith(
+        "b took 10.0 % less time than a in these two runs (blocks: -10.0 % to -10.0 %); runs differ"
+    )

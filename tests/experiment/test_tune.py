@@ -15,15 +15,16 @@ def proposer():
     return Proposer(asked, origins)
 
 
-def runner(took):
-    """Trials that take what `took` says of a proposal, seconds; None: it fails."""
+def runner(took, code=4):
+    """Trials that take what `took` says of a proposal, seconds; None: it fails with `code`."""
 
     def run(number, why, proposal, first_s):
         seconds = took(proposal)
         return Trial(
             number=number, why=why, title=proposal.title, plan=proposal.plan,
             first_predicted_s=first_s, predicted_s=proposal.step_time_s, step_time_s=seconds,
-            failure=None if seconds else "exit code 2: out of memory", took_s=1.0, run="r",
+            failure=None if seconds else "ended", exit_code=None if seconds else code, took_s=1.0,
+            run="r",
         )  # fmt: skip
 
     return run
@@ -60,20 +61,37 @@ def test_it_stops_where_nothing_left_can_win(proposer):
     assert found["gain"] == pytest.approx(1 - found["step_time_s"] / default_s)
 
 
-def test_what_fails_is_a_result_and_nothing_larger_is_tried(proposer):
+@pytest.mark.parametrize("code", [4, -9, 137])
+def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer, code):
     fastest = proposer.proposals(())[0]
     needs = fastest.memory_bytes
 
     def took(proposal):
         return None if proposal.memory_bytes >= needs else proposal.step_time_s
 
-    ended = tune(proposer, runner(took), Limits(trials=10))
+    ended = tune(proposer, runner(took, code), Limits(trials=10))
     assert any(trial.failure for trial in ended.trials)
     most = float("inf")
     for trial in ended.trials:
         own = proposer.proposal(trial.plan).memory_bytes
         assert own < most
         most = min(most, own) if trial.failure else most
+
+
+def test_what_fails_in_another_way_says_nothing_of_memory(proposer):
+    ended = tune(proposer, runner(lambda proposal: None, code=2), Limits(trials=6))
+    needs = [proposer.proposal(trial.plan).memory_bytes for trial in ended.trials]
+    assert len(needs) == 6
+    assert any(need >= min(needs[:at]) for at, need in enumerate(needs) if at)
+
+
+def test_what_was_spent_before_counts(proposer):
+    def took(proposal):
+        return 2 * proposer.proposal(proposal.plan).step_time_s
+
+    first = tune(proposer, runner(took), Limits(trials=2)).trials  # of a second each
+    ended = tune(proposer, runner(took), Limits(budget_s=2.0), first, clock=lambda: 0.0)
+    assert ended.trials == first and ended.stopped == "the budget of 2 s is spent"
 
 
 def test_all_failing_is_said(proposer):

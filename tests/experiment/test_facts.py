@@ -1,0 +1,100 @@
+"""What is said to differ between arms, and whether losses must agree."""
+
+import pytest
+
+from outpace.experiment.facts import differing, read_facts
+from outpace.experiment.results import Curve, losses_in_words, steps_of
+from outpace.records.comparison import Arm, Experiment, Outcome
+from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.plan import Plan
+from outpace.records.run import RunRecord
+from outpace.records.settings import TrainSettings
+
+
+def record(settings=None, plan=None, **changed):
+    plain = RunRecord(
+        outpace="0", command=("outpace", "train"), settings=TrainSettings(**settings or {}),
+        origins={}, plan=Plan(**plan or {}), identity="", model=None, parameters=1, total_steps=8,
+        seq_len=8, train_data="x", eval_data=None, versions={"torch": "2"}, commit="c",
+        uncommitted_changes=False, device="cpu", threads=1, started="2026-01-01",
+        machine=Machine(host_cores=1, host_memory_bytes=1, cpu="x"),
+    )  # fmt: skip
+    return plain.model_copy(update=changed)
+
+
+def told(folder, arms, *records):
+    """What differs, of runs of arm a, b, a, b, …"""
+    experiment = Experiment(
+        arms=tuple(Arm(name=n, **one) for n, one in zip("ab", arms, strict=True))
+    )
+    outcomes = []
+    for number, one in enumerate(records):
+        (folder / str(number)).mkdir()
+        one.save(folder / str(number) / "run.json")
+        outcomes.append(Outcome(arm="ab"[number % 2], round=number, value=1.0, run=str(number)))
+    return differing(experiment, read_facts(experiment, folder, outcomes))
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"environment": {"NCCL_ALGO": "Ring"}}, "variables"),
+        ({"threads": 2}, "threads a process"),
+        ({"uncommitted_changes": True, "changes": "abc"}, "uncommitted changes"),
+        ({"total_steps": 4}, "steps"),
+    ],
+)
+def test_what_nobody_asked_for_is_said(tmp_path, changed, name):
+    (line,) = told(tmp_path, ({}, {}), record(), record(**changed))
+    assert line.startswith(f"{name} differs between arms")
+
+
+def test_every_run_of_an_arm_is_looked_at(tmp_path):
+    later = record(versions={"torch": "3"})
+    (line,) = told(tmp_path, ({}, {}), record(), record(), later, later)
+    assert line.startswith("versions changed between runs of a and b") and "→" in line
+
+
+@pytest.mark.parametrize(
+    ("arm", "changed"),
+    [
+        ({"environment": {"NCCL_ALGO": "Ring"}}, {"environment": {"NCCL_ALGO": "Ring"}}),
+        ({"settings": {"nproc": 2}}, {"plan": {"strategy": "ddp", "dp_replicate": 2}}),
+        # With --tokens for all arms.
+        ({"settings": {"global_batch": 8}}, {"settings": {"global_batch": 8}, "total_steps": 16}),
+        ({}, {"load_before": 3.0}),
+    ],
+)
+def test_what_was_asked_for_is_not(tmp_path, arm, changed):
+    assert told(tmp_path, ({}, arm), record(load_before=0.1), record(**changed)) == []
+
+
+def curve(factor=1.0, every=8, **of):
+    return Curve(record(**of), {every * n: factor * 4.0 for n in range(1, 5)})
+
+
+def test_losses_must_agree_where_the_same_numbers_are_trained():
+    low, spelt = {"plan": {"precision": "bf16"}}, {"settings": {"precision": "fp32"}}
+    assert "agree on all steps" in losses_in_words({"a": curve(), "b": curve(1.005, **spelt)})
+    apart = losses_in_words({"a": curve(), "b": curve(1.03, **spelt)})
+    assert "LOSSES DISAGREE" in apart and "b and a are 3.0% apart" in apart
+    # Both in bf16, whoever said so.
+    assert "agree on all" in losses_in_words({"a": curve(**low), "b": curve(1.03, **low)})
+    other = losses_in_words({"a": curve(), "b": curve(1.03, **low), "c": curve(1.2)})
+    assert "LOSSES DISAGREE where they must not: c and a" in other
+    assert "by b than by a (precision), so losses may differ: by 3.00%" in other
+
+
+def test_losses_are_compared_after_the_same_samples():
+    half = curve(every=16, settings={"global_batch": 8})
+    whole = Curve(record(), {8: 9.0, 16: 4.0, 32: 4.0, 48: 4.0})
+    assert "by 0.00% at most" in losses_in_words({"a": half, "b": whole})
+    assert losses_in_words({"a": curve(every=7), "b": Curve(record(), {1: 2.0})}) is None
+
+
+@pytest.mark.parametrize("line", ['{"step": 1}', "[1]", '{"step_time_s": "x"}'])
+def test_a_line_that_is_no_step_is_refused(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    with pytest.raises(BadInputError, match="line 1, is no step: it needs step_time_s"):
+        steps_of(tmp_path)
