@@ -37,7 +37,7 @@ COMMANDS = {
     "merge": "add a LoRA adapter to the weights it was trained beside",
     "compare": "which of several ways to train is faster, beyond the noise",
     "tune": "find the fastest plan for a training on this machine, by short trials",
-    "report": "a run, comparison, tuning, plan or probe as one page",
+    "report": "a run, comparison, tuning, plan, probe or certificate as one page",
     "verify": "prove that strategies compute what a single process does",
     "version": "versions of outpace and of what it stands on",
 }

@@ -20,7 +20,7 @@ from outpace.records.tuning import Tuning
 if TYPE_CHECKING:
     from outpace.report.document import Document
 
-_ABOUT = "A run, comparison, tuning, plan or probe as one page that needs no network."
+_ABOUT = "A run, comparison, tuning, plan, probe or certificate as a page that needs no network."
 _EPILOG = (
     "A PATH is a run's or a comparison's directory, comparison.json, tuning.json, machine.json of "
     "outpace probe, certificate.json of outpace verify, or what outpace plan --json printed. "
@@ -59,7 +59,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         browser = find_browser(arguments.browser)  # before the work
     documents = list(_documents(subjects))
     out = arguments.out
-    if out is None and kind in ("html", "png"):
+    if out is None and (kind in ("html", "png") or arguments.json):
         out = _beside(arguments.path[0], kind)
     content = _content(documents, kind, browser)
     if out is not None:
@@ -185,12 +185,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 def _write(out: Path, content: str | bytes) -> None:
     try:
-        if isinstance(content, str):
-            write_atomic(out, content)
-        else:
-            temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-            temporary.write_bytes(content)
-            temporary.replace(out)
+        write_atomic(out, content)
     except OSError as error:
         raise BadInputError(f"cannot write {out}: {error.strerror}.") from None
 
@@ -214,7 +209,8 @@ def _parser() -> Parser:
     add = parser.arguments.add_argument
     add("path", nargs="+", type=Path, metavar="PATH", help="what to report on")
     add("--out", type=Path, default=None, metavar="FILE",
-        help="where to (default: report.html beside it; md, csv: standard output)")  # fmt: skip
+        help="where to (default: report.html beside it; standard output for md and csv without "
+             "--json)")  # fmt: skip
     add("--format", choices=_FORMATS, default=None, metavar="FORMAT",
         help="html, md, csv or png (default: as --out ends, else html)")  # fmt: skip
     add("--browser", default=None, metavar="PROGRAM",

@@ -101,6 +101,7 @@ def _show(folder: Path, as_json: bool) -> int:
             **past.row.model_dump(mode="json"),
             "record": past.record and past.record.model_dump(mode="json"),
             "result": past.result and past.result.model_dump(mode="json"),
+            "failure": past.failure and past.failure.model_dump(mode="json"),
             "bytes": files,
             "again": command,
         }

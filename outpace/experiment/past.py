@@ -15,9 +15,9 @@ from outpace.records.errors import BadInputError
 from outpace.records.measurement import Measurement, StepRecord
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
-from outpace.records.run import RunRecord
+from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.train.run_dir import METRICS_FILE, RESULT_FILE, RUN_FILE
+from outpace.train.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE, RUN_FILE
 
 _DEFAULT = "default"  # where a setting came from that nobody gave
 # The end of a file of metrics: about a hundred steps.
@@ -30,12 +30,16 @@ _OF_RECORD = (
 
 @dataclass(frozen=True)
 class Past:
-    """A run's folder; `record` and `result` are None where it has none that can be read."""
+    """A run's folder; `record` and `result` are None where it has none that can be read.
+
+    `failure`: why it ended before its last step, where that could still be written down.
+    """
 
     folder: Path
     row: PastRun
     record: RunRecord | None = None
     result: Measurement | None = None
+    failure: Failure | None = None
 
     def value(self, name: str) -> Any:
         """A figure, or a field of its plan or settings; None where it is not known."""
@@ -111,10 +115,11 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
     try:
         result = _result(folder, record)
         figures = _of_result(result) if result is not None else _of_steps(folder)
+        failure = _failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
         return Past(folder, damaged, record)
-    return Past(folder, row.model_copy(update=figures), record, result)
+    return Past(folder, row.model_copy(update=figures), record, result, failure)
 
 
 def _damaged(folder: Path, why: str) -> PastRun:
@@ -128,6 +133,11 @@ def _result(folder: Path, record: RunRecord) -> Measurement | None:
         return None
     result = Measurement.load(path)
     return result if result.steps == record.total_steps else None
+
+
+def _failure(folder: Path) -> Failure | None:
+    path = folder / FAILURE_FILE
+    return Failure.load(path) if path.exists() else None
 
 
 def _of_result(result: Measurement) -> dict[str, Any]:

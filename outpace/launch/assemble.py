@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import lies_on, place_optimizer
 from outpace.planner.flops import step_flops
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.run import RunRecord
 from outpace.train.accounting import Costs, Ledger
@@ -122,7 +122,7 @@ def assemble(
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
-    guard.tidy = lambda: _tidy(job)
+    guard.tidy = partial(_tidy, job)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.recomputes)
@@ -137,10 +137,11 @@ def assemble(
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
     recording = Recording(job, start_step)
-    guard.tidy = lambda: _tidy(job, recording)
+    guard.tidy = partial(_tidy, job, recording=recording)
     guard.look_inside = partial(answer.anatomy, layout, optimizer)
     layout.go_on(start_step)
     job.groups.once(lambda: _take_up(job, record, start_step))
+    stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
     stepper = _stepper(job, layout, optimizer, mixed)
     loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
@@ -218,11 +219,23 @@ def _discard_unbegun(job: Job) -> None:
         job.run_dir.discard_unbegun()
 
 
-def _tidy(job: Job, recording: Recording | None = None) -> None:
+def _end_early(job: Job, reason: str) -> None:
+    """Write down why a run ends, for who looks at its folder."""
+    if job.ranks.rank == 0:
+        with suppress(OSError):  # a full disk may be the reason
+            job.run_dir.end_early(reason)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {error}"
+
+
+def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
     """What is left to do where a process is ended in the midst of training."""
     tell(job.callbacks, "close")
     if recording is not None:
         recording.close()
+        _end_early(job, reason)
     _discard_unbegun(job)
     if job.ranks.rank == 0:
         clear_partial(job.run_dir.checkpoints)

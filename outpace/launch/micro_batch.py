@@ -8,7 +8,6 @@ exchange that another has left.
 """
 
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from outpace.launch.fit import Fitting
 from outpace.launch.group import Groups
 from outpace.planner.cost import Predict
-from outpace.records.errors import EXIT_OUT_OF_MEMORY, BadInputError, OutOfMemoryError
+from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemoryError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
@@ -30,7 +29,7 @@ from outpace.train.callbacks import Callback, tell
 TRIAL_STEPS = 2
 # A long run needs a little more than a short one, as free memory falls to pieces.
 _OF_LIMIT = 0.95
-_TOO_LARGE = (EXIT_OUT_OF_MEMORY, -signal.SIGKILL)
+
 
 # Does two steps with these settings on a port of rank 0's host; the child's exit code and words.
 Try = Callable[[TrainSettings, int], tuple[int, str]]
@@ -89,7 +88,7 @@ def find(
         codes = [code for code, _ in outcomes]
         if not any(codes):
             return with_size(plan, size)
-        if not any(code in _TOO_LARGE for code in codes):
+        if not any(code in OUT_OF_MEMORY_CODES for code in codes):
             said = next((words for _, words in outcomes if words), f"exit codes {codes}")
             raise BadInputError(f"--micro-batch auto: the trial of {size} failed: {said}")
     raise OutOfMemoryError(

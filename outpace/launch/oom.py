@@ -71,13 +71,13 @@ class Guard:
 
     `answer` makes the message of a shortage, and `look_inside` lists what holds memory; both are
     set as soon as a job knows them. `relieve` frees memory that training does without, where there
-    is any. `end` ends this process with a message and an exit code.
+    is any. `tidy` is told why, then `end` ends this process with a message and an exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
         self.look_inside: Callable[[int], tuple[str, ...]] = lambda used_bytes: ()
         self.answer: Callable[[Shortage], str] = lambda shortage: shortage.sentence
-        self.tidy: Callable[[], None] = lambda: None
+        self.tidy: Callable[[str], None] = lambda message: None
         self.relieve: Callable[[], bool] = lambda: False
         self._ranks = ranks
         self._device = device
@@ -213,7 +213,7 @@ class Guard:
         if message is None:
             message = f"out of memory: {shortage.sentence}" if pressed else self._message(shortage)
         with suppress(Exception):  # it has to end, whatever state the run is in
-            self.tidy()
+            self.tidy(message)
         end(message, EXIT_OUT_OF_MEMORY)
 
     def _agree(self, own: Shortage) -> Shortage:

@@ -66,12 +66,13 @@ def explain(error: ValidationError, where: str, known: Any) -> str:
     return "\n".join(sentences)
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the new, never a part."""
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path` so that a reader sees the old file or the new, never a part."""
+    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -96,6 +96,11 @@ class Verdict(Record):
         default=True, description="False: rounds are blocks of two runs, and nothing is claimed"
     )
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Both ends; None where there were too few rounds."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
     def words(
         self, arm: str, against: str, quantity: tuple[str, str] = ("slower", "faster")
     ) -> str:

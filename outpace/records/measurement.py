@@ -26,6 +26,11 @@ class TimeParts(Record):
         """The whole step."""
         return float(sum(getattr(self, f"{part}_s") for part in PARTS))
 
+    @property
+    def computing_s(self) -> float:
+        """In which this rank computes: forwards, backwards and the optimizer."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
 
 class RunInfo(Record):
     """What is about to be trained, shown before the first step."""

@@ -1,4 +1,4 @@
-"""RunRecord: everything that determined a run; run.json."""
+"""RunRecord: everything that determined a run; run.json. And why one ended early."""
 
 from typing import Any
 
@@ -43,3 +43,10 @@ class RunRecord(Record):
     )
     started: str
     resumes: tuple[dict[str, Any], ...] = ()
+
+
+class Failure(Record):
+    """Why a run ended before its last step; failure.json, until it goes on."""
+
+    reason: str
+    ended: str = Field(description="UTC, ISO 8601")

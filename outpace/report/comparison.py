@@ -1,7 +1,8 @@
 """A comparison in a terminal: the verdict first, then what each arm took."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,12 +14,52 @@ from outpace.records.comparison import ArmResult, Comparison
 from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 
-Show = Callable[[ArmResult], str]
 _LOAD_NOTE = (
     "sent: by all ranks in a step, counted in the warm-up. idle: share of time in which ranks' "
     "main threads waited for others or for data; of GPUs, in which no kernel ran (waiting for an "
     "exchange is one). busy: mean over the GPUs of the run, and over all cores of its hosts, "
     "whoever used them."
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of arms: an attribute of theirs, or of their verdicts, and how it is shown."""
+
+    name: str
+    attribute: str
+    show: Callable[[Any], str]
+
+    def value(self, arm: ArmResult) -> Any:
+        """None where it is not known."""
+        owner = arm if hasattr(arm, self.attribute) else arm.verdict
+        return getattr(owner, self.attribute, None)
+
+    def text(self, arm: ArmResult) -> str:
+        """As a person reads it."""
+        value = self.value(arm)
+        return "–" if value is None else self.show(value)
+
+
+_FIGURES = (
+    Column("metric", "metric", lambda value: f"{value:.6g}"),
+    Column("step", "step_time_s", show_seconds),
+    Column("ratio", "slowdown", lambda value: f"{1 + value:.3f}"),
+    Column("95 %", "interval", lambda ends: f"{1 + ends[0]:.3f}–{1 + ends[1]:.3f}"),
+    Column("tokens/s", "tokens_per_s", lambda value: f"{value:,.0f}"),
+    Column("FLOP/s", "model_flops_per_s", show_count),
+    Column("MFU", "mfu", show_share),
+    Column("memory", "peak_memory_bytes", show_bytes),
+    Column("loss", "final_loss", lambda value: f"{value:.4f}"),
+    Column("per M tokens", "price_per_million_tokens", lambda value: f"{value:.4g}"),
+)
+# What arms get through and send, and how busy they keep what they have.
+_LOAD = (
+    Column("samples/s", "samples_per_s", lambda value: f"{value:,.1f}"),
+    Column("sent a step", "sent_bytes", show_bytes),
+    Column("idle", "idle_share", show_share),
+    Column("GPU busy", "device_utilisation", show_share),
+    Column("cores busy", "core_utilisation", show_share),
 )
 
 
@@ -51,7 +92,7 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     """For a terminal of 80 columns or more."""
     parts: list[RenderableType] = [Text()]
     parts += [Text(line, style="bold") for line in verdict_lines(comparison)]
-    parts += [Text(), _arms(comparison, _figures())]
+    parts += [Text(), _arms(comparison, _FIGURES)]
     if any(arm.parts for arm in comparison.arms):
         parts += [Text(), _parts(comparison)]
     load = _arms(comparison, _LOAD)
@@ -67,66 +108,27 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     return Group(*parts)
 
 
-def _arms(comparison: Comparison, of: Mapping[str, Show]) -> Table:
+def _arms(comparison: Comparison, of: Sequence[Column]) -> Table:
     """A row an arm; of the columns those in which anything is known."""
     kept = _filled(comparison, of)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for name in kept:
-        table.add_column(name, justify="right")
+    for column in kept:
+        table.add_column(column.name, justify="right")
     for arm in comparison.arms:
-        table.add_row(Text(arm.arm), *(show(arm) for show in kept.values()))
+        table.add_row(Text(arm.arm), *(column.text(arm) for column in kept))
     return table
 
 
-def _known(name: str, show: Callable[[Any], str]) -> Show:
-    return lambda arm: "–" if getattr(arm, name) is None else show(getattr(arm, name))
+def columns(comparison: Comparison) -> list[Column]:
+    """Those that anything is known of."""
+    return _filled(comparison, (*_FIGURES, *_LOAD))
 
 
-# What arms send, and how busy they keep what they have.
-_LOAD: Mapping[str, Show] = {
-    "sent a step": _known("sent_bytes", show_bytes),
-    "idle": _known("idle_share", show_share),
-    "GPU busy": _known("device_utilisation", show_share),
-    "cores busy": _known("core_utilisation", show_share),
-}
-
-
-def columns(comparison: Comparison) -> dict[str, Show]:
-    """Name -> what it shows of an arm, of those that anything is known of."""
-    return _filled(comparison, {**_figures(), **_LOAD})
-
-
-def _filled(comparison: Comparison, of: Mapping[str, Show]) -> dict[str, Show]:
-    return {
-        name: show for name, show in of.items() if any(show(arm) != "–" for arm in comparison.arms)
-    }
-
-
-def _figures() -> dict[str, Show]:
-
-    def ratio(arm: ArmResult) -> str:
-        if arm.verdict is None or arm.verdict.slowdown is None:
-            return "–"
-        return f"{1 + arm.verdict.slowdown:.3f}"
-
-    def interval(arm: ArmResult) -> str:
-        if arm.verdict is None or arm.verdict.low is None or arm.verdict.high is None:
-            return "–"
-        return f"{1 + arm.verdict.low:.3f}–{1 + arm.verdict.high:.3f}"
-
-    return {
-        "metric": _known("metric", lambda value: f"{value:.6g}"),
-        "step": _known("step_time_s", show_seconds),
-        "ratio": ratio,
-        "95 %": interval,
-        "tokens/s": _known("tokens_per_s", lambda value: f"{value:,.0f}"),
-        "FLOP/s": _known("model_flops_per_s", show_count),
-        "MFU": _known("mfu", show_share),
-        "memory": _known("peak_memory_bytes", show_bytes),
-        "loss": _known("final_loss", lambda value: f"{value:.4f}"),
-        "per M tokens": _known("price_per_million_tokens", lambda value: f"{value:.4g}"),
-    }
+def _filled(comparison: Comparison, of: Sequence[Column]) -> list[Column]:
+    return [
+        column for column in of if any(column.value(arm) is not None for arm in comparison.arms)
+    ]
 
 
 def _parts(comparison: Comparison) -> RenderableType:

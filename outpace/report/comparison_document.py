@@ -1,14 +1,16 @@
 """The report of a comparison."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from outpace.records.comparison import ArmResult, Comparison, Outcome
+import numpy as np
+
+from outpace.records.comparison import ArmResult, Comparison
 from outpace.records.machine import Machine
-from outpace.records.units import show_bytes, show_seconds
+from outpace.records.units import show_seconds
 from outpace.report import runs_parts, where
-from outpace.report.colours import MEASURED, PREDICTED, colour
-from outpace.report.comparison import columns, verdict_lines
+from outpace.report.colours import colour
+from outpace.report.comparison import Column, columns, verdict_lines
 from outpace.report.document import (
     Cell,
     Document,
@@ -32,7 +34,6 @@ from outpace.report.figures import (
     plain,
     seconds,
     shares,
-    sizes,
 )
 from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run, read_run
@@ -56,11 +57,11 @@ def comparison_document(
             Section("How they compare", tuple(_compared(comparison))),
             Section("Where the time goes", tuple(_parts(comparison, runs))),
             Section("Loss", tuple(_losses(comparison, runs))),
-            Section("Memory", tuple(_memory(comparison))),
-            Section("Predicted against measured", tuple(_predicted(runs, probe))),
+            Section("Memory", (_memory(comparison),)),
+            Section("Predicted against measured", tuple(_predicted(comparison, runs, probe))),
             Section("Utilisation", tuple(runs_parts.loads(runs))),
             topology(comparison.machine),
-            _environment(comparison),
+            _environment(comparison, runs),
         ),
     )  # fmt: skip
 
@@ -106,7 +107,7 @@ def _differences(comparison: Comparison) -> Figure:
         assert one.verdict is not None
         values.append(one.verdict.slowdown)
         intervals.append((one.verdict.low, one.verdict.high))
-    shades = [colour(1 + place) for place in range(len(others))]
+    shades = [colour(comparison.arms.index(one)) for one in others]
     more = "more time" if comparison.experiment.metric is None else "higher"
     return bars(
         f"Difference to {first}, with its interval", listed(verdict_lines(comparison)),
@@ -116,49 +117,40 @@ def _differences(comparison: Comparison) -> Figure:
 
 def _values(comparison: Comparison) -> Figure:
     """Of each arm the median of its rounds, and where half of them lie."""
-    by_arm = {arm.arm: _known(comparison.outcomes, arm.arm) for arm in comparison.arms}
+    found = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
     unit = unit_of(comparison)
-    middle = [_quantile(values, 0.5) for values in by_arm.values()]
-    around = [(_quantile(v, 0.25), _quantile(v, 0.75)) for v in by_arm.values()]
+    middle = [quartiles[1] for quartiles in found.values()]
+    around = [(low, high) for low, _, high in found.values()]
     what = "time of a step" if comparison.experiment.metric is None else "metric"
-    alt = listed(
-        [f"{name}: {unit.show(value)}" for name, value in zip(by_arm, middle, strict=True)]
-    )
+    alt = listed([f"{name}: {unit.show(value)}" for name, value in zip(found, middle, strict=True)])
     return bars(
-        f"{what.capitalize()}: the median of rounds, and half of them", alt, list(by_arm),
-        middle, unit, what, around, [colour(place) for place in range(len(by_arm))],
+        f"{what.capitalize()}: the median of rounds, and half of them", alt, list(found),
+        middle, unit, what, around, [colour(place) for place in range(len(found))],
     )  # fmt: skip
 
 
-def _known(outcomes: Sequence[Outcome], arm: str) -> list[float]:
-    return sorted(one.value for one in outcomes if one.arm == arm and one.value is not None)
-
-
-def _quantile(values: Sequence[float], share: float) -> float | None:
-    """Of sorted values, between the two beside it."""
-    if not values:
-        return None
-    place = share * (len(values) - 1)
-    low = int(place)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (place - low) * (values[high] - values[low])
+def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ...]:
+    """Of the rounds' values: a quarter lies below the first, half below the second."""
+    values = [one.value for one in comparison.outcomes
+              if one.arm == arm.arm and one.value is not None]  # fmt: skip
+    return tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist()) if values else (None,) * 3
 
 
 def _rounds(comparison: Comparison) -> Figure:
     """Every outcome, round by round."""
     unit = unit_of(comparison)
     series, rows = [], []
-    for place, arm in enumerate(comparison.arms):
+    for arm in comparison.arms:
         own = [one for one in comparison.outcomes if one.arm == arm.arm]
-        style = {"mode": "lines+markers", "line": {"color": colour(place), "width": 1.4}}
         series.append(Line(arm.arm, ([one.round + 1 for one in own],),
-                           [one.value for one in own], style))  # fmt: skip
+                           [one.value for one in own], {"mode": "lines+markers"}))  # fmt: skip
         rows += [(Number(one.round + 1, str(one.round + 1)), arm.arm, unit.cell(one.value),
                   one.failure or "") for one in own]  # fmt: skip
     what = "time of a step" if comparison.experiment.metric is None else "metric"
     table = Table("Every round", ("round", "arm", what, "failure"), tuple(rows))
     failed = sum(one.value is None for one in comparison.outcomes)
-    alt = f"{len(rows)} runs, {failed} of them failed."
+    runs = len({(one.arm, one.run or one.round) for one in comparison.outcomes})
+    alt = f"{len(rows)} measurements in {runs} runs, {failed} of them failed."
     return lines("Every round", alt, series, [Along("round", "round", _COUNT)], unit, what, table)
 
 
@@ -166,25 +158,14 @@ def _table(comparison: Comparison) -> Table:
     """What is known of each arm."""
     known = columns(comparison)
 
-    def row(arm: ArmResult) -> tuple[Cell, ...]:
-        return (arm.arm, *(_cell(arm, name, show(arm)) for name, show in known.items()))
+    def cell(arm: ArmResult, column: Column) -> Number:
+        value = column.value(arm)
+        return Number(value[0] if isinstance(value, tuple) else value, column.text(arm))
 
-    rows = tuple(row(arm) for arm in comparison.arms)
-    return Table("The arms", ("arm", *known), rows)
-
-
-_SORTED_BY = {
-    "metric": "metric", "step": "step_time_s", "tokens/s": "tokens_per_s",
-    "FLOP/s": "model_flops_per_s", "MFU": "mfu", "memory": "peak_memory_bytes",
-    "loss": "final_loss", "per M tokens": "price_per_million_tokens",
-}  # fmt: skip
-
-
-def _cell(arm: ArmResult, name: str, text: str) -> Cell:
-    if name in _SORTED_BY:
-        return Number(getattr(arm, _SORTED_BY[name]), text)
-    slowdown = None if arm.verdict is None else arm.verdict.slowdown
-    return Number(slowdown, text) if name == "ratio" else text
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (arm.arm, *(cell(arm, one) for one in known)) for arm in comparison.arms
+    )
+    return Table("The arms", ("arm", *(one.name for one in known)), rows)
 
 
 def _parts(comparison: Comparison, runs: dict[str, Run]) -> Iterable[Part]:
@@ -202,19 +183,16 @@ def _losses(comparison: Comparison, runs: dict[str, Run]) -> Iterable[Part]:
         yield Words(comparison.losses)
 
 
-def _memory(comparison: Comparison) -> Iterable[Part]:
-    known = {arm.arm: arm.peak_memory_bytes for arm in comparison.arms
-             if arm.peak_memory_bytes is not None}  # fmt: skip
-    if not known:
-        yield Words("How much memory these arms took is not recorded.")
-        return
-    values = [float(value) for value in known.values()]
-    alt = listed([f"{name}: {show_bytes(value)}" for name, value in known.items()])
-    yield bars("Peak memory, of the fullest rank", alt, list(known), values, sizes(values),
-               "memory", (), [colour(place) for place in range(len(known))])  # fmt: skip
+def _memory(comparison: Comparison) -> Part:
+    shades = [colour(place) for place in range(len(comparison.arms))]
+    return runs_parts.peak_memory(
+        {arm.arm: arm.peak_memory_bytes for arm in comparison.arms}, shades
+    )
 
 
-def _predicted(runs: dict[str, Run], probe: Machine | None) -> Iterable[Part]:
+def _predicted(
+    comparison: Comparison, runs: dict[str, Run], probe: Machine | None
+) -> Iterable[Part]:
     said = {name: predict(run.record, run.hosts, probe) for name, run in runs.items()}
     known = {name: one for name, one in said.items() if isinstance(one, Prediction)}
     if not known:
@@ -223,27 +201,21 @@ def _predicted(runs: dict[str, Run], probe: Machine | None) -> Iterable[Part]:
         return
     bases = dict.fromkeys(one.basis for one in known.values())
     yield Words(" ".join(bases))
-    estimates = {name: one.planned.estimate for name, one in known.items()}
-    measured = [_step_time(runs[name]) for name in known]
-    times = [one.step_time_s for one in estimates.values()]
-    unit = seconds([*times, *measured])
-    alt = listed(
-        [
-            f"{name}: predicted {unit.show(time)}, measured {unit.show(seen)}"
-            for name, time, seen in zip(known, times, measured, strict=True)
-        ]
-    )
+    arms = [arm for arm in comparison.arms if arm.arm in known]
+    estimates = [known[arm.arm].planned.estimate for arm in arms]
+    times, measured = [one.step_time_s for one in estimates], [arm.step_time_s for arm in arms]
+    title = "Time of a step, as predicted with its interval"
+    around: list[tuple[float | None, float | None]] = []
+    if comparison.experiment.metric is None:  # else the rounds' values are no times
+        title += ", as measured with half of the rounds"
+        around = [(low, high) for low, _, high in (_quartiles(comparison, arm) for arm in arms)]
     yield against(
-        "Time of a step", alt, list(known), times, measured, unit, "time of a step",
-        [(one.low_s, one.high_s) for one in estimates.values()], (PREDICTED, MEASURED),
+        title, [arm.arm for arm in arms], times, measured, seconds([*times, *measured]),
+        "time of a step", [(one.low_s, one.high_s) for one in estimates], around,
     )  # fmt: skip
 
 
-def _step_time(run: Run) -> float | None:
-    return None if run.measurement is None else run.measurement.step_time_s
-
-
-def _environment(comparison: Comparison) -> Section:
+def _environment(comparison: Comparison, runs: dict[str, Run]) -> Section:
     arms = tuple(
         (arm.name, ", ".join(f"{k}={v}" for k, v in arm.settings.items()) or arm.command or "–",
          ", ".join(f"{k}={v}" for k, v in arm.environment.items()) or "–")
@@ -256,5 +228,5 @@ def _environment(comparison: Comparison) -> Section:
         Table("What the arms are", ("arm", "settings", "environment"), arms),
         pairs("What they have in common", common),
         pairs("When", [("started", comparison.started)]),
-        machine_table(comparison.machine),
+        machine_table(comparison.machine), *runs_parts.versions(runs),
     ))  # fmt: skip

@@ -7,7 +7,7 @@ import numpy as np
 
 from outpace.records.measurement import Evaluation
 from outpace.records.units import show_seconds
-from outpace.report.colours import MEASURED, OKABE_ITO, colour
+from outpace.report.colours import GREEN, MEASURED, RED, SKY
 from outpace.report.document import Figure, Number, Table
 from outpace.report.figures import Along, Line, Unit, axis, counts, lines, listed, plain, seconds
 from outpace.report.steps import Steps
@@ -17,8 +17,6 @@ POINTS = 1600  # of a line; a screen has about as many columns
 _MEANS = 160
 _TABLE_ROWS = 16
 _NATS = plain("nats", 5)
-# A line of each of so many is told apart by its colour.
-_EACH_COLOURED = 8
 
 
 def losses(steps: Steps, evaluations: Sequence[Evaluation]) -> Figure:
@@ -39,7 +37,7 @@ def losses(steps: Steps, evaluations: Sequence[Evaluation]) -> Figure:
     return lines("Loss", alt, series, along, _NATS, "loss", table)
 
 
-_FAINT: Mapping[str, Any] = {"opacity": 0.75, "line": {"color": OKABE_ITO[4], "width": 1.1}}
+_FAINT: Mapping[str, Any] = {"opacity": 0.75, "line": {"color": SKY, "width": 1.1}}
 
 
 def along_of(steps: Steps) -> list[Along]:
@@ -89,7 +87,7 @@ def _held_out(held: Sequence[Evaluation], steps: Steps, along: Sequence[Along]) 
         np.interp([one.step for one in held], ends, np.concatenate([[0.0], column])).tolist()
         for column in _columns(steps, along)
     )
-    style = {"mode": "lines+markers", "line": {"color": OKABE_ITO[3], "width": 1.6, "dash": "dot"},
+    style = {"mode": "lines+markers", "line": {"color": RED, "width": 1.6, "dash": "dot"},
              "marker": {"size": 8, "symbol": "diamond"}}  # fmt: skip
     return Line("held-out data", x, [one.loss for one in held], style)
 
@@ -99,17 +97,8 @@ def loss_by_arm(runs: Mapping[str, Steps]) -> Figure:
     along = along_of(max(runs.values(), key=len))
     has_tokens = all(np.isfinite(steps["tokens"]).any() for steps in runs.values())
     along = [one for one in along if one.label != "tokens" or has_tokens]
-    dashes = ("solid", "dash", "dot", "dashdot")
     most = max(200, POINTS * 2 // max(2, len(runs)))
-    series = [
-        _thinned(
-            name, steps, steps["loss"], along,
-            {"line": {"color": colour(place), "width": 1.8,
-                      "dash": dashes[place // _EACH_COLOURED % len(dashes)]}},
-            most,
-        )
-        for place, (name, steps) in enumerate(runs.items())
-    ]  # fmt: skip
+    series = [_thinned(name, steps, steps["loss"], along, {}, most) for name, steps in runs.items()]
     ends = listed([f"{name}: {float(steps['loss'][-1]):.4f}" for name, steps in runs.items()])
     rows = tuple(
         (name, Number(len(steps), f"{len(steps):,}"), _NATS.cell(float(steps["loss"][0])),
@@ -135,8 +124,7 @@ def step_times(steps: Steps) -> Figure:
     table = steps_table("Time of a step", steps, "step_time_s", unit)
     return lines(
         "Time of every step", alt, series, along, unit, "time of a step", table,
-        yaxis={"title": {"text": f"time of a step ({unit.name})"}, "rangemode": "tozero",
-               "automargin": True},
+        yaxis=axis("time of a step", unit, rangemode="tozero"),
     )  # fmt: skip
 
 
@@ -145,9 +133,9 @@ def norms(steps: Steps) -> Figure:
     along, unit = along_of(steps), plain("")
     series = [
         _thinned("gradient norm", steps, steps["grad_norm"], along,
-                 {"line": {"color": OKABE_ITO[2], "width": 1.2}}),
+                 {"line": {"color": GREEN, "width": 1.2}}),
         _thinned("learning rate", steps, steps["lr"], along,
-                 {"line": {"color": OKABE_ITO[3], "width": 2}, "yaxis": "y2"}),
+                 {"line": {"color": RED, "width": 2}, "yaxis": "y2"}),
     ]  # fmt: skip
     known = steps["grad_norm"][np.isfinite(steps["grad_norm"])]
     most = f"{known.max():.4g}" if len(known) else "n/a"
@@ -155,10 +143,8 @@ def norms(steps: Steps) -> Figure:
     return lines(
         "Gradient norm and learning rate", alt, series, along, unit, "gradient norm",
         steps_table("Gradient norm", steps, "grad_norm", unit),
-        xaxis={**axis("step"), "anchor": "y2"},
-        yaxis={"domain": [0.38, 1], "title": {"text": "gradient norm"}, "automargin": True},
-        yaxis2={"domain": [0, 0.28], "title": {"text": "learning rate"}, "automargin": True,
-                "exponentformat": "e"},
+        xaxis=axis("step", anchor="y2"), yaxis=axis("gradient norm", domain=[0.38, 1]),
+        yaxis2=axis("learning rate", domain=[0, 0.28], exponentformat="e"),
     )  # fmt: skip
 
 

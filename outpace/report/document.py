@@ -100,7 +100,7 @@ class Section:
 class Document:
     """One subject: the first line of the verdict is the headline; `facts` are a name and a value.
 
-    `subject` is what it is of, in a word: run, comparison, tuning, plan, probe.
+    `subject` is what it is of, in a word: run, comparison, tuning, plan, probe, certificate.
     """
 
     subject: str

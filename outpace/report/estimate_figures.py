@@ -5,19 +5,9 @@ from collections.abc import Mapping
 from outpace.planner.titles import PARTS
 from outpace.records.estimate import Estimate
 from outpace.records.units import show_seconds
-from outpace.report.colours import OKABE_ITO
+from outpace.report.colours import ESTIMATED
 from outpace.report.document import Figure
 from outpace.report.figures import listed, seconds, stacked
-
-# In the order of titles.PARTS: what computes in blues, what exchanges in reds, the bubble grey.
-_COLOURS: Mapping[str, str] = dict(
-    zip(
-        PARTS,
-        (OKABE_ITO[0], OKABE_ITO[4], "#8FD3F4", "#BBBBBB", OKABE_ITO[7], OKABE_ITO[3], "#F3A683",
-         OKABE_ITO[1], "#B07AA1", OKABE_ITO[5], OKABE_ITO[2], OKABE_ITO[6], "#6B6B6B"),
-        strict=True,
-    )
-)  # fmt: skip
 
 
 def parts_bars(title: str, estimates: Mapping[str, Estimate]) -> Figure:
@@ -28,7 +18,7 @@ def parts_bars(title: str, estimates: Mapping[str, Estimate]) -> Figure:
         title, alt, list(estimates),
         {words: [one.parts_s.get(part, 0.0) for one in estimates.values()]
          for part, words in PARTS.items()},
-        unit, "time of a step", {words: _COLOURS[part] for part, words in PARTS.items()},
+        unit, "time of a step", {words: ESTIMATED[part] for part, words in PARTS.items()},
     )  # fmt: skip
 
 

@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
-from outpace.report.colours import colour
+from outpace.report.colours import MEASURED, PREDICTED, colour, dash
 from outpace.report.document import Cell, Choice, Figure, Number, Table
 
 _LABEL_WIDTH, _LABEL_LINES = 24, 3
-_ROW_PX, _FRAME_PX = 50, 110
+_LABEL_PX = 14  # of a line
+_ROW_PX, _FRAME_PX = 16, 110
 _DOTTED = 40  # points of a line that are few enough to be marked
 _ERROR = "#777777"  # seen on light and dark
 Values = Sequence[float | None]
 Intervals = Sequence[tuple[float | None, float | None]]
+_PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra></extra>"
 
 
 @dataclass(frozen=True)
@@ -103,10 +105,13 @@ def label(name: str) -> str:
     return "\n".join(lines)
 
 
-def rows_axis(names: Sequence[str]) -> dict[str, Any]:
-    """The vertical axis of horizontal bars: a row for each name, the first on top."""
-    places = list(range(len(names)))
-    return {"tickvals": places, "ticktext": [label(name) for name in names],
+def rows_axis(names: Sequence[str], every: int = 1) -> dict[str, Any]:
+    """The vertical axis of horizontal bars: a row for each name, the first on top.
+
+    `every`: so many rows have one label.
+    """
+    places = list(range(0, len(names), every))
+    return {"tickvals": places, "ticktext": [label(names[place]) for place in places],
             "range": [len(names) - 0.5, -0.5], "automargin": True, "fixedrange": True,
             "tickfont": {"size": 11}, "ticklabelstandoff": 6,
             "showgrid": False, "zeroline": False}  # fmt: skip
@@ -127,9 +132,10 @@ def listed(items: Sequence[str], most: int = 5) -> str:
     return "; ".join(items[:most]) + (f"; and {more} more." if more > 0 else ".")
 
 
-def height_of(rows: int) -> int:
-    """Of a figure of so many rows, px."""
-    return _FRAME_PX + _ROW_PX * max(rows, 2)
+def height_of(names: Sequence[str]) -> int:
+    """Of a figure with a row for each name, px."""
+    most = max((label(name).count("\n") + 1 for name in names), default=1)
+    return _FRAME_PX + (_ROW_PX + _LABEL_PX * most) * max(len(names), 2)
 
 
 def bars(
@@ -146,26 +152,32 @@ def bars(
     trace: dict[str, Any] = {
         "type": "bar", "orientation": "h", "x": unit.drawn(values), "y": list(range(len(names))),
         "marker": {"color": list(colours) or colour(0)}, "width": 0.62, "showlegend": False,
-        "customdata": [list(pair) for pair in zip(names, map(unit.show, values), strict=True)],
+        "customdata": _said(names, values, unit),
         "hovertemplate": "%{customdata[0]}: %{customdata[1]}<extra></extra>",
     }  # fmt: skip
     columns = ["", axis_title]
-    cells: list[list[Cell]] = [[name, unit.cell(value)] for name, value in _rows(names, values)]
     if intervals:
         trace["error_x"] = _errors(values, intervals, unit)
         columns += ["from", "to"]
-        for row, bounds in zip(cells, intervals, strict=True):
-            row += [unit.cell(bound) for bound in bounds]
+    cells = _with_intervals(values, intervals, unit)
     return Figure(
         title, alt, (trace,),
         {"yaxis": rows_axis(names), "xaxis": axis(axis_title, unit, zeroline=True)},
-        Table(title, tuple(columns), tuple(tuple(row) for row in cells)),
-        height_of(len(names)) - 30,
+        Table(title, tuple(columns), tuple(
+            (name, *row) for name, row in zip(names, cells, strict=True)
+        )),
+        height_of(names) - 30,
     )  # fmt: skip
 
 
-def _rows(names: Sequence[str], values: Values) -> list[tuple[str, float | None]]:
-    return list(zip(names, values, strict=True))
+def _with_intervals(values: Values, intervals: Intervals, unit: Unit) -> list[tuple[Number, ...]]:
+    """Cells of each value, with its interval's ends where there are intervals."""
+    if not intervals:
+        return [(unit.cell(value),) for value in values]
+    return [
+        (unit.cell(value), unit.cell(low), unit.cell(high))
+        for value, (low, high) in zip(values, intervals, strict=True)
+    ]
 
 
 def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
@@ -179,6 +191,11 @@ def _errors(values: Values, intervals: Intervals, unit: Unit) -> dict[str, Any]:
         below += unit.drawn([value - low])
     return {"type": "data", "symmetric": False, "array": above, "arrayminus": below,
             "color": _ERROR, "thickness": 2, "width": 6}  # fmt: skip
+
+
+def _said(names: Sequence[str], values: Values, unit: Unit) -> list[list[str]]:
+    """For plotly to show beside the pointer."""
+    return [[name, unit.show(value)] for name, value in zip(names, values, strict=True)]
 
 
 def stacked(
@@ -199,9 +216,8 @@ def stacked(
             "y": list(range(len(names))), "width": 0.62,
             "marker": {"color": colours.get(part) or colour(place),
                        "line": {"width": 0.5, "color": "rgba(255,255,255,0.7)"}},
-            "customdata": [[name, unit.show(v)] for name, v in _rows(names, values)],
-            "hovertemplate": "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}"
-                             "<extra></extra>",
+            "customdata": _said(names, values, unit),
+            "hovertemplate": _PART_OF_A_BAR,
         }
         for place, (part, values) in enumerate(shown.items())
     ]  # fmt: skip
@@ -218,7 +234,7 @@ def stacked(
         for place, name in enumerate(names)
     )  # fmt: skip
     return Figure(title, alt, tuple(traces), layout, Table(title, columns, rows),
-                  height_of(len(names)) + 12 * len(shown) // 3)  # fmt: skip
+                  height_of(names) + 12 * len(shown) // 3)  # fmt: skip
 
 
 def _line_at(words: str, x: float) -> dict[str, Any]:
@@ -265,8 +281,9 @@ def lines(
         {
             "type": "scatter", "name": line.name, "x": xs[0],
             "mode": "lines+markers" if len(line.y) <= _DOTTED else "lines",
-            "y": unit.drawn(line.y), "line": {"color": colour(place), "width": 1.8},
-            **line.style,
+            "y": unit.drawn(line.y), **line.style,
+            "line": {"color": colour(place), "dash": dash(place), "width": 1.8,
+                     **line.style.get("line", {})},
         }
         for place, (line, xs) in enumerate(zip(series, drawn, strict=True))
     ]  # fmt: skip
@@ -293,45 +310,54 @@ def heat(
 ) -> Figure:
     """Shares from 0 to 1 as colours: a row for each name."""
     trace = {
-        "type": "heatmap", "x": x_unit.drawn(x), "y": list(range(len(names))),
+        "type": "heatmap", "x": x_unit.drawn(x), "y": list(names),
         "z": [unit.drawn(row) for row in rows], "zmin": 0, "zmax": unit.factor,
         "colorscale": "Cividis", "colorbar": {"title": {"text": unit.name}, "thickness": 12},
         "hovertemplate": "%{y}: %{z:.0f}<extra></extra>",
     }  # fmt: skip
-    layout = {"xaxis": axis(x_title, x_unit), "yaxis": rows_axis(names)}
-    height = _FRAME_PX + max(120, min(24 * len(names), 640))
-    return Figure(title, alt, (trace,), layout, table, height)
+    rows_px = max(120, min(24 * len(names), 640))
+    every = math.ceil(_LABEL_PX * len(names) / rows_px)
+    layout = {"xaxis": axis(x_title, x_unit),
+              "yaxis": {**rows_axis(names, every), "type": "category"}}  # fmt: skip
+    return Figure(title, alt, (trace,), layout, table, _FRAME_PX + rows_px)
 
 
 def against(
-    title: str, alt: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
-    axis_title: str, intervals: Intervals, colours: tuple[str, str],
+    title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
+    axis_title: str, intervals: Intervals = (), around: Intervals = (),
 ) -> Figure:  # fmt: skip
-    """Predicted, with its interval, above measured, for each name."""
-    traces = []
-    for name, values, shift, shade in (
-        ("predicted", predicted, -0.2, colours[0]), ("measured", measured, 0.2, colours[1]),
-    ):  # fmt: skip
+    """Predicted, with its `intervals`, above measured, with what is `around` it, for each name."""
+    both = (
+        ("predicted", predicted, intervals, -0.2, PREDICTED),
+        ("measured", measured, around, 0.2, MEASURED),
+    )
+    traces, columns = [], [""]
+    rows: list[list[Cell]] = [[name] for name in names]
+    for name, values, bounds, shift, shade in both:
         trace: dict[str, Any] = {
             "type": "bar", "orientation": "h", "name": name, "x": unit.drawn(values),
             "y": [place + shift for place in range(len(names))], "width": 0.36,
-            "marker": {"color": shade},
-            "customdata": [[one, unit.show(v)] for one, v in _rows(names, values)],
-            "hovertemplate": "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}"
-                             "<extra></extra>",
+            "marker": {"color": shade}, "customdata": _said(names, values, unit),
+            "hovertemplate": _PART_OF_A_BAR,
         }  # fmt: skip
-        if shift < 0 and intervals:
-            trace["error_x"] = _errors(values, intervals, unit)
+        columns.append(name)
+        if bounds:
+            trace["error_x"] = _errors(values, bounds, unit)
+            columns += [f"{name}, from", f"{name}, to"]
         traces.append(trace)
-    rows = tuple(
-        (name, unit.cell(one), unit.cell(other), off(one, other))
+        for row, cells in zip(rows, _with_intervals(values, bounds, unit), strict=True):
+            row += cells
+    for row, one, other in zip(rows, predicted, measured, strict=True):
+        row.append(off(one, other))
+    alt = listed([
+        f"{name}: predicted {unit.show(one)}, measured {unit.show(other)}"
         for name, one, other in zip(names, predicted, measured, strict=True)
-    )
+    ])  # fmt: skip
     return Figure(
         title, alt, tuple(traces),
         {"barmode": "overlay", "yaxis": rows_axis(names), "xaxis": axis(axis_title, unit)},
-        Table(title, ("", "predicted", "measured", "measured is"), rows),
-        height_of(len(names)) + 10 * len(names),
+        Table(title, (*columns, "measured is"), tuple(map(tuple, rows))),
+        height_of(names) + 10 * len(names),
     )  # fmt: skip
 
 

@@ -4,119 +4,210 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+import numpy as np
+
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.records.utilisation import DeviceSeries, HostSeries, Load, Utilisation
 from outpace.report.document import Figure, Number, Table
-from outpace.report.figures import Along, Line, Values, heat, lines, seconds, shares, sizes
+from outpace.report.figures import (
+    Along,
+    Line,
+    Values,
+    axis,
+    heat,
+    lines,
+    listed,
+    seconds,
+    shares,
+    sizes,
+)
+from outpace.report.thin import Floats
 
 _MOST_LINES = 6
+_MOST_ROWS = 256  # of more, the means of each host are drawn
+_COLUMNS = 400
+_MOST_CURVES = 16  # of memory
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A device or core: shares over seconds since the run's first sample."""
+    """A device or core: what it did between `begins_s` and `ends_s`, since the first sample.
 
+    A run that was resumed has stretches that do not follow each other.
+    """
+
+    host: str
     name: str
-    ends_s: Sequence[float]
-    shares: Values
-    memory_bytes: Values
-    mean: float | None
+    begins_s: Floats
+    ends_s: Floats
+    shares: Floats
+    memory_bytes: Floats
+
+    @property
+    def mean(self) -> float | None:
+        """Share of the time that is known."""
+        known = ~np.isnan(self.shares)
+        lasted_s = (self.ends_s - self.begins_s)[known]
+        whole_s = float(lasted_s.sum())
+        return float((self.shares[known] * lasted_s).sum()) / whole_s if whole_s else None
+
+    def after(self, other: "_Row") -> "_Row":
+        """Both, one after the other; nothing is drawn from one to the other."""
+        gap = np.array([np.nan])
+        at = self.begins_s[:1]
+        return _Row(
+            self.host, self.name,
+            np.concatenate([other.begins_s, at, self.begins_s]),
+            np.concatenate([other.ends_s, at, self.ends_s]),
+            np.concatenate([other.shares, gap, self.shares]),
+            np.concatenate([other.memory_bytes, gap, self.memory_bytes]),
+        )  # fmt: skip
+
+    def resampled(self, edges_s: Floats) -> Floats:
+        """Mean shares between edges, by time; NaN where nothing is known."""
+        known = ~np.isnan(self.shares)
+        lasted_s = np.where(known, self.ends_s - self.begins_s, 0.0)
+        known_s = self._up_to(edges_s, lasted_s)
+        busy_s = self._up_to(edges_s, lasted_s * np.where(known, self.shares, 0.0))
+        enough = known_s > 1e-6 * np.diff(edges_s)
+        return np.where(enough, busy_s / np.where(enough, known_s, 1.0), np.nan)
+
+    def _up_to(self, edges_s: Floats, each: Floats) -> Floats:
+        """How much of what each stretch has lies between edges."""
+        sums = np.cumsum(each)
+        times_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
+        found = np.interp(edges_s, times_s, np.column_stack([sums - each, sums]).ravel())
+        return np.diff(found)
 
 
 def utilisation(seen: Sequence[Utilisation]) -> list[Figure]:
     """Of each device, or of each core where there is none; and memory of devices or hosts."""
-    devices = list(_devices(seen))
-    rows = devices or list(_cores(seen))
+    devices = _joined(_devices(seen))
+    rows = devices or _joined(_cores(seen))
     if not rows:
         return []
     what = "device" if devices else "core"
-    memory = _memory(devices or list(_hosts(seen)), "device" if devices else "host")
+    memory = _memory(devices or _joined(_hosts(seen)), "device" if devices else "host")
     return [_busy(rows, what), *memory]
+
+
+def _joined(rows: Iterator[_Row]) -> list[_Row]:
+    """One row for each name, in the order of time."""
+    found: dict[str, _Row] = {}
+    for row in rows:
+        found[row.name] = row.after(found[row.name]) if row.name in found else row
+    return list(found.values())
 
 
 def _busy(rows: Sequence[_Row], what: str) -> Figure:
     title = f"Utilisation of each {what} over time"
-    alt = "Mean share of time that each was busy: " + ", ".join(
-        f"{row.name} {show_share(row.mean)}" for row in rows[:16]
-    )
-    alt += f" and {len(rows) - 16} more." if len(rows) > 16 else "."
+    means = {row.name: row.mean for row in rows}
     table = Table(title, (what, "busy, mean"), tuple(
-        (row.name, Number(row.mean, show_share(row.mean))) for row in rows
+        (name, Number(mean, show_share(mean))) for name, mean in means.items()
     ))  # fmt: skip
-    time = seconds([max(row.ends_s[-1] for row in rows)])
-    one_clock = all(row.ends_s == rows[0].ends_s for row in rows)
-    if len(rows) > _MOST_LINES and one_clock:
-        return heat(
-            title, alt, [row.name for row in rows], rows[0].ends_s, [row.shares for row in rows],
-            shares(), "time", time, table,
-        )  # fmt: skip
+    said = listed([f"{name} {show_share(mean)}" for name, mean in means.items()], 16)
+    alt = f"Mean share of time that each was busy: {said}"
+    end_s = max(float(row.ends_s[-1]) for row in rows)
+    if len(rows) > _MOST_LINES:
+        return _heat(title, alt, rows, what, end_s, table)
     return lines(
-        title, alt, [Line(row.name, (row.ends_s,), row.shares) for row in rows],
-        [Along("time", "time", time)], shares(), "busy", table,
-        yaxis={"title": {"text": "busy (%)"}, "range": [0, 103], "automargin": True},
+        title, alt, [Line(row.name, (_plain(row.ends_s),), _plain(row.shares)) for row in rows],
+        [Along("time", "time", seconds([end_s]))], shares(), "busy", table,
+        yaxis=axis("busy", shares(), range=[0, 103]),
     )  # fmt: skip
 
 
+def _heat(
+    title: str, alt: str, rows: Sequence[_Row], what: str, end_s: float, table: Table
+) -> Figure:
+    """All rows on one grid of time: hosts, and a run's parts, have clocks of their own."""
+    columns = min(_COLUMNS, max(len(row.ends_s) for row in rows))
+    edges_s = np.linspace(0.0, end_s, columns + 1)
+    drawn = {row.name: row.resampled(edges_s) for row in rows}
+    if len(rows) > _MOST_ROWS:
+        title = f"Utilisation over time: the mean of each host's {what}s"
+        drawn = _by_host(rows, drawn)
+    alt += (
+        f" Each point is the mean of {show_seconds(end_s / columns)}, so a peak that is shorter is "
+        "levelled."
+    )
+    return heat(
+        title, alt, list(drawn), _plain((edges_s[1:] + edges_s[:-1]) / 2),
+        [_plain(row.round(3)) for row in drawn.values()], shares(), "time", seconds([end_s]), table,
+    )  # fmt: skip
+
+
+def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
+    """The mean of each host's rows, where any is known."""
+    found = {}
+    for host in dict.fromkeys(row.host for row in rows):
+        own = np.stack([drawn[row.name] for row in rows if row.host == host])
+        known = (~np.isnan(own)).sum(0)
+        found[host] = np.where(known, np.nansum(own, 0) / np.maximum(known, 1), np.nan)
+    return found
+
+
+def _plain(values: Floats) -> list[float | None]:
+    return [None if np.isnan(value) else value for value in values.tolist()]
+
+
 def _memory(rows: Sequence[_Row], what: str) -> list[Figure]:
-    known = [row for row in rows if any(value is not None for value in row.memory_bytes)]
+    known = [row for row in rows if not np.isnan(row.memory_bytes).all()]
     if not known:
         return []
-    tops = [max(value for value in row.memory_bytes if value is not None) for row in known]
-    unit, time = sizes(tops), seconds([max(row.ends_s[-1] for row in known)])
+    tops = [float(np.nanmax(row.memory_bytes)) for row in known]
+    unit, time = sizes(tops), seconds([max(float(row.ends_s[-1]) for row in known)])
     title = f"Memory in use on each {what}, by everybody"
-    alt = "At most " + ", ".join(
-        f"{row.name} {show_bytes(top)}" for row, top in zip(known, tops, strict=True)
-    )
-    table = Table(title, (what, "highest"), tuple(
-        (row.name, unit.cell(top)) for row, top in zip(known, tops, strict=True)
-    ))  # fmt: skip
-    series = [Line(row.name, (row.ends_s,), row.memory_bytes) for row in known[:16]]
+    each = list(zip((row.name for row in known), tops, strict=True))
+    said = listed([f"{name} {show_bytes(top)}" for name, top in each], _MOST_CURVES)
+    table = Table(title, (what, "highest"), tuple((name, unit.cell(top)) for name, top in each))
+    series = [
+        Line(row.name, (_plain(row.ends_s),), _plain(row.memory_bytes))
+        for row in known[:_MOST_CURVES]
+    ]
+    if len(known) > _MOST_CURVES:
+        title += f": {_MOST_CURVES} of {len(known)}"
     return [
         lines(
-            title,
-            f"{alt}.",
-            series,
-            [Along("time", "time", time)],
-            unit,
-            "memory",
-            table,
-            yaxis={
-                "title": {"text": f"memory ({unit.name})"},
-                "rangemode": "tozero",
-                "automargin": True,
-            },
+            title, f"At most {said}", series, [Along("time", "time", time)], unit, "memory", table,
+            yaxis=axis("memory", unit, rangemode="tozero"),
         )
-    ]
+    ]  # fmt: skip
 
 
 def _devices(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _placed(seen):
         for device in one.devices:
             if any(device.run_memory_bytes) or not _known(device.run_memory_bytes):
-                name = f"{host}GPU {device.index}"
-                yield _row(name, one, before_s, device.utilisation, device)
+                name = f"GPU {device.index}"
+                yield _row(host, name, one, before_s, device.utilisation, device)
 
 
 def _cores(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _placed(seen):
         for number, core in enumerate(one.host.cores):
-            yield _row(f"{host}core {number}", one, before_s, core, one.host)
+            yield _row(host, f"core {number}", one, before_s, core, one.host)
 
 
 def _hosts(seen: Sequence[Utilisation]) -> Iterator[_Row]:
     for one, before_s, host in _placed(seen):
-        yield _row(host.rstrip(": ") or "host", one, before_s, one.host.run_cores, one.host)
+        yield _row(host, "", one, before_s, one.host.run_cores, one.host)
 
 
 def _row(
-    name: str, one: Utilisation, before_s: float, busy: Values, of: HostSeries | DeviceSeries
-) -> _Row:
-    ends_s = tuple(before_s + end_s for end_s in one.ends_s)
-    lasted = [b - a for a, b in zip((0.0, *one.ends_s), one.ends_s, strict=False)]
-    known = [(share, s) for share, s in zip(busy, lasted, strict=True) if share is not None]
-    whole = sum(s for _, s in known)
-    mean = sum(share * s for share, s in known) / whole if whole else None
-    return _Row(name, ends_s, busy, of.memory_bytes, mean)
+    host: str, name: str, one: Utilisation, before_s: float, busy: Values,
+    of: HostSeries | DeviceSeries,
+) -> _Row:  # fmt: skip
+    ends_s = before_s + np.array(one.ends_s)
+    return _Row(
+        host or "host", ": ".join(filter(None, (host, name))) or "host",
+        np.concatenate([[before_s], ends_s[:-1]]), ends_s, _numbers(busy),
+        _numbers(of.memory_bytes),
+    )  # fmt: skip
+
+
+def _numbers(values: Values) -> Floats:
+    return np.array(values, np.float64)  # None becomes NaN
 
 
 def _known(values: Values) -> bool:
@@ -124,14 +215,19 @@ def _known(values: Values) -> bool:
 
 
 def _placed(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Each series that has points, how long after the first it began, and its host's name."""
-    with_points = [one for one in seen if one.ends_s]
+    """Each series that has points, by host and time; when it began; its host, of several."""
+    with_points = sorted(
+        (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
+    )
     several = len({one.node for one in with_points}) > 1
-    begins = [datetime.fromisoformat(one.started) for one in with_points]
-    for one, began in zip(with_points, begins, strict=True):
-        later_s = (began - min(begins)).total_seconds()
-        part = f" from {show_seconds(later_s)}" if later_s > 1 else ""
-        yield one, later_s, (f"host {one.node}{part}: " if several or part else "")
+    first = min(map(_began, with_points), default=None)
+    for one in with_points:
+        later_s = (_began(one) - (first or _began(one))).total_seconds()
+        yield one, later_s, f"host {one.node}" if several else ""
+
+
+def _began(one: Utilisation) -> datetime:
+    return datetime.fromisoformat(one.started)
 
 
 def averages_table(loads: Sequence[Load]) -> Table:

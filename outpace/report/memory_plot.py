@@ -6,12 +6,8 @@ from typing import Any
 from outpace.records.errors import BadInputError
 from outpace.records.memory import KINDS, MemoryAccount
 from outpace.records.units import show_bytes
+from outpace.report.colours import MEMORY
 
-# Okabe and Ito's colours, which most colour-blind people tell apart, and lighter ones of them.
-_COLOURS = (
-    "#0072B2", "#56B4E9", "#8FD3F4", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#999999",
-    "#BBBBBB", "#F0E442",
-)  # fmt: skip
 _FORMATS = (".png", ".svg", ".pdf")
 _GIB, _MIB = 2**30, 2**20
 
@@ -36,7 +32,7 @@ def plot_memory(account: MemoryAccount, path: Path, limit_bytes: int | None = No
     here = [kind for kind in KINDS if kind != "offloaded"]  # a stack's height is the sum
     used = [kind for kind in here if any(moment.by_kind.get(kind) for moment in moments)]
     heights = [[moment.by_kind.get(kind, 0) / unit for moment in moments] for kind in used]
-    colours = [_COLOURS[KINDS.index(kind)] for kind in used]
+    colours = [MEMORY[KINDS.index(kind)] for kind in used]
     axes.stackplot(range(len(moments)), heights, labels=used, colors=colours, step="post")
     _mark_parts(axes, account)
     _mark_peak(axes, account, unit)

@@ -3,6 +3,8 @@
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const axis = { gridcolor: "#e3e8ed", zeroline: false, ticks: "" };
+  // A finger that goes over a figure scrolls the page; its buttons zoom.
+  const coarse = matchMedia("(pointer: coarse)").matches;
   const base = {
     autosize: true,
     font: { family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", size: 13 },
@@ -11,7 +13,7 @@
     margin: { l: 10, r: 16, t: 12, b: 40 },
     legend: { orientation: "h", x: 0, y: 1.01, xanchor: "left", yanchor: "bottom" },
     hoverlabel: { namelength: -1 },
-    dragmode: "zoom",
+    dragmode: coarse ? false : "zoom",
   };
   const config = {
     responsive: true,
@@ -94,6 +96,10 @@
   for (const button of document.querySelectorAll(".choices button")) {
     button.addEventListener("click", () => choose(button));
   }
+  // On paper nothing can be opened.
+  const folded = document.querySelectorAll("details.long:not([open])");
+  addEventListener("beforeprint", () => folded.forEach((one) => { one.open = true; }));
+  addEventListener("afterprint", () => folded.forEach((one) => { one.open = false; }));
   (async () => {
     for (let number = 0; number < figures.length; number += 1) await draw(number);
     const root = document.documentElement;

@@ -19,6 +19,7 @@ from outpace.report.document import Document, Figure
 _HERE = Path(__file__).parent
 # Plotly's own language; what is drawn by it holds no words of a person's (document.Figure).
 _TEMPLATES = ("hovertemplate", "texttemplate")
+_MOST_ROWS = 30  # of a table that is not folded
 
 
 def page(documents: Sequence[Document]) -> str:
@@ -45,6 +46,7 @@ def page(documents: Sequence[Document]) -> str:
         number_of=lambda figure: numbers[id(figure)],
         svg=lambda picture: Markup(picture.svg),
         version=version("outpace"),
+        most_rows=_MOST_ROWS,
     )
 
 

@@ -111,7 +111,7 @@ def _table(answer: Plans) -> Table:
         )  # fmt: skip
 
     rows = tuple(row(number, one) for number, one in enumerate(answer.plans, 1))
-    columns = ("", "plan", "step", "tokens/s", "MFU", "HFU", "memory", "why", "batch")
+    columns = ("rank", "plan", "step", "tokens/s", "MFU", "HFU", "memory", "why", "batch")
     return Table("The plans", columns, rows)
 
 

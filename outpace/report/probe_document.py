@@ -7,7 +7,7 @@ from outpace.records.figure import Figure as Measured
 from outpace.records.machine import Machine
 from outpace.records.probed import Probed
 from outpace.records.units import show_count, show_seconds, show_share, show_size
-from outpace.report.colours import OKABE_ITO, colour
+from outpace.report.colours import BLUE, GREY, colour
 from outpace.report.document import (
     Code,
     Document,
@@ -40,7 +40,7 @@ _KINDS = {
     "loader": "Data loading", "tokenise": "Tokenising", "step": "Steps of small trainings",
     "ranks": "All ranks at once", "overlap": "Communication beside computing",
 }  # fmt: skip
-_MOST_BARS = 24
+_MOST_BARS = 16
 
 
 def probe_document(machine: Machine, probed: Probed) -> Document:
@@ -154,12 +154,12 @@ def _bars(figures: Sequence[Measured], count: int) -> Figure:
         f"{what}, with the interval of a repeat ({level:.0%}){of}", alt, names,
         [one.value for one in figures], unit, what.lower(),
         [(one.low, one.high) for one in figures],
-        [OKABE_ITO[7] if one.origin == "catalog" else OKABE_ITO[0] for one in figures],
+        [GREY if one.origin == "catalog" else BLUE for one in figures],
     )  # fmt: skip
 
 
 def _products(figures: Sequence[Measured]) -> Figure | None:
-    """Rates by size, a line for each dtype; unstable ones with the middle of their samples."""
+    """Rates by size, a line for each dtype; what was not stable has no rate, and no point."""
     found: dict[str, list[tuple[float, float]]] = {}
     for one in figures:
         sides = [one.key.of.get(name) for name in "mnk"]
@@ -172,11 +172,10 @@ def _products(figures: Sequence[Measured]) -> Figure | None:
         return None
     series, rows = [], []
     rate, work = counts("FLOP/s"), counts("FLOP")
-    for place, (dtype, points) in enumerate(found.items()):
+    for dtype, points in found.items():
         points.sort()
         x, y = ([point[side] for point in points] for side in (0, 1))
-        style = {"mode": "lines+markers", "line": {"color": colour(place), "width": 1.6}}
-        series.append(Line(dtype, (x,), y, style))
+        series.append(Line(dtype, (x,), y, {"mode": "lines+markers"}))
         rows += [(dtype, work.cell(a), rate.cell(b)) for a, b in points]
     best = "; ".join(f"{name}: at most {rate.show(max(y for _, y in points))}"
                      for name, points in found.items())  # fmt: skip

@@ -4,20 +4,18 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from outpace.planner.play import Timeline
 from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.report import anatomy, certificate_document, curves, loads, pipeline, trace, where
-from outpace.report.colours import MEASURED, PREDICTED
-from outpace.report.document import Code, Document, Figure, Number, Part, Section, Table, Words
+from outpace.report.document import Code, Document, Number, Part, Section, Table, Words
 from outpace.report.environment import of_run, topology
 from outpace.report.estimate_figures import parts_bars
-from outpace.report.figures import Intervals, Unit, against, counts, seconds, sizes
+from outpace.report.figures import against, counts, seconds, sizes
 from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run
-
-_WARM_UP = 3  # steps
 
 
 def run_document(run: Run, probe: Machine | None = None) -> Document:
@@ -43,7 +41,7 @@ def run_document(run: Run, probe: Machine | None = None) -> Document:
 
 
 def _verdict(run: Run, said: Prediction | str) -> list[str]:
-    return [_ended(run), *_speed(run), *_right(run, said)]
+    return [_ended(run), *_why(run), *_speed(run), *_right(run, said)]
 
 
 def _ended(run: Run) -> str:
@@ -52,24 +50,34 @@ def _ended(run: Run) -> str:
     ranks = record.plan.world_size
     what = f"{show_count(record.parameters)} parameters on {ranks} × {record.device}"
     if not done:
-        return f"No step was done: {what}."
+        return f"No step {'is done yet' if run.state == 'going on' else 'was done'}: {what}."
     first, last = float(run.steps["loss"][0]), float(run.steps["loss"][-1])
     learnt = f"loss {first:.4f} → {last:.4f}"
     if len(run.evaluations) > 1:
         one, other = run.evaluations[0], run.evaluations[-1]
         learnt = f"held-out loss {one.loss:.4f} → {other.loss:.4f}"
-    if run.measurement is None:
-        return f"Not finished: {done:,} of {record.total_steps:,} steps, {what}; {learnt}."
-    return f"{done:,} steps, {what}: {learnt}."
+    if run.measurement is not None:
+        return f"{done:,} steps, {what}: {learnt}."
+    begin = "Going on" if run.state == "going on" else "Not finished"
+    return f"{begin}: {done:,} of {record.total_steps:,} steps, {what}; {learnt}."
+
+
+def _why(run: Run) -> list[str]:
+    """What is known of why a run that no process of this host trains has not reached its end."""
+    if run.state != "unfinished":
+        return []
+    if run.failure is not None:
+        return [f"It ended early: {run.failure.reason}"]
+    return ["No process of this host trains it, and why it ended is not written down."]
 
 
 def _speed(run: Run) -> list[str]:
     step_time_s, parts = step_time(run), median_parts(run)
     if step_time_s is None or parts is None:
         return []
-    computing = parts.forward_s + parts.backward_s + parts.optimizer_s
-    share = show_share(computing / (parts.total_s or 1.0))
-    rest = {"communication": parts.communication_s, "waiting for data": parts.data_s}
+    share = show_share(parts.computing_s / (parts.total_s or 1.0))
+    rest = {"communication": parts.communication_s, "waiting for data": parts.data_s,
+            "other work": parts.other_s}  # fmt: skip
     what, most_s = max(rest.items(), key=lambda pair: pair[1])
     lost = f"; most of the rest is {what}, {show_share(most_s / (parts.total_s or 1.0))}"
     tokens = tokens_per_s(run)
@@ -93,11 +101,12 @@ def _right(run: Run, said: Prediction | str) -> list[str]:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    measured, tokens = run.measurement, tokens_per_s(run)
+    measured, tokens, skipped = run.measurement, tokens_per_s(run), skipped_steps(run)
     found = {
         "throughput": None if tokens is None else f"{show_count(tokens)} tokens/s",
         "time of a step": None if step_time(run) is None else show_seconds(step_time(run)),
         "steps": f"{len(run.steps):,} of {run.record.total_steps:,}",
+        "skipped steps": f"{skipped:,}, for overflow in fp16" if skipped else None,
         "MFU": None if measured is None or measured.mfu is None else show_share(measured.mfu),
         "model FLOP/s": None
         if measured is None or measured.model_flops_per_s is None
@@ -136,14 +145,21 @@ def peak_memory(run: Run) -> int | None:
     """Of the fullest rank, bytes."""
     if run.measurement is not None:
         return run.measurement.peak_memory_bytes
-    known = run.steps["peak_memory_bytes"]
-    known = known[np.isfinite(known)]
+    return _last(run, "peak_memory_bytes")
+
+
+def skipped_steps(run: Run) -> int | None:
+    """For overflow in fp16."""
+    return run.measurement.skipped_steps if run.measurement else _last(run, "skipped_steps")
+
+
+def _last(run: Run, name: str) -> int | None:
+    known = run.steps[name][np.isfinite(run.steps[name])]
     return int(known[-1]) if len(known) else None
 
 
 def _median(run: Run, name: str) -> float | None:
-    values = run.steps[name]
-    values = values[_WARM_UP:] if len(values) > 2 * _WARM_UP else values
+    values = run.steps.steady(name)
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None
 
@@ -183,33 +199,29 @@ def _time(run: Run) -> Section:
 def _pipeline(run: Run, said: Prediction | str) -> Section:
     plan, batch = run.record.plan, run.record.settings.global_batch
     shown, notes = {}, []
-    if isinstance(said, str) or said.stages is None:
-        notes.append(f"There is no plan to compare with: {_lower(str(said))}")
-    else:
+    if isinstance(said, str):
+        notes.append(f"There is no plan to compare with. {said}")
+    elif said.stages is not None:
         shown["planned"] = pipeline.played(plan, said.stages.times, said.stages.transfer_s)
     ranks = run.measurement.parts_by_rank if run.measurement is not None else ()
-    seen = trace.measured(run.path, plan)
+    seen = trace.measured(run.path, plan, batch)
     times = pipeline.measured_stages(plan, ranks, batch)
-    if seen is not None:
+    if isinstance(seen, Timeline):
         shown["measured"] = seen
-        notes.append("Measured: the last step that --profile traced, by each rank's own clock.")
+        notes.append("Measured: the last pass that --profile traced, by each rank's own clock.")
     elif times is not None:
         shown["replayed"] = pipeline.played(plan, times)
         notes.append(
-            "When each action was done is not recorded without --profile: replayed is the same "
-            "schedule with the times that each rank's forwards and backwards took."
+            f"{seen} Replayed is the same schedule with the times that each rank's forwards and "
+            "backwards took."
         )
     else:
-        notes.append("How long actions took on each rank is not recorded in this run.")
+        notes.append(f"{seen} How long actions took on each rank is not in this run, either.")
     parts: list[Part] = []
     if shown:
         parts.append(pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown))
         parts.append(pipeline.bubbles(plan, shown, ranks))
     return Section("Pipeline", (*parts, *map(Words, notes)))
-
-
-def _lower(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:]
 
 
 def _memory(run: Run, said: Prediction | str) -> Section:
@@ -250,12 +262,13 @@ def _beside(one: Estimate, run: Run) -> list[Part]:
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:
-        unit = seconds([one.high_s, took_s])
-        bounds = [(one.low_s, one.high_s)]
-        parts.append(_pair("Time of a step", one.step_time_s, took_s, unit, "time", bounds))
+        title, unit = "Time of a step", seconds([one.high_s, took_s])
+        parts.append(against(
+            title, [title], [one.step_time_s], [took_s], unit, "time", [(one.low_s, one.high_s)]
+        ))  # fmt: skip
     if tokens is not None:
-        unit = counts("tokens/s")
-        parts.append(_pair("Throughput", one.tokens_per_s, tokens, unit, "rate"))
+        title, unit = "Throughput", counts("tokens/s")
+        parts.append(against(title, [title], [one.tokens_per_s], [tokens], unit, "rate"))
     return [*parts, *_memory_beside(float(one.peak_memory_bytes), run)]
 
 
@@ -272,16 +285,8 @@ def _memory_beside(predicted: float, run: Run) -> list[Part]:
         measured, title = account.allocated_bytes or account.peak_memory_bytes, "Peak of tensors"
     if measured is None:
         return []
-    return [_pair(title, predicted, measured, sizes([predicted, float(measured)]), "memory")]
-
-
-def _pair(
-    title: str, predicted: float, measured: float, unit: Unit, axis_title: str,
-    intervals: Intervals = (),
-) -> Figure:  # fmt: skip
-    alt = f"{title}: predicted {unit.show(predicted)}, measured {unit.show(measured)}."
-    return against(title, alt, [title], [predicted], [measured], unit, axis_title, intervals,
-                   (PREDICTED, MEASURED))  # fmt: skip
+    both = predicted, float(measured)
+    return [against(title, [title], both[:1], both[1:], sizes(both), "memory")]
 
 
 def _utilisation(run: Run) -> Section:

@@ -6,31 +6,29 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
+from outpace.experiment.past import read, with_going_on
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.memory import MemoryUse
-from outpace.records.run import RunRecord
+from outpace.records.past import State
+from outpace.records.run import Failure, RunRecord
 from outpace.records.utilisation import Utilisation
 from outpace.report.steps import Steps, read_steps
-from outpace.train.run_dir import (
-    EVALS_FILE,
-    METRICS_FILE,
-    RESULT_FILE,
-    RUN_FILE,
-    UTILISATION_FOLDER,
-)
+from outpace.train.run_dir import EVALS_FILE, METRICS_FILE, UTILISATION_FOLDER
 
 _MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left. `measurement` is None where it has not ended."""
+    """What a run left. `measurement` is None where it has not reached its last step."""
 
     path: Path
     record: RunRecord
     steps: Steps
+    state: State
+    failure: Failure | None
     measurement: Measurement | None
     evaluations: tuple[Evaluation, ...]
     utilisation: tuple[Utilisation, ...]
@@ -51,12 +49,16 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run's folder. Raises BadInputError where a file is damaged."""
     memory, certificate = path / _MEMORY_FILE, path / _CERTIFICATE_FILE
-    result = path / RESULT_FILE
+    (past,) = with_going_on([read(path)])
+    if past.record is None or past.row.damage is not None:
+        raise BadInputError(past.row.damage or f"{path} is damaged.")
     return Run(
         path=path,
-        record=RunRecord.load(path / RUN_FILE),
+        record=past.record,
+        state=past.row.state,
+        failure=past.failure,
         steps=read_steps(path / METRICS_FILE),
-        measurement=Measurement.load(result) if result.is_file() else None,
+        measurement=past.result,
         evaluations=tuple(_evaluations(path / EVALS_FILE)),
         utilisation=tuple(
             Utilisation.load(one) for one in sorted((path / UTILISATION_FOLDER).glob("host-*.json"))

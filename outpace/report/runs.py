@@ -24,6 +24,7 @@ _NOTES = {
     "metrics.jsonl": "a line a step",
     "evals.jsonl": "a line an evaluation",
     "result.json": "the outcome",
+    "failure.json": "why it ended early",
     "checkpoints": "to go on from",
     "model": "for generate, eval and --model",
     "utilisation": "how busy hosts and devices were",
@@ -94,6 +95,8 @@ def run_text(past: Past, files: Mapping[str, int]) -> RenderableType:
     parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
     if row.damage:
         parts.append(Text(row.damage, style="red"))
+    if past.failure is not None:
+        parts.append(Text(f"It ended early: {past.failure.reason}", style="yellow"))
     if record is not None:
         parts += [Text(), _pairs("run", _facts(record).items())]
         parts += [Text(), _settings(record), Text(), _pairs("plan", _plan(record.plan).items())]

@@ -1,10 +1,12 @@
 """What several runs that belong together say: where time went by rank, losses, utilisation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from outpace.records.units import show_bytes
 from outpace.report import curves, where
-from outpace.report.document import Figure, Part, Words
+from outpace.report.document import Figure, Part, Words, pairs
+from outpace.report.figures import bars, listed, sizes
 from outpace.report.loads import utilisation
 from outpace.report.run_source import Run
 
@@ -43,6 +45,27 @@ def loads(runs: Mapping[str, Run]) -> Iterator[Part]:
         yield Words("How busy devices were is not recorded in these runs.")
     elif len(known) > _EACH_DRAWN:
         yield Words(f"Only the first {_EACH_DRAWN} of {len(known)} are drawn.")
+
+
+def peak_memory(found: Mapping[str, int | None], shades: Sequence[str] = ()) -> Part:
+    """Of each the fullest rank's."""
+    values = [None if size is None else float(size) for size in found.values()]
+    if all(value is None for value in values):
+        return Words("How much memory these took is not recorded.")
+    alt = listed([f"{name}: {show_bytes(size)}" for name, size in found.items()])
+    return bars("Peak memory, of the fullest rank", alt, list(found), values, sizes(values),
+                "memory", (), shades)  # fmt: skip
+
+
+def versions(runs: Mapping[str, Run]) -> Iterator[Part]:
+    """Of what runs stood on: a table for each set of versions."""
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, run in runs.items():
+        found.setdefault(tuple(sorted(run.record.versions.items())), []).append(name)
+    for known, names in found.items():
+        yield pairs("Versions" if len(found) == 1 else f"Versions: {', '.join(names)}", known)
+    if not found:
+        yield Words("Versions are in the records of the runs, which are not here.")
 
 
 def _titled(figure: Figure, name: str) -> Figure:

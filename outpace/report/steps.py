@@ -14,9 +14,10 @@ from outpace.report.thin import Floats
 
 _NAMES = (
     "step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
-    "peak_memory_bytes", *(f"{part}_s" for part in PARTS),
+    "peak_memory_bytes", "skipped_steps", *(f"{part}_s" for part in PARTS),
 )  # fmt: skip
 _LINES_AT_ONCE = 4096
+_WARM_UP = 3  # steps, which pay for caches, allocators and compilers
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Steps:
     def passed_s(self) -> Floats:
         """Seconds spent in steps at the end of each: evaluations and saving are not in it."""
         return np.nancumsum(self["step_time_s"])
+
+    def steady(self, name: str) -> Floats:
+        """A column without the first steps, unless there are few others."""
+        return self[name][_WARM_UP if len(self) > 2 * _WARM_UP else 0 :]
 
 
 def read_steps(path: Path) -> Steps:

@@ -14,12 +14,13 @@ from outpace.records.topology import (
     nvlinks,
 )
 from outpace.records.units import show_bytes
+from outpace.report.colours import BLUE, GREEN, LIGHT_GREY, ORANGE, PINK, RED, SKY
 from outpace.report.topology import advice
 
-# Okabe and Ito's colours, which most colour-blind people tell apart.
-_COLOURS = {"NV": "#009E73", "PIX": "#0072B2", "PXB": "#56B4E9", "PHB": "#E69F00",
-            "NODE": "#CC79A7", "SYS": "#D55E00", "SOC": "#D55E00"}  # fmt: skip
+_COLOURS = {"NV": GREEN, "PIX": BLUE, "PXB": SKY, "PHB": ORANGE, "NODE": PINK, "SYS": RED,
+            "SOC": RED}  # fmt: skip
 _DASHES = {"PHB": "6 4", "NODE": "6 4", "SYS": "2 5", "SOC": "2 5"}
+_INK = "#1A1F26"  # of words in boxes, which are light on dark pages, too
 _NUMA = ("#EAF3FA", "#FDF3DF", "#E6F5EF", "#F9ECF3")
 _CENTRE, _RADIUS, _OUTSIDE = (330, 330), 190, 268
 _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
@@ -44,7 +45,7 @@ def _at(angle: float, radius: float = _RADIUS) -> tuple[float, float]:
 
 
 def _colour(link: str | None) -> str:
-    return "#BBBBBB" if link is None else _COLOURS["NV" if nvlinks(link) else link]
+    return LIGHT_GREY if link is None else _COLOURS["NV" if nvlinks(link) else link]
 
 
 def _edge(a: tuple[float, float], b: tuple[float, float], link: str | None) -> str:
@@ -63,11 +64,11 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
     nodes = sorted({d.numa_affinity for d in topology.devices if d.numa_affinity})
     fill = _NUMA[nodes.index(numa) % len(_NUMA)] if numa else "#F4F4F4"
     below = f"NUMA {numa}" if numa else ""
-    name = _text(at[0], at[1] - (2 if below else -5), gpu, 14, "middle", bold=True)
+    name = _text(at[0], at[1] - (2 if below else -5), gpu, 14, "middle", bold=True, ink=_INK)
+    words = _text(at[0], at[1] + 14, below, 11, "middle", ink=_INK) if below else ""
     return (
         f'<rect x="{at[0] - 34:.1f}" y="{at[1] - 20:.1f}" width="68" height="40" rx="6" '
-        f'fill="{fill}" stroke="#333"/>'
-        f"{name}{_text(at[0], at[1] + 14, below, 11, 'middle') if below else ''}"
+        f'fill="{fill}" stroke="#333"/>{name}{words}'
     )
 
 
@@ -126,7 +127,7 @@ def _cards(nics: tuple[str, ...], angle: float) -> list[str]:
         f'<rect x="{at[0] - 29:.1f}" y="{at[1] - high / 2:.1f}" width="58" height="{high}" '
         'rx="3" fill="#FFF" stroke="#777"/>',
         *(
-            _text(at[0], at[1] - high / 2 + 14 * (row + 1), line, 11, "middle")
+            _text(at[0], at[1] - high / 2 + 14 * (row + 1), line, 11, "middle", ink=_INK)
             for row, line in enumerate(lines)
         ),
     ]
@@ -183,20 +184,24 @@ def _wrapped(words: str, width: int) -> list[str]:
 
 
 def _text(
-    x: float, y: float, words: str, size: int, anchor: str = "start", bold: bool = False
-) -> str:
+    x: float, y: float, words: str, size: int, anchor: str = "start", bold: bool = False,
+    ink: str = "currentColor",
+) -> str:  # fmt: skip
     weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{weight}>'
-        f"{escape(words)}</text>"
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
+        f'fill="{ink}"{weight}>{escape(words)}</text>'
     )
 
 
 def _document(parts: list[str], height: float) -> str:
+    """On paper of its own; a page that has it inside takes that away, and says what ink is."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'
-        '<rect width="100%" height="100%" fill="#FFF"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        '<rect class="paper" width="100%" height="100%" fill="#FFF"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
@@ -214,14 +219,14 @@ def cpu_svg(cpu: CpuTopology) -> str:
             'fill="#EAF3FA" stroke="#333"/>'
         )
         about = f"{title}: CPUs {cpus}" + (f", {show_bytes(memory)}" if memory else "")
-        parts.append(_text(44, y + 24, about, 14))
+        parts.append(_text(44, y + 24, about, 14, ink=_INK))
         for at, core in enumerate(mine):
             x, row = 44 + 57 * (at % 16), y + 36 + 34 * (at // 16)
             parts.append(
                 f'<rect x="{x}" y="{row:.0f}" width="52" height="26" rx="3" fill="#FFF" '
                 'stroke="#777"/>'
             )
-            parts.append(_text(x + 26, row + 17, core, 11, "middle"))
+            parts.append(_text(x + 26, row + 17, core, 11, "middle", ink=_INK))
         y += high + 16
     for cache in cpu.caches:
         words = (

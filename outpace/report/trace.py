@@ -10,6 +10,8 @@ from pydantic_core import from_json
 from outpace.planner.play import Action, Span, Timeline
 from outpace.records.pipelines import Kind, traced_action
 from outpace.records.plan import Plan
+from outpace.records.units import show_bytes
+from outpace.report.figures import listed
 
 _LARGEST_BYTES = 256 << 20  # of all traces together; more would take long to read
 _STEP = "ProfilerStep#"
@@ -25,26 +27,35 @@ class _Done:
     end_s: float
 
 
-def measured(folder: Path, plan: Plan) -> Timeline | None:
-    """The last traced step of the first pipeline's ranks; None where not all of them have traces.
+def measured(folder: Path, plan: Plan, global_batch: int) -> Timeline | str:
+    """The last traced pass of the first pipeline's ranks, or a sentence on why there is none.
 
     Ranks of several hosts are as well aligned as the hosts' clocks.
     """
     across = (plan.world_size - plan.servers) // plan.pp
     paths = [folder / f"trace-rank{place * across}.json" for place in range(plan.pp)]
-    if not all(path.is_file() for path in paths):
-        return None
-    if sum(path.stat().st_size for path in paths) > _LARGEST_BYTES:
-        return None
-    ranks = [_last_step(path) for path in paths]
-    if not all(ranks):
-        return None
+    missing = [path.name for path in paths if not path.is_file()]
+    if len(missing) == len(paths):
+        return "When each action was done is not recorded without --profile."
+    if missing:
+        return f"Of the traces of --profile these are not in this folder: {listed(missing)}"
+    size = sum(path.stat().st_size for path in paths)
+    if size > _LARGEST_BYTES:
+        return (
+            f"The traces of --profile have {show_bytes(size)}: more than "
+            f"{show_bytes(_LARGEST_BYTES)} are not read."
+        )
+    accumulation = plan.accumulation(global_batch)
+    ranks = [_last_pass(path, accumulation) for path in paths]
+    cut = [path.name for path, done in zip(paths, ranks, strict=True) if not done]
+    if cut:
+        return f"These traces hold no whole step, as those of a killed run: {listed(cut)}"
     begin_s = min(done.begin_s for done_by in ranks for done in done_by)
     return Timeline(tuple(_spans(done_by, begin_s, plan.pp_microbatches) for done_by in ranks))
 
 
-def _last_step(path: Path) -> list[_Done]:
-    """What a rank did in the last step of its trace, in order."""
+def _last_pass(path: Path, accumulation: int) -> list[_Done]:
+    """What a rank did in the last pass of its trace, in order."""
     try:
         document = from_json(path.read_bytes())
         events, base_s = (
@@ -62,7 +73,8 @@ def _last_step(path: Path) -> list[_Done]:
     category = "gpu_user_annotation" if any(c == "gpu_user_annotation" for c, _ in done) else None
     own = [one for c, one in done if category in (None, c)]
     own.sort(key=lambda one: one.begin_s)
-    return own[-(len(own) // steps) :]
+    count = len(own) // (steps * accumulation)
+    return own[-count:] if count else []
 
 
 def _done(event: Any, base_s: float) -> tuple[str, _Done] | None:

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.units import show_bytes, show_seconds, show_share
+from outpace.report.figures import off
 
 
 def verdict_line(tuning: Tuning) -> str:
@@ -27,7 +28,7 @@ def shown(tuning: Tuning, folder: str, command: str) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("plan")
-    for name in ("at first", "predicted", "measured", "off", "memory"):
+    for name in ("at first", "predicted", "measured", "which is", "memory"):
         table.add_column(name, justify="right")
     for trial in tuning.trials:
         style = "bold" if trial.number == tuning.best else ""
@@ -43,10 +44,10 @@ def shown(tuning: Tuning, folder: str, command: str) -> RenderableType:
 
 
 def _cells(trial: Trial) -> list[str]:
-    """A trial's row: predictions before any trial and when it was chosen, what it took."""
+    """A trial's row."""
     predicted = [show_seconds(trial.first_predicted_s), show_seconds(trial.predicted_s)]
     if trial.step_time_s is None:
         return [str(trial.number), trial.title, *predicted, "failed", "–", "–"]
-    off = trial.predicted_s / trial.step_time_s - 1
-    return [str(trial.number), trial.title, *predicted, show_seconds(trial.step_time_s),
-            f"{off:+.0%}", show_bytes(trial.peak_memory_bytes)]  # fmt: skip
+    above = off(trial.predicted_s, trial.step_time_s).text
+    return [str(trial.number), trial.title, *predicted, show_seconds(trial.step_time_s), above,
+            show_bytes(trial.peak_memory_bytes)]  # fmt: skip

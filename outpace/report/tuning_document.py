@@ -6,7 +6,7 @@ from pathlib import Path
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report import runs_parts, where
-from outpace.report.colours import MEASURED, OKABE_ITO, PREDICTED
+from outpace.report.colours import GREY, MEASURED, RED
 from outpace.report.document import (
     Cell,
     Code,
@@ -20,7 +20,7 @@ from outpace.report.document import (
     pairs,
 )
 from outpace.report.environment import command, machine_table, topology
-from outpace.report.figures import Along, Line, against, bars, lines, listed, off, seconds, sizes
+from outpace.report.figures import Along, Line, against, lines, listed, off, seconds
 from outpace.report.run_source import Run, read_run
 from outpace.train.run_dir import RUN_FILE
 
@@ -36,10 +36,10 @@ def tuning_document(tuning: Tuning, folder: Path | None = None) -> Document:
             Section("How it was found", tuple(_search(tuning))),
             Section("Where the time goes", tuple(_parts(runs))),
             Section("Loss", tuple(runs_parts.losses(runs))),
-            Section("Memory", tuple(_memory(tuning))),
+            Section("Memory", (_memory(tuning),)),
             Section("Utilisation", tuple(runs_parts.loads(runs))),
             topology(tuning.machine),
-            _environment(tuning),
+            _environment(tuning, runs),
         ),
     )  # fmt: skip
 
@@ -62,15 +62,12 @@ def _parts(runs: Mapping[str, Run]) -> Iterable[Part]:
     yield from runs_parts.ranks(runs)
 
 
-def _trial(tuning: Tuning, number: int | None) -> Trial | None:
-    return next((one for one in tuning.trials if one.number == number), None)
-
-
 def _verdict(tuning: Tuning) -> Iterable[str]:
-    best, default = _trial(tuning, tuning.best), _trial(tuning, tuning.default)
+    best = tuning.fastest
     if best is None:
         yield f"None of {len(tuning.trials)} trials came to its end: {tuning.stopped}."
         return
+    default = None if tuning.default is None else tuning.trial(tuning.default)
     yield f"Fastest: {best.title}, {show_seconds(tuning.step_time_s)} a step."
     if default is not None and default is not best and tuning.gain is not None:
         yield (
@@ -106,18 +103,9 @@ def _times(tuning: Tuning) -> Iterable[Part]:
         return
     predicted = [one.predicted_s for one in trials]
     measured = [one.step_time_s for one in trials]
-    unit = seconds([*predicted, *measured])
-    alt = listed(
-        [
-            f"{one.title}: predicted {unit.show(one.predicted_s)}, measured "
-            f"{unit.show(one.step_time_s)}"
-            for one in trials
-        ]
-    )
     yield against(
-        "Time of a step, as predicted when it was chosen", alt,
-        [_name(tuning, one) for one in trials], predicted, measured, unit, "time of a step", (),
-        (PREDICTED, MEASURED),
+        "Time of a step, as predicted when it was chosen", [_name(tuning, one) for one in trials],
+        predicted, measured, seconds([*predicted, *measured]), "time of a step",
     )  # fmt: skip
     if any(value is not None for value in measured):
         yield _scatter(tuning)
@@ -142,7 +130,7 @@ def _scatter(tuning: Tuning) -> Figure:
 
     series = [
         Line("before any trial", ([one.first_predicted_s for one in done],), seen,
-             dots(OKABE_ITO[7], "circle-open")),
+             dots(GREY, "circle-open")),
         Line("when it was chosen", ([one.predicted_s for one in done],), seen,
              dots(MEASURED, "circle")),
         Line("as predicted", (ends,), ends, {"line": {"color": "#777777", "dash": "dash"}}),
@@ -167,7 +155,7 @@ def _search(tuning: Tuning) -> Iterable[Part]:
     if any(one.step_time_s is not None for one in tuning.trials):
         yield _progress(tuning)
     rows = tuple(_row(tuning, one) for one in tuning.trials)
-    columns = ("", "plan", "step", "memory", "took", "why it was tried", "failure", "run")
+    columns = ("trial", "plan", "step", "memory", "took", "why it was tried", "failure", "run")
     yield Table("The trials", columns, rows)
 
 
@@ -195,9 +183,7 @@ def _progress(tuning: Tuning) -> Figure:
     unit, time = seconds([*each, *best]), seconds(x)
     series = [
         Line("fastest so far", (x,), best, {"line": {"color": MEASURED, "shape": "hv"}}),
-        Line(
-            "trial", (x,), each, {"mode": "markers", "marker": {"color": OKABE_ITO[3], "size": 9}}
-        ),
+        Line("trial", (x,), each, {"mode": "markers", "marker": {"color": RED, "size": 9}}),
     ]
     rows = tuple(
         (_name(tuning, one), time.cell(at), unit.cell(one.step_time_s), unit.cell(known))
@@ -211,21 +197,14 @@ def _progress(tuning: Tuning) -> Figure:
     )  # fmt: skip
 
 
-def _memory(tuning: Tuning) -> Iterable[Part]:
-    known = [one for one in tuning.trials if one.peak_memory_bytes is not None]
-    if not known:
-        yield Words("How much memory the trials took is not recorded.")
-        return
-    values = [float(one.peak_memory_bytes or 0) for one in known]
-    names = [_name(tuning, one) for one in known]
-    alt = listed(
-        [f"{name}: {show_bytes(value)}" for name, value in zip(names, values, strict=True)]
+def _memory(tuning: Tuning) -> Part:
+    return runs_parts.peak_memory(
+        {_name(tuning, one): one.peak_memory_bytes for one in tuning.trials}
     )
-    yield bars("Peak memory, of the fullest rank", alt, names, values, sizes(values), "memory")
 
 
-def _environment(tuning: Tuning) -> Section:
-    best = _trial(tuning, tuning.best)
+def _environment(tuning: Tuning, runs: Mapping[str, Run]) -> Section:
+    best = tuning.fastest
     parts: list[Part] = [command("The command", tuning.command)]
     if best is not None:
         parts.append(Code("The fastest plan, for outpace train --plan",
@@ -234,4 +213,5 @@ def _environment(tuning: Tuning) -> Section:
     return Section("Environment and command", (
         *parts, pairs("Settings of every trial", given),
         pairs("When", [("started", tuning.started)]), machine_table(tuning.machine),
+        *runs_parts.versions(runs),
     ))  # fmt: skip

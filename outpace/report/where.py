@@ -12,7 +12,6 @@ from outpace.report.figures import bars, listed, seconds, stacked
 from outpace.report.steps import Steps
 
 _MOST_RANKS = 24
-_WARM_UP = 3  # steps, which pay for caches, allocators and compilers
 
 
 def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Figure:
@@ -36,24 +35,17 @@ def in_words(parts: TimeParts) -> str:
 
 def by_rank(parts: Sequence[TimeParts]) -> Figure:
     """A bar for each rank; of many, those that compute longest."""
-    slow = sorted(range(len(parts)), key=lambda rank: -_computing_s(parts[rank]))[:_MOST_RANKS]
+    slow = sorted(range(len(parts)), key=lambda rank: -parts[rank].computing_s)[:_MOST_RANKS]
     title = "Time of a step by part and by rank"
     if len(parts) > _MOST_RANKS:
         title += f": the {_MOST_RANKS} of {len(parts)} that compute longest"
     return parts_figure(title, {f"rank {rank}": parts[rank] for rank in sorted(slow)})
 
 
-def _computing_s(parts: TimeParts) -> float:
-    return parts.forward_s + parts.backward_s + parts.optimizer_s
-
-
 def spread(steps: Steps) -> Figure:
     """The median of each part, and where nine steps of ten lie."""
-    some = {f: steps[f"{f}_s"][_WARM_UP:] if len(steps) > 2 * _WARM_UP else steps[f"{f}_s"]
-            for f in PARTS}  # fmt: skip
     found = {
-        part: [float(np.nanpercentile(values, share)) for share in (50, 5, 95)]
-        for part, values in some.items()
+        part: np.nanpercentile(steps.steady(f"{part}_s"), (50, 5, 95)).tolist() for part in PARTS
     }
     unit = seconds([high for _, _, high in found.values()])
     alt = " ".join(

@@ -3,17 +3,19 @@
 import json
 import os
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
-from outpace.records.run import RunRecord
+from outpace.records.run import Failure, RunRecord
 from outpace.train.callbacks import Callback
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
+FAILURE_FILE = "failure.json"
 UTILISATION_FOLDER = "utilisation"
 # A run writes its metrics, a checkpoint and the model; below this it can write none of them.
 _LEAST_FREE_BYTES = 16 << 20
@@ -52,7 +54,10 @@ class RunDir:
         return RunRecord.load(self.path / RUN_FILE)
 
     def begin(self, record: RunRecord) -> None:
-        """Write run.json, the first file of a run; nothing is left behind when it can't be."""
+        """Write run.json, the first file of a run; nothing is left behind when it can't be.
+
+        A run that goes on has not ended: why it did is taken away.
+        """
         try:
             created = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -65,6 +70,7 @@ class RunDir:
                     "Free some space or use another --out."
                 )
             record.save(self.path / RUN_FILE)
+            (self.path / FAILURE_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
@@ -78,6 +84,11 @@ class RunDir:
         """Remove the directory of a run that has not done a step."""
         if not self.has_steps:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def end_early(self, reason: str) -> None:
+        """Write down why the run ends before its last step."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        Failure(reason=reason, ended=now).save(self.path / FAILURE_FILE)
 
     def cut_metrics(self, step: int) -> None:
         """Drop what was logged after `step`: a resumed run does those steps again."""

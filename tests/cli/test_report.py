@@ -41,6 +41,12 @@ def test_markdown_and_csv_go_to_standard_output_or_a_file(run, capsys, tmp_path)
     out = tmp_path / "table.csv"
     assert main(["report", str(run), f"--out={out}"]) == 0
     assert out.read_text().startswith("report,section,table,row,column,value,text\n")
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    capsys.readouterr()
+    assert main(["report", str(copy), "--format=md", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == str(copy / "report.md")
+    assert (copy / "report.md").read_text().startswith("# ")
 
 
 def test_several_make_one_page(run, capsys, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
+from outpace.train.run_dir import RunDir
 
 
 def edited(run: Path, place: Path, **changes):
@@ -196,6 +197,9 @@ def test_an_unfinished_run_says_how_it_goes_on_where_it_can(home, capsys, monkey
     shown = capsys.readouterr().out
     assert "unfinished, 4 of 9 steps; last written 20" in shown
     assert f"outpace train --resume --out {cut}" in shown and "latest steps" in shown
+    RunDir(cut).end_early("the loss became nan at step 5")
+    assert main(["runs", "show", str(cut)]) == 0
+    assert "It ended early: the loss became nan at step 5" in capsys.readouterr().out
     (cut / "checkpoints" / "step-6" / "complete.json").rename(cut / "kept")
     try:
         assert main(["runs", "show", str(cut)]) == 0

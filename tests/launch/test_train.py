@@ -14,6 +14,7 @@ from outpace.launch.job import train
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError
 from outpace.records.measurement import StepRecord
 from outpace.records.ranks import Ranks
+from outpace.records.run import Failure
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback
 
@@ -184,6 +185,8 @@ def test_a_loss_that_is_no_number_ends_the_run_and_exports_nothing(run, tmp_path
         run(lr=1e30, clip=0, warmup=0, save_every=1, schedule="constant")
     assert caught.value.exit_code == 3
     assert not (tmp_path / "run" / "model").exists()
+    left = Failure.load(tmp_path / "run" / "failure.json")
+    assert left.reason == str(caught.value)
 
 
 def test_weights_that_are_no_numbers_any_more_are_not_saved(run, tmp_path):
@@ -213,6 +216,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
     whole = run("whole", save_every=2)
     with pytest.raises(InterruptedRunError):
         run("cut", callbacks=[StopAt(5)], save_every=2)
+    assert "interrupted, saved after step 5" in (tmp_path / "cut" / "failure.json").read_text()
     file = next((tmp_path / "cut" / "checkpoints" / "step-5").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-10])
     heard = []
@@ -225,6 +229,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
     # The damaged one does not count as one that is kept, nor stand in the way of another.
     left = [folder.name for folder in (tmp_path / "cut" / "checkpoints").iterdir()]
     assert left == ["step-8"]
+    assert not (tmp_path / "cut" / "failure.json").exists()
     assert any("step-5" in sentence and "passed over" in sentence for sentence in heard)
     assert_same_run(whole, resumed)
 

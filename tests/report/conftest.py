@@ -48,10 +48,10 @@ def run(train_words, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pipeline_run(train_words, tmp_path_factory):
-    """Two stages, with a trace."""
+    """Two stages, two passes a step, with a trace."""
     out = tmp_path_factory.mktemp("report-runs") / "pipeline"
-    printed(*train_words, "--nproc=2", "--strategy=1f1b", "--pp-microbatches=4", "--profile",
-            f"--out={out}", "--json")  # fmt: skip
+    printed(*train_words, "--nproc=2", "--strategy=1f1b", "--pp-microbatches=4",
+            "--micro-batch=1", "--profile", f"--out={out}", "--json")  # fmt: skip
     return out
 
 

@@ -7,9 +7,14 @@ import pytest
 from outpace.records.comparison import Comparison
 from outpace.records.estimate import Plans
 from outpace.records.machine import Machine
+from outpace.records.topology import Endpoint, Topology
 from outpace.records.tuning import Tuning
+from outpace.records.utilisation import HostLoad, Load, series
 from outpace.report.certificate_document import certificate_document
 from outpace.report.comparison_document import comparison_document
+from outpace.report.document import Document, Section, Table
+from outpace.report.environment import topology
+from outpace.report.loads import utilisation
 from outpace.report.page import page
 from outpace.report.picture import BROWSERS
 from outpace.report.plan_document import plan_document
@@ -34,6 +39,21 @@ EACH = [
 ]
 
 
+def links(machine):
+    """A drawing of two devices that are joined."""
+    ends = tuple(Endpoint(name=f"GPU{n}", kind="gpu") for n in range(2))
+    joined = Topology(devices=ends, links=(("X", "NV4"), ("NV4", "X")), source="a test")
+    return topology(machine.model_copy(update={"topology": joined}))
+
+
+def many():
+    """Forty cores, and a table of as many rows."""
+    loads = [Load(duration_s=1.0, host=HostLoad(cores=(n / 20,) * 40)) for n in range(20)]
+    busy = series(loads, started="2026-11-22T00:00:00+00:00", period_s=1.0, sampler_cpu_s=0.1)
+    table = Table("a long table", ("a",), tuple((f"row {n}",) for n in range(40)))
+    return Section("Many", (*utilisation([busy]), table))
+
+
 @pytest.fixture(scope="module")
 def pages(run, pipeline_run, comparison, plans, probe, tuning, evil, tmp_path_factory):
     """A file for each kind of report."""
@@ -49,6 +69,7 @@ def pages(run, pipeline_run, comparison, plans, probe, tuning, evil, tmp_path_fa
         "tuning": tuning_document(Tuning.load(tuning), tuning.parent),
         "evil": comparison_document(Comparison.load(evil), comparison),
     }
+    documents["links"] = Document("run", "links", ("eight",), (), (links(machine), many()))
     folder = tmp_path_factory.mktemp("pages")
     for name, document in documents.items():
         (folder / f"{name}.html").write_text(page([document]), encoding="utf-8")
@@ -84,8 +105,9 @@ class Tab:
 def opened(browser, pages):
     contexts = []
 
-    def tab(name, viewport=WIDE, scheme="light"):
-        contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme, offline=True))
+    def tab(name, viewport=WIDE, scheme="light", **more):
+        asked = {"viewport": viewport, "color_scheme": scheme, "offline": True, **more}
+        contexts.append(browser.new_context(**asked))
         return Tab(contexts[-1], pages / f"{name}.html")
 
     yield tab
@@ -190,6 +212,8 @@ def test_tables_sort_by_value_and_back(opened):
     state = tab.run("([t, p]) => document.querySelectorAll('table')[t].tHead.rows[0].cells[p]"
                     ".getAttribute('aria-sort')", [table, place])  # fmt: skip
     assert state == "descending"
+    tab.run(click, [table, 0])  # by rank, as they came
+    assert heads[table][0] == "rank" and values() == before
 
 
 def test_losses_can_be_put_over_tokens_and_zoomed(opened):
@@ -211,6 +235,45 @@ def test_losses_can_be_put_over_tokens_and_zoomed(opened):
     tab.page.wait_for_function("(n) => document.querySelector('.choices').nextElementSibling"
                                "._fullLayout.xaxis.range[1] < n / 2", arg=tokens)  # fmt: skip
     assert tab.said == []
+
+
+def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened):
+    drag = "document.querySelector('.plot')._fullLayout.dragmode"
+    assert opened("links").run(drag) == "zoom"
+    tab = opened("links", PHONE, "dark", has_touch=True, is_mobile=True)
+    assert tab.run(drag) is False
+    assert tab.run("document.documentElement.scrollWidth") <= PHONE["width"]
+    box = tab.run("""() => { const box = document.querySelector(".picture .scroll");
+        return [box.clientWidth, box.scrollWidth] }""")
+    assert box[0] <= PHONE["width"] and box[1] >= 900  # and its words can be read
+
+
+def test_a_drawing_is_on_the_pages_own_ground(opened):
+    for scheme, light in (("light", False), ("dark", True)):
+        tab = opened("links", scheme=scheme)
+        assert tab.run("getComputedStyle(document.querySelector('.paper')).fill") == "none"
+        beside, inside = ".picture text[font-size='17']", ".picture text[font-size='14']"
+        assert (min(colour_of(tab, beside)) > 180) == light
+        assert max(colour_of(tab, inside)) < 60  # in a box, which is always light
+
+
+def test_a_heat_map_labels_some_rows_and_names_all(opened):
+    tab = opened("links")
+    ticks = tab.run("[...document.querySelectorAll('.ytick text')].map((one) => one.textContent)")
+    assert ticks[:2] == ["core 0", "core 1"] and len(ticks) == 40
+    names = tab.run("document.querySelector('.plot').data[0].y")
+    assert names == [f"core {core}" for core in range(40)]
+
+
+def test_long_tables_are_closed_on_a_screen_and_open_on_paper(opened):
+    tab = opened("links")
+    row = "document.querySelector('.long td').checkVisibility()"
+    assert tab.run(row) is False
+    tab.page.emulate_media(media="print")
+    tab.run("dispatchEvent(new Event('beforeprint'))")
+    assert tab.run(row) is True
+    tab.run("dispatchEvent(new Event('afterprint'))")
+    assert tab.run(row) is False
 
 
 def test_a_certificate_needs_no_figures(certificate, browser, tmp_path):

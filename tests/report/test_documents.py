@@ -1,9 +1,14 @@
 """What each kind of report says, of real runs, comparisons, plans and probes."""
 
+import io
 import json
+import os
+import random
+import shutil
 from itertools import pairwise
 
 import pytest
+from rich.console import Console
 
 from outpace.planner.play import StageTime
 from outpace.records.comparison import Comparison
@@ -18,11 +23,14 @@ from outpace.report.certificate_document import certificate_document
 from outpace.report.comparison_document import comparison_document
 from outpace.report.document import Figure, Number, Picture, Table, Words
 from outpace.report.environment import topology
+from outpace.report.page import page
 from outpace.report.plan_document import plan_document
 from outpace.report.probe_document import probe_document
 from outpace.report.run_document import run_document
 from outpace.report.run_source import read_run
+from outpace.report.tuning import shown
 from outpace.report.tuning_document import tuning_document
+from outpace.train.run_dir import RunDir
 
 
 def parts(document, kind):
@@ -88,7 +96,13 @@ def test_memory_of_a_run_is_over_a_step_and_at_the_peak(of_run, run):
 def test_a_run_is_beside_its_prediction(of_run, run, probe):
     beside = figure_in(of_run, "Predicted against measured", "Time of a step")
     measured = Measurement.load(run / "result.json")
-    assert beside.table.rows[0][2].value == measured.step_time_s
+    columns = ("", "predicted", "predicted, from", "predicted, to", "measured", "measured is")
+    assert beside.table.columns == columns
+    _, said, low, high, seen, above = (
+        getattr(cell, "value", cell) for cell in beside.table.rows[0]
+    )
+    assert low < said < high and seen == measured.step_time_s
+    assert above == pytest.approx(seen / said - 1)
     assert "guessed by its vector width" in words(of_run)
     better = run_document(read_run(run), Machine.load(probe))
     assert "outpace probe measured" in words(better)
@@ -107,9 +121,61 @@ def test_a_run_that_goes_on_is_reported_as_far_as_it_is(run, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     document = run_document(read_run(tmp_path))
     assert document.verdict[0].startswith("Not finished: 3 of 8 steps")
+    assert "No process of this host trains it" in document.verdict[1]
+    with (tmp_path / "metrics.jsonl").open("a"):
+        assert run_document(read_run(tmp_path)).verdict[0].startswith("Going on: 3 of 8 steps")
+    RunDir(tmp_path).end_early("the loss became nan at step 4")
+    said = run_document(read_run(tmp_path)).verdict[1]
+    assert said == "It ended early: the loss became nan at step 4"
     assert "is not recorded: outpace train --memory" in words(document)
     (tmp_path / "metrics.jsonl").unlink()
     assert run_document(read_run(tmp_path)).verdict[0].startswith("No step was done")
+
+
+def edited(run, place, name, **changes):
+    """A copy of a run with values changed in one of its files."""
+    shutil.copytree(run, place)
+    document = json.loads((place / name).read_text()) | changes
+    (place / name).write_text(json.dumps(document))
+    return run_document(read_run(place))
+
+
+def test_a_finished_run_that_goes_further_is_not_finished(run, tmp_path):
+    document = edited(run, tmp_path / "run", "run.json", total_steps=16)
+    assert document.verdict[0].startswith("Not finished: 8 of 16 steps")
+    assert dict(document.facts)["steps"] == "8 of 16" and "time in all" not in dict(document.facts)
+
+
+def test_the_largest_of_what_is_not_computing_is_named_whatever_it_is(run, tmp_path):
+    times = {"forward_s": 0.4, "data_s": 0.1, "communication_s": 0.1, "other_s": 0.4}
+    document = edited(run, tmp_path / "run", "result.json", parts=times)
+    assert "40.0 % of it computing; most of the rest is other work, 40.0 %" in document.verdict[1]
+
+
+def test_steps_that_fp16_skipped_are_a_fact(of_run, run, tmp_path):
+    assert "skipped steps" not in dict(of_run.facts)
+    document = edited(run, tmp_path / "run", "result.json", skipped_steps=3)
+    assert dict(document.facts)["skipped steps"] == "3, for overflow in fp16"
+
+
+def test_a_long_runs_page_is_small_and_has_every_spike(run, tmp_path):
+    steps, chance = 100_000, random.Random(0)
+    spikes = set(chance.sample(range(1, steps), 12))
+    known = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("step", "loss", "step_time_s", "grad_norm"):
+        del known[name]
+    rest = json.dumps(known)[1:]
+    document = json.loads((run / "run.json").read_text()) | {"total_steps": steps}
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            loss = 20.0 if step in spikes else 2.5 + chance.random()
+            file.write(f'{{"step": {step}, "loss": {loss}, "step_time_s": {chance.random()}, '
+                       f'"grad_norm": {chance.random()}, {rest}\n')  # fmt: skip
+    long = run_document(read_run(tmp_path))
+    (drawn, *_) = figure(long, "Loss").traces
+    assert {x for x, y in zip(drawn["x"], drawn["y"], strict=True) if y == 20.0} == spikes
+    assert len(page([long]).encode()) < 10e6
 
 
 @pytest.mark.slow
@@ -126,9 +192,11 @@ def test_a_pipelines_plan_stands_above_what_was_traced(of_pipeline, pipeline_run
     rows = [(row[0], row[1]) for row in timeline.table.rows]
     assert rows == [("planned", "rank 0"), ("planned", "rank 1"), ("measured", "rank 0"),
                     ("measured", "rank 1")]  # fmt: skip
-    assert "--profile traced" in words(of_pipeline)
-    plan = read_run(pipeline_run).record.plan
-    seen = trace.measured(pipeline_run, plan)
+    assert "the last pass that --profile traced" in words(of_pipeline)
+    record = read_run(pipeline_run).record
+    plan, batch = record.plan, record.settings.global_batch
+    assert plan.accumulation(batch) == 2  # one pass is planned, so of two one is shown
+    seen = trace.measured(pipeline_run, plan, batch)
     for rank, spans in enumerate(seen.ranks):
         said = [(one.action.kind, one.action.stage, one.action.microbatch) for one in spans]
         todo = pipeline.played(plan, [StageTime(1.0, 1.0, 1.0)] * 2).ranks[rank]
@@ -145,15 +213,23 @@ def test_without_a_trace_the_schedule_is_replayed_and_says_so(pipeline_run, tmp_
     assert {row[0] for row in timeline.table.rows} == {"planned", "replayed"}
     assert "not recorded without --profile" in words(document)
     (tmp_path / "result.json").unlink()
-    assert "is not recorded in this run" in words(run_document(read_run(tmp_path)))
+    assert "is not in this run" in words(run_document(read_run(tmp_path)))
 
 
-def test_a_trace_that_a_kill_cut_short_is_no_trace(pipeline_run, tmp_path):
+def test_a_trace_that_is_cut_short_too_large_or_missing_is_none_and_it_is_said_why(
+    pipeline_run, tmp_path
+):
     plan = read_run(pipeline_run).record.plan
     for rank in range(2):
         text = (pipeline_run / f"trace-rank{rank}.json").read_text()
-        (tmp_path / f"trace-rank{rank}.json").write_text(text[: len(text) // 2 * (2 - rank)])
-    assert trace.measured(tmp_path, plan) is None
+        (tmp_path / f"trace-rank{rank}.json").write_text(text[: len(text) // (1 + rank)])
+    told = trace.measured(tmp_path, plan, 8)
+    assert "no whole step" in told and "trace-rank1.json" in told and "rank0" not in told
+    os.truncate(tmp_path / "trace-rank0.json", 300 << 20)
+    assert "more than 256.00 MiB are not read" in trace.measured(tmp_path, plan, 8)
+    (tmp_path / "trace-rank1.json").unlink()
+    told = trace.measured(tmp_path, plan, 8)
+    assert "not in this folder: trace-rank1.json" in told
 
 
 @pytest.mark.parametrize(
@@ -187,15 +263,40 @@ def test_a_comparison_says_what_may_be_claimed_with_intervals(comparison):
     difference = figure(document, "Difference to alone")
     (row,) = difference.table.rows
     assert [cell.value for cell in row[1:]] == [verdict.slowdown, verdict.low, verdict.high]
-    assert len(figure(document, "Every round").traces) == 2
+    rounds = figure(document, "Every round")
+    assert len(rounds.traces) == 2
+    assert rounds.alt == f"{len(record.outcomes)} measurements in 2 runs, 0 of them failed."
+    arms = next(one for one in parts(document, Table) if one.title == "The arms")
+    assert {"step", "ratio", "memory"} <= set(arms.columns)
+    assert all(isinstance(cell, Number) for row in arms.rows for cell in row[1:])
+    made = next(one for one in parts(document, Table) if one.title == "Versions")
+    assert "torch" in [name for name, _ in made.rows]
     losses = figure(document, "Loss by arm")
     assert [row[0] for row in losses.table.rows] == ["alone", "pipeline"]
     assert [row[0] for row in figure(document, "Time of a step").table.rows]
 
 
+def test_a_comparisons_prediction_is_beside_the_medians_of_its_rounds(comparison):
+    record = Comparison.load(comparison / "comparison.json")
+    first, other = (arm.model_copy(update={"step_time_s": 0.5, "sent_bytes": sent})
+                    for arm, sent in zip(record.arms, (900, 2**20), strict=True))  # fmt: skip
+    changed = record.model_copy(update={"arms": (first, other)})
+    document = comparison_document(changed, comparison)
+    arms = next(one for one in parts(document, Table) if one.title == "The arms")
+    sent = arms.columns.index("sent a step")
+    assert [row[sent].value for row in arms.rows] == [900, 2**20]  # by which it is sorted
+    beside = figure_in(document, "Predicted against measured", "Time of a step")
+    columns = dict(zip(beside.table.columns, beside.table.rows[0], strict=True))
+    assert columns["measured"].value == 0.5
+    values = [one.value for one in record.outcomes if one.arm == first.arm]
+    low, high = columns["measured, from"].value, columns["measured, to"].value
+    assert min(values) <= low <= high <= max(values)
+
+
 def test_a_comparison_without_its_runs_says_what_is_not_there(comparison):
     record = Comparison.load(comparison / "comparison.json")
     assert "The steps of these runs are not here." in words(comparison_document(record))
+    assert "which are not here" in words(comparison_document(record))
 
 
 def test_plans_have_their_pipelines_timeline_and_intervals(plans):
@@ -235,6 +336,10 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     assert "takes 50.0 % less time" in document.verdict[1]
     times = figure(document, "Time of a step, as predicted")
     assert cells(times.table)[1][3] == "n/a"
+    assert cells(times.table)[0][3] == "+25.0 %"
+    console = Console(width=100, file=io.StringIO())
+    console.print(shown(record, "tunings/a", "outpace train"))
+    assert "+25.0 %" in console.file.getvalue()  # the same sign in a terminal
     trials = next(one for one in parts(document, Table) if one.title == "The trials")
     assert cells(trials)[1][6] == "out of memory"
     progress = figure(document, "The fastest step")

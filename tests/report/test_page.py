@@ -111,6 +111,23 @@ def test_numbers_are_sorted_by_value():
     assert 'data-value="1.5"' in text and 'data-value=""' in text
 
 
+def test_every_column_sorts_and_one_without_a_name_says_so():
+    seen = Seen(without_scripts(page([document("a")])))
+    heads = [attrs for tag, attrs in seen.elements if tag == "th"]
+    buttons = [attrs for tag, attrs in seen.elements if tag == "button"]
+    assert len(heads) == len(buttons) == 4
+    assert [one.get("aria-label") for one in buttons] == ["first column", None] * 2
+
+
+@pytest.mark.parametrize(("rows", "folded"), [(30, 0), (31, 1)])
+def test_long_tables_are_folded_and_say_how_long_they_are(rows, folded):
+    table = Table("a table", ("a",), (("b",),) * rows)
+    text = page([Document("run", "a", ("b",), (), (Section("c", (table,)),))])
+    seen = Seen(without_scripts(text))
+    assert sum(tag == "details" for tag, _ in seen.elements) == folded
+    assert ("a table (31 rows)" in text) == bool(folded)
+
+
 def outside_of_code(text):
     return re.sub(r"^(`{3,})\n.*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
 
