@@ -16,11 +16,11 @@ def _found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_large_difference_is_claimed_within_the_rounds_and_counted() -> None:
     from false_claims import compared, summed
 
-    found = compared(number=1, more=4.0, rounds=20)
+    found = compared(more=4.0, rounds=20)
     assert 10 <= found["claimed_at"] <= 20 and found["claimed_slower"]
     assert found["slowdown"] == pytest.approx(4.0, abs=2.0)
     assert len(found["seconds"]["a"]) == len(found["seconds"]["b"]) == found["rounds"]
-    few = compared(number=2, more=0.0, rounds=2)
+    few = compared(more=0.0, rounds=2)
     assert few["claimed_at"] is None and few["low"] is None and few["rounds"] == 2
     total = summed([found, {**found, "claimed_at": None, "claimed_slower": False}])
     assert (total["comparisons"], total["claims"], total["right_way"]) == (2, 1, 1)

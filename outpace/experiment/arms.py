@@ -202,6 +202,7 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_REST_S)
+        psutil.wait_procs(started, timeout=_REST_S)
         process.poll()
         if process.stdout is not None:
             process.stdout.close()
