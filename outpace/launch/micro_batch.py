@@ -30,7 +30,6 @@ TRIAL_STEPS = 2
 # A long run needs a little more than a short one, as free memory falls to pieces.
 _OF_LIMIT = 0.95
 
-
 # Does two steps with these settings on a port of rank 0's host; the child's exit code and words.
 Try = Callable[[TrainSettings, int], tuple[int, str]]
 
