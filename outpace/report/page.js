@@ -13,6 +13,8 @@
     margin: { l: 10, r: 16, t: 12, b: 40 },
     legend: { orientation: "h", x: 0, y: 1.01, xanchor: "left", yanchor: "bottom" },
     hoverlabel: { namelength: -1 },
+    // Else plotly takes half of black behind it, as the page behind is transparent.
+    modebar: { bgcolor: "rgba(0,0,0,0)" },
     dragmode: coarse ? false : "zoom",
   };
   const config = {
