@@ -19,9 +19,8 @@ import psutil
 
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
-from outpace.records.measurement import Measurement
+from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.settings import TrainSettings
-from outpace.train.accounting import WARMUP_STEPS
 from outpace.train.run_dir import RESULT_FILE
 
 # What a comparison does not look at takes no time.

@@ -8,8 +8,8 @@ from typing import Any
 from outpace.experiment.results import steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
+from outpace.records.measurement import WARMUP_STEPS
 from outpace.records.run import RunRecord
-from outpace.train.accounting import WARMUP_STEPS
 from outpace.train.run_dir import RUN_FILE
 
 _MOST_BLOCKS = 30

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from outpace.experiment.arms import Failure, safe, train_once
 from outpace.launch.tuning import Proposal
 from outpace.records.errors import OUT_OF_MEMORY_CODES
+from outpace.records.measurement import WARMUP_STEPS
 from outpace.records.plan import Plan
 from outpace.records.tuning import Trial
 from outpace.records.units import show_seconds
-from outpace.train.accounting import WARMUP_STEPS
 
 _STEPS_S = 6.0  # of a trial, as predicted
 _FEWEST, _MOST = 8, 60  # steps, beside those of warm-up

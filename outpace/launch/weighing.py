@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from outpace.launch.context import Job
-from outpace.train.accounting import WARMUP_STEPS
+from outpace.records.measurement import WARMUP_STEPS
 from outpace.train.step import Batch
 from outpace.train.timing import thread_busy_s
 from outpace.train.wire import Wire

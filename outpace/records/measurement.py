@@ -9,6 +9,8 @@ from outpace.records.units import show_seconds
 from outpace.records.utilisation import Load
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
+# The first steps pay for warm-up of caches, allocator and compiler: no median has them.
+WARMUP_STEPS = 3
 
 
 class TimeParts(Record):

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from outpace.records.errors import BadInputError
-from outpace.records.measurement import PARTS
+from outpace.records.measurement import PARTS, WARMUP_STEPS
 from outpace.report.thin import Floats
 
 _NAMES = (
@@ -17,7 +17,6 @@ _NAMES = (
     "peak_memory_bytes", "skipped_steps", *(f"{part}_s" for part in PARTS),
 )  # fmt: skip
 _LINES_AT_ONCE = 4096
-_WARM_UP = 3  # steps, which pay for caches, allocators and compilers
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Steps:
 
     def steady(self, name: str) -> Floats:
         """A column without the first steps, unless there are few others."""
-        return self[name][_WARM_UP if len(self) > 2 * _WARM_UP else 0 :]
+        return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
 
 def read_steps(path: Path) -> Steps:

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outpace.records.errors import DivergedError
-from outpace.records.measurement import PARTS, Promise, StepRecord, TimeParts
+from outpace.records.measurement import PARTS, WARMUP_STEPS, Promise, StepRecord, TimeParts
 from outpace.train.step import RawStep
 from outpace.train.timing import durations
 
-# The first steps pay for warm-up of caches, allocator and compiler.
-WARMUP_STEPS = 3
 _KEPT_STEPS = 5000
 # By which a step time that was expected is checked, and how near it has to be.
 OPENING_STEPS = 100
