@@ -1,18 +1,20 @@
 """`outpace tune` against whole grids: what its few trials miss of what many would have found.
 
-    python benchmarks/tune.py            # records results/tune.json; 80 minutes on 2 cores
+    python benchmarks/tune.py            # records results/tune.json; 90 minutes on 2 cores
     python benchmarks/tune.py --out rows.json    # keeps what is measured, and goes on from there
     python benchmarks/tune.py --quick    # shows that it works, records nothing
 
 Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
 of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
-five best and the tuner's pick are measured again in turn, so that noise does not crown one. Regret
-is what the pick takes longer than the fastest of these; its price is the tuner's trials' time as a
-share of the grid's.
+five best and the tuner's pick are measured again in turn, in another order each round, so that
+noise does not crown one. Regret is what the pick takes longer than one of these, by the median of
+the rounds' ratios, where that is most; its price is the tuner's trials' time as a share of the
+grid's.
 """
 
 import argparse
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -75,7 +77,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
         {"strategy": "3d", "tp": 2, "dp_shard": 2},
     ),
 }
-_AGAIN, _ROUNDS = 5, 3
+_AGAIN, _ROUNDS = 5, 5
 LEAST = 48
 
 
@@ -114,6 +116,27 @@ def measured(
     return found
 
 
+def in_turn(
+    given: dict[str, Any], plans: dict[str, Any], expected_s: float, folder: Path, rounds: int
+) -> Iterator[dict[str, float | None]]:
+    """Of each round the plans' step times, measured in an order of its own."""
+    for number in range(rounds):
+        keys = random.Random(number).sample(list(plans), len(plans))
+        took = measured(given, [plans[key] for key in keys], [expected_s] * len(keys),
+                        folder / f"again-{number}")  # fmt: skip
+        yield {key: trial.step_time_s for key, trial in zip(keys, took, strict=True)}
+
+
+def regret(pick: str, rounds: list[dict[str, float | None]]) -> float:
+    """What the pick takes longer than the plan that it is slowest beside."""
+    medians = [0.0]
+    for other in rounds[0]:
+        ratios = [took[pick] / took[other] for took in rounds if took[pick] and took[other]]
+        medians += [statistics.median(ratios) - 1] if ratios else []
+    assert len(medians) > 1, "the pick never ran again"
+    return max(medians)
+
+
 def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
     """A problem's row."""
     from outpace.launch.tuning import Proposer
@@ -137,27 +160,20 @@ def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
     pick = tuning.fastest
     assert pick is not None and tuning.step_time_s is not None
     finalists = {t.plan.model_dump_json(): t.plan for t in (pick, *ran[:_AGAIN])}
-    again: dict[str, list[float]] = {key: [] for key in finalists}
-    for number in range(_ROUNDS if most is None else 1):
-        where = folder / f"again-{number}"
-        took = measured(given, list(finalists.values()), [tuning.step_time_s] * len(finalists),
-                        where)  # fmt: skip
-        for key, trial in zip(finalists, took, strict=True):
-            again[key] += [trial.step_time_s] if trial.step_time_s else []
-    best_s = min(statistics.median(times) for times in again.values() if times)
-    pick_s = statistics.median(again[pick.plan.model_dump_json()])
+    rounds = list(in_turn(given, finalists, tuning.step_time_s, folder,
+                          _ROUNDS if most is None else 1))  # fmt: skip
     return {
         "problem": problem.name,
         "configurations": len(plans),
         "strategies": len({plan.strategy for plan in plans}),
         "failed": sum(trial.step_time_s is None for trial in trials),
-        "regret": pick_s / best_s - 1,
+        "regret": regret(pick.plan.model_dump_json(), rounds),
         "any": statistics.fmean(t.step_time_s for t in ran) / ran[0].step_time_s - 1,
         "default": tuning.gain,
         "trials": len(tuning.trials),
         "share": sum(t.took_s for t in tuning.trials) / sum(t.took_s for t in trials),
         "pick": pick.title,
-        "again_s": list(again.values()),
+        "again_s": [[took[key] for took in rounds] for key in finalists],
         "tuning": tuning.model_dump(mode="json", exclude={"machine", "command", "settings"}),
         "grid": [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials],
     }
