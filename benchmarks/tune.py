@@ -8,7 +8,7 @@ Of each problem (a model, a sequence, a number of processes, a limit of memory) 
 of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
 five best and the tuner's pick are measured again in turn, in another order each round, so that
 noise does not crown one. Regret is what the pick takes longer than one of these, by the median of
-the rounds' ratios, where that is most; its price is the tuner's trials' time as a share of the
+the rounds' ratios, where that is most; its price is the tuner's whole time as a share of the
 grid's.
 """
 
@@ -171,7 +171,7 @@ def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
         "any": statistics.fmean(t.step_time_s for t in ran) / ran[0].step_time_s - 1,
         "default": tuning.gain,
         "trials": len(tuning.trials),
-        "share": sum(t.took_s for t in tuning.trials) / sum(t.took_s for t in trials),
+        "share": tuning.took_s / sum(t.took_s for t in trials),
         "pick": pick.title,
         "again_s": [[took[key] for took in rounds] for key in finalists],
         "tuning": tuning.model_dump(mode="json", exclude={"machine", "command", "settings"}),

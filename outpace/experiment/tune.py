@@ -1,10 +1,12 @@
 """The planner proposes, short trainings decide, and each of them makes the planner know better."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median_low
 from typing import Any, Protocol
 
 from outpace.experiment.arms import Failure, safe, train_once
@@ -19,8 +21,9 @@ _STEPS_S = 6.0  # of a trial, as predicted
 _FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
 _START_S = 300.0  # to begin and to end, at most
 _PATIENCE = 20  # times as long as predicted
-_CLOSE = 0.03  # plans nearer to each other than this are run again, to tell them apart
+_CLOSE = 0.05  # plans nearer to the fastest than this are run again, to tell them apart
 _RUNS = 2  # of a plan, at most
+_TOLD_APART = 2  # trials that are kept for that
 DEFAULT_WHY = "what outpace train does by itself"
 
 
@@ -69,7 +72,7 @@ def tune(
             return Ended(tuple(trials), f"all {limits.trials} trials are made")
         if trials and clock() - began_s >= limits.budget_s:
             return Ended(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
-        chosen = _next(planner, trials, limits.within)
+        chosen = _next(planner, trials, limits)
         if chosen is None:
             return Ended(
                 tuple(trials), f"no plan that is left can win by more than {limits.within:.0%}"
@@ -80,42 +83,47 @@ def tune(
         told(trials[-1])
 
 
-def _next(planner: Planner, trials: Sequence[Trial], within: float) -> tuple[str, Proposal] | None:
+def _next(planner: Planner, trials: Sequence[Trial], limits: Limits) -> tuple[str, Proposal] | None:
     """What to try, and why: of those left what may be fastest. None: nothing is worth it."""
     if not trials:
         return DEFAULT_WHY, planner.proposal(planner.default)
+    again = _again(planner, trials)
+    if again is not None and limits.trials - len(trials) <= _TOLD_APART:
+        return again
     tried, most_bytes = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
-    best_s = min(step_times_s(trials).values(), default=float("inf"))
+    best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
         (one.low_s, place, one)
         for place, one in enumerate(planner.proposals(trials))
         if _key(one.plan) not in tried and one.memory_bytes < most_bytes
     ]
-    least_s, _, one = min(left, default=(float("inf"), 0, None))
-    if one is not None and least_s < best_s * (1 - within):
+    least_s, _, one = min(left, default=(math.inf, 0, None))
+    if one is not None and least_s < best_s * (1 - limits.within):
         return f"it may take {show_seconds(least_s)}", one
-    return _again(planner, trials)
+    return again
 
 
 def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
     """By the formula: the least of what did not fit, though it was predicted to."""
     failed = [trial for trial in trials if trial.exit_code in OUT_OF_MEMORY_CODES]
-    return min(
-        (planner.proposal(trial.plan).memory_bytes for trial in failed), default=float("inf")
-    )
+    return min((planner.proposal(trial.plan).memory_bytes for trial in failed), default=math.inf)
 
 
 def _again(planner: Planner, trials: Sequence[Trial]) -> tuple[str, Proposal] | None:
-    """The fastest and what is close to it, until each has run so often."""
-    times = step_times_s(trials)
-    best_s = min(times.values(), default=0.0)
-    close = [key for key, seconds in times.items() if seconds <= best_s * (1 + _CLOSE)]
-    runs = {key: sum(_key(trial.plan) == key for trial in trials) for key in close}
-    key = min(close, key=lambda one: (runs[one], times[one]), default=None)
-    if key is None or len(close) < 2 or runs[key] >= _RUNS:
+    """Of what the result rests on, the fastest, what is close and the default, what ran least.
+
+    Other work on the machine may have slowed a single trial.
+    """
+    times, default = step_times_s(trials), _key(planner.default)
+    most_s = min(times.values(), default=0.0) * (1 + _CLOSE)
+    rest = [key for key, seconds in times.items() if seconds <= most_s or key == default]
+    runs = Counter(_key(trial.plan) for trial in trials)
+    key = min(rest, key=lambda one: (runs[one], times[one]), default=None)
+    if key is None or len(rest) < 2 or runs[key] >= _RUNS:
         return None
     plan = next(trial.plan for trial in trials if _key(trial.plan) == key)
-    return "close to the fastest: once more", planner.proposal(plan, trials)
+    why = "close to the fastest" if times[key] <= most_s else "the gain rests on it"
+    return f"{why}: once more", planner.proposal(plan, trials)
 
 
 def _key(plan: Plan) -> str:
@@ -123,12 +131,12 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[Trial]) -> dict[str, float]:
-    """By plan, as JSON: the median over its trials."""
+    """By plan, as JSON: of two trials the faster one, for what disturbs a trial makes it slower."""
     found: dict[str, list[float]] = {}
     for trial in trials:
         if trial.step_time_s is not None:
             found.setdefault(_key(trial.plan), []).append(trial.step_time_s)
-    return {key: median(times) for key, times in found.items()}
+    return {key: median_low(times) for key, times in found.items()}
 
 
 def tuned(trials: Sequence[Trial]) -> dict[str, Any]:

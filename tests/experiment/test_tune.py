@@ -118,3 +118,29 @@ def test_predictions_are_nearer_with_every_trial(proposer):
     off = [abs(trial.predicted_s / trial.step_time_s - 1) for trial in ended.trials]
     # The default is in fp32, the others in bf16, whose rate the first trial says nothing of.
     assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[2:]) < 0.1
+
+
+def test_a_trial_that_other_work_slowed_is_made_again(proposer):
+    made = []
+
+    def took(proposal):  # the planner is right in all; somebody else was at the machine at first
+        made.append(proposal)
+        first_s = proposer.proposal(proposal.plan).step_time_s
+        return first_s * (2.5 if len(made) == 1 else 1.0)
+
+    ended = tune(proposer, runner(took), Limits(trials=20))
+    default = [trial for trial in ended.trials if trial.plan == proposer.default]
+    assert [trial.why for trial in default] == [DEFAULT_WHY, "the gain rests on it: once more"]
+    found = tuned(ended.trials)
+    by_itself_s = proposer.proposal(proposer.default).step_time_s
+    assert found["gain"] == pytest.approx(1 - found["step_time_s"] / by_itself_s)
+
+
+def test_the_last_trials_tell_the_nearest_apart(proposer):
+    def took(proposal):  # others may always win, and never do
+        made.append(proposal.plan)
+        return 1.0 - 1e-3 * len(set(map(str, made)))
+
+    made = []
+    trials = tune(proposer, runner(took), Limits(trials=6, within=-9.0)).trials
+    assert ["once more" in trial.why for trial in trials] == [False] * 4 + [True] * 2
