@@ -8,7 +8,7 @@ from typing import Any
 from outpace.catalog.accelerators import find_accelerator
 from outpace.launch.outlines import find_outline
 from outpace.launch.planning import KEPT
-from outpace.launch.resolve import resolve_seq_len
+from outpace.launch.resolve import resolve_device, resolve_precision, resolve_seq_len
 from outpace.launch.traced import beside_tensors, fullest
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
@@ -19,7 +19,6 @@ from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LEVELS, Precision
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -190,7 +189,8 @@ def question(
             keep[name] = getattr(settings, name)
     if keep.get("micro_batch") == "auto":
         del keep["micro_batch"]
-    precision = _precision(settings, cluster)
+    # Which numbers are trained is not the planner's to choose.
+    precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     keep["precision"] = precision
     return Job(
         outline=outline,
@@ -210,15 +210,6 @@ def question(
         ),
         count=_COUNT,
     )
-
-
-def _precision(settings: TrainSettings, cluster: Cluster) -> Precision:
-    """As asked; else the fastest of fp32 and bf16 that the device has."""
-    asked = settings.precision
-    if asked is not None:
-        return LEVELS.get(asked) or asked  # type: ignore[return-value]
-    rates = cluster.device.best_flops_per_s
-    return "bf16" if rates.get("bf16", 0.0) > rates.get("fp32", 0.0) else "fp32"
 
 
 def _cluster(settings: TrainSettings, machine: Machine, world: int) -> Cluster:

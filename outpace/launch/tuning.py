@@ -37,6 +37,7 @@ _SURE = 1.645  # deviations to either end of what holds 90 %
 # Of what the planner is off by where rates are right, as deviations of logarithms: what plans of a
 # kind have in common; and each plan's own, with a trial's noise (benchmarks/planner_measured.py).
 _KIND, _OWN = 0.08, 0.04
+_BEFORE = 2  # kinds, for which that of before counts
 # Strategy, number of processes and precision: of these the planner is off by much the same.
 _Kind = tuple[str, int, str]
 
@@ -118,10 +119,19 @@ class _Learned:
     missed: Mapping[_Kind, Sequence[float]]
     slopes: Mapping[_Kind | None, Floats]
 
+    @property
+    def common(self) -> float:
+        """What plans of a kind have in common, a deviation of logarithms: more, where it is seen.
+
+        The mean of squares over the kinds that were tried, and over _BEFORE that were not.
+        """
+        squares = [(sum(missed) / len(missed)) ** 2 for missed in self.missed.values()]
+        return math.sqrt((_BEFORE * _KIND**2 + sum(squares)) / (_BEFORE + len(squares)))
+
     def longer(self, kind: _Kind) -> float:
         """What plans of this kind take longer than the rates predict, as a logarithm."""
-        missed = self.missed.get(kind, ())
-        return sum(missed) * _KIND**2 / (len(missed) * _KIND**2 + _OWN**2)
+        missed, common = self.missed.get(kind, ()), self.common**2
+        return sum(missed) * common / (len(missed) * common + _OWN**2)
 
     def spreads(self, kind: _Kind, slopes: Floats) -> Floats:
         """How far off that may be for plans of these slopes: as deviations of logarithms.
@@ -129,7 +139,7 @@ class _Learned:
         A plan of a kind that was tried is known by what it does otherwise than the kind's fastest.
         """
         own = self.rates.spreads(slopes - self.slopes.get(kind, self.slopes[None]))
-        found: Floats = np.hypot(own, 0.0 if kind in self.missed else _KIND)
+        found: Floats = np.hypot(own, 0.0 if kind in self.missed else self.common)
         return found
 
 

@@ -10,7 +10,7 @@ from outpace.records.measurement import Measurement
 from outpace.records.plan import Plan
 from outpace.records.tuning import Tuning
 
-WORDS = ["--model=outpace-tiny", "--seq-len=16", "--global-batch=8", "--nproc=1"]
+WORDS = ["--model=outpace-tiny", "--seq-len=16", "--global-batch=8"]
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
 def test_training_by_the_plan_checks_the_promise(tuned, capsys, tmp_path):
     folder, words = tuned
     tuning = Tuning.load(folder / "tuning.json")
-    plan = [word for word in words if not word.startswith("--nproc")]
-    plan += [f"--plan={folder / 'plan.json'}", "--steps=8", "--sample-tokens=0"]
+    plan = [*words, f"--plan={folder / 'plan.json'}", "--steps=8", "--sample-tokens=0"]
     assert main(["train", *plan, f"--out={tmp_path / 'run'}", "--json"]) == 0
     promise = json.loads(capsys.readouterr().out)["promise"]
     assert promise["expected_s"] == tuning.step_time_s and promise["steps"] == 5
