@@ -2,11 +2,10 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median_low
+from statistics import NormalDist, median_low
 from typing import Any, Protocol
 
 from outpace.experiment.arms import Failure, safe, train_once
@@ -22,8 +21,10 @@ _FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
 _START_S = 300.0  # to begin and to end, at most
 _PATIENCE = 20  # times as long as predicted
 _CLOSE = 0.05  # plans nearer to the fastest than this are run again, to tell them apart
-_RUNS = 2  # of a plan, at most
+_RUNS = 2  # of such a plan
 _TOLD_APART = 2  # trials that are kept for that
+_SURE = 1.645  # deviations to either end of what holds 90 %
+_NORMAL = NormalDist()
 DEFAULT_WHY = "what outpace train does by itself"
 
 
@@ -93,14 +94,33 @@ def _next(planner: Planner, trials: Sequence[Trial], limits: Limits) -> tuple[st
     tried, most_bytes = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
-        (one.low_s, place, one)
-        for place, one in enumerate(planner.proposals(trials))
+        one
+        for one in planner.proposals(trials)
         if _key(one.plan) not in tried and one.memory_bytes < most_bytes
-    ]
-    least_s, _, one = min(left, default=(math.inf, 0, None))
-    if one is not None and least_s < best_s * (1 - limits.within):
-        return f"it may take {show_seconds(least_s)}", one
-    return again
+        and _least_s(one) < best_s * (1 - limits.within)
+    ]  # fmt: skip
+    if not left:
+        return again
+    one = max(left, key=lambda one: _expected_gain(one, best_s))
+    return f"it may take {show_seconds(_least_s(one))}", one
+
+
+def _least_s(one: Proposal) -> float:
+    """The lower end of what holds 90 %."""
+    return one.step_time_s * math.exp(-_SURE * one.spread)
+
+
+def _expected_gain(one: Proposal, best_s: float) -> float:
+    """By how much a plan shortens the best time in the mean, where it may also do nothing for it.
+
+    As a logarithm: "expected improvement" of Jones, Schonlau & Welch, "Efficient Global
+    Optimization of Expensive Black-Box Functions" (1998), equation 15.
+    """
+    ahead = math.log(best_s / one.step_time_s) if best_s < math.inf else 0.0
+    if one.spread == 0:
+        return max(ahead, 0.0)
+    deviations = ahead / one.spread
+    return ahead * _NORMAL.cdf(deviations) + one.spread * _NORMAL.pdf(deviations)
 
 
 def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
@@ -112,18 +132,23 @@ def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
 def _again(planner: Planner, trials: Sequence[Trial]) -> tuple[str, Proposal] | None:
     """Of what the result rests on, the fastest, what is close and the default, what ran least.
 
-    Other work on the machine may have slowed a single trial.
+    Other work on the machine may have slowed a single trial; of two that disagree, a third decides.
     """
-    times, default = step_times_s(trials), _key(planner.default)
+    taken, default = _taken_s(trials), _key(planner.default)
+    times = {key: median_low(seconds) for key, seconds in taken.items()}
     most_s = min(times.values(), default=0.0) * (1 + _CLOSE)
     rest = [key for key, seconds in times.items() if seconds <= most_s or key == default]
-    runs = Counter(_key(trial.plan) for trial in trials)
-    key = min(rest, key=lambda one: (runs[one], times[one]), default=None)
-    if key is None or len(rest) < 2 or runs[key] >= _RUNS:
+    few = [key for key in rest if len(taken[key]) < _RUNS + _disagree(taken[key])]
+    if len(rest) < 2 or not few:
         return None
+    key = min(few, key=lambda one: (len(taken[one]), times[one]))
     plan = next(trial.plan for trial in trials if _key(trial.plan) == key)
     why = "close to the fastest" if times[key] <= most_s else "the gain rests on it"
     return f"{why}: once more", planner.proposal(plan, trials)
+
+
+def _disagree(seconds: Sequence[float]) -> bool:
+    return max(seconds) > min(seconds) * (1 + 2 * _CLOSE)
 
 
 def _key(plan: Plan) -> str:
@@ -131,12 +156,17 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[Trial]) -> dict[str, float]:
-    """By plan, as JSON: of two trials the faster one, for what disturbs a trial makes it slower."""
+    """By plan, as JSON: of three trials the median, of two the faster: what disturbs is no help."""
+    return {key: median_low(seconds) for key, seconds in _taken_s(trials).items()}
+
+
+def _taken_s(trials: Sequence[Trial]) -> dict[str, list[float]]:
+    """By plan: the step times of its trials, but for those that failed."""
     found: dict[str, list[float]] = {}
     for trial in trials:
         if trial.step_time_s is not None:
             found.setdefault(_key(trial.plan), []).append(trial.step_time_s)
-    return {key: median_low(times) for key, times in found.items()}
+    return found
 
 
 def tuned(trials: Sequence[Trial]) -> dict[str, Any]:

