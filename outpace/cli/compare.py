@@ -149,7 +149,7 @@ def _judged(
 ) -> Comparison:  # fmt: skip
     """What the outcomes come to."""
     from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.facts import differing, read_facts
+    from outpace.experiment.facts import differing, other_clocks, read_facts
     from outpace.experiment.results import curves, losses_in_words, results
     from outpace.probe.machine import identify
 
@@ -159,7 +159,7 @@ def _judged(
         command=command,
         arms=tuple(results(experiment, folder, ended.outcomes, facts)),
         outcomes=ended.outcomes,
-        differing=tuple(differing(experiment, facts)),
+        differing=(*differing(experiment, facts), *other_clocks(folder, ended.outcomes)),
         losses=losses_in_words(curves(experiment, folder, ended.outcomes)),
         stopped=ended.stopped,
         took_s=took_s,

@@ -32,8 +32,11 @@ _EPILOG = (
 )
 TRIALS_FILE, ASKED_FILE, PLAN_FILE = "trials.jsonl", "settings.json", "plan.json"
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
-# Of the real training: trials are short.
-_NOT_OF_TRIALS = ("steps", "tokens", "epochs", "measure_only")
+# Of the real training: trials are short, and nobody looks at them one by one.
+_NOT_OF_TRIALS = (
+    "steps", "tokens", "epochs", "measure_only", "eval_every", "save_every", "expect_step_time_s",
+    "log", "profile", "memory", "memory_snapshot",
+)  # fmt: skip
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:

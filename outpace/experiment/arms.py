@@ -33,7 +33,7 @@ _TOLD = 2000  # characters of what a failed run said last
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failed:
     """Of a run: its exit code, None where it was stopped; and why, for a person."""
 
     exit_code: int | None
@@ -64,7 +64,7 @@ def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) ->
     began_s = time.monotonic()
     found = train_once(given, folder / where, config, arm.environment, _limit_s(experiment))
     value, failure = None, None
-    if isinstance(found, Failure):
+    if isinstance(found, Failed):
         failure = found.words
     elif found.steps <= WARMUP_STEPS:
         failure = _only_warm_up(found.steps)
@@ -82,7 +82,7 @@ def train_once(
     config: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float | None = None,
-) -> Measurement | Failure:
+) -> Measurement | Failed:
     """Train in processes of their own with settings by way of a file; or why it failed."""
     if run.exists():
         shutil.rmtree(run)  # what was interrupted in it is begun anew
@@ -91,8 +91,8 @@ def train_once(
     words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--json"]
     code, said = _run(words, environment, limit_s)
     if code is None:
-        return Failure(None, f"it was stopped after {limit_s:.0f} s")
-    return Failure(code, _last(said, code)) if code != 0 else Measurement.load(run / RESULT_FILE)
+        return Failed(None, f"it was stopped after {limit_s:.0f} s")
+    return Failed(code, _last(said, code)) if code != 0 else Measurement.load(run / RESULT_FILE)
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from outpace.records.comparison import Arm, Comparison, Experiment, Outcome
 from outpace.records.machine import Machine
+from outpace.records.measurement import Measurement
 from outpace.records.run import RunRecord
-from outpace.train.run_dir import RUN_FILE
+from outpace.records.utilisation import Load
+from outpace.train.run_dir import RESULT_FILE, RUN_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
 # By what a run's record calls it: the settings that are asked for where it may differ.
@@ -44,6 +47,7 @@ _OF_PLAN = (
     "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
     "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
+_CLOCKS_APART = 0.03  # medians of arms, from which on it is said
 
 # By arm and name: each value that its runs had, in the order in which they came.
 Facts = Mapping[str, Mapping[str, Sequence[str]]]
@@ -89,10 +93,49 @@ def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
         if not path.is_file():
             continue
         own = found.setdefault(name, {})
-        for fact, value in facts_of(RunRecord.load(path), sorted(asked)).items():
+        facts = facts_of(RunRecord.load(path), sorted(asked)) | _clocks(folder / run)
+        for fact, value in facts.items():
             if value not in own.setdefault(fact, []):
                 own[fact].append(value)
     return found
+
+
+def _clocks(run: Path) -> dict[str, str]:
+    """Means over the training, in words. Of the moment, too."""
+    loads = _loads(run)
+    found = {"clock of cores": _mean_hz([load.host.clock_hz for load in loads]),
+             "clock of devices": _devices_hz(loads)}  # fmt: skip
+    return {name: f"{hz / 1e9:.2f} GHz" for name, hz in found.items() if hz is not None}
+
+
+def _loads(run: Path) -> tuple[Load, ...]:
+    path = run / RESULT_FILE
+    return Measurement.load(path).utilisation if path.is_file() else ()
+
+
+def _devices_hz(loads: Sequence[Load]) -> float | None:
+    """Of the devices that the run used."""
+    used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
+    return _mean_hz([one.clock_hz for one in used])
+
+
+def _mean_hz(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
+    """A sentence where devices had other clocks in one arm than in another."""
+    seen: dict[str, list[float]] = {}
+    for one in outcomes:
+        hz = None if one.run is None else _devices_hz(_loads(folder / one.run))
+        if hz is not None:
+            seen.setdefault(one.arm, []).append(hz)
+    medians = {arm: median(values) for arm, values in seen.items()}
+    if not medians or max(medians.values()) < min(medians.values()) * (1 + _CLOCKS_APART):
+        return []
+    shown = "; ".join(f"{arm}: {hz / 1e9:.2f} GHz" for arm, hz in medians.items())
+    return [f"clocks of devices differ between arms, in the mean over their trainings ({shown})"]
 
 
 def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:

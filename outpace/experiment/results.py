@@ -83,9 +83,16 @@ def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any
         "idle_share": _median([_idle_share(run) for run in runs]),
         "device_utilisation": _median([_on_devices(run) for run in runs]),
         "core_utilisation": _median([_on_cores(run) for run in runs]),
+        "peak_memory_by_rank": _by_rank([run.peak_memory_by_rank for run in runs]),
         "parts": TimeParts(**parts),
         "price_per_million_tokens": per_million,
     }  # fmt: skip
+
+
+def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Medians over runs, where these have as many ranks."""
+    alike = len(set(map(len, runs))) == 1
+    return tuple(round(median(ranks)) for ranks in zip(*runs, strict=True)) if alike else ()
 
 
 def _idle_share(run: Measurement) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import NormalDist, median_low
 from typing import Any, Protocol
 
-from outpace.experiment.arms import Failure, safe, train_once
+from outpace.experiment.arms import Failed, safe, train_once
 from outpace.launch.tuning import Proposal
 from outpace.records.errors import OUT_OF_MEMORY_CODES
 from outpace.records.measurement import WARMUP_STEPS
@@ -207,7 +207,7 @@ def run_trial(
         limit_s=_START_S + _PATIENCE * steps * proposal.step_time_s,
     )
     found: dict[str, Any]
-    if isinstance(measured, Failure):
+    if isinstance(measured, Failed):
         found = {"step_time_s": None, "failure": measured.words, "exit_code": measured.exit_code}
     else:
         found = {"step_time_s": measured.step_time_s,

@@ -123,6 +123,7 @@ class HostReader:
             memory_bytes=memory.total - memory.available,
             run_memory_bytes=run_memory_bytes,
             power_w=self._energy(now_s),
+            clock_hz=_clock_hz(),
         )
 
     def _look(self, now_s: float) -> tuple[float | None, int | None]:
@@ -144,6 +145,14 @@ def _core_times() -> list[tuple[float, float]]:
         guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
         found.append((times.idle + getattr(times, "iowait", 0.0), sum(times) - guests))
     return found
+
+
+def _clock_hz() -> float | None:
+    """Mean of the cores' clocks now; None where the system does not tell."""
+    with suppress(Exception):  # psutil raises what it finds, by system
+        found = psutil.cpu_freq()
+        return found.current * 1e6 if found is not None and found.current > 0 else None
+    return None
 
 
 def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float | None:

@@ -31,6 +31,7 @@ FI_NVLINK_DATA_TX, FI_NVLINK_DATA_RX = 138, 139  # KiB so far
 FI_PCIE_TX, FI_PCIE_RX = 197, 198  # bytes so far
 ALL_LINKS = 0xFFFFFFFF
 PCIE_TX, PCIE_RX = 0, 1
+CLOCK_SM = 1
 WIDE = {2: "ulVal", 3: "ullVal", 4: "sllVal"}  # types of 64 bits; those of 32 wrap too soon
 NOT_FOUND = 6
 LIBRARY = "libnvidia-ml.so.1"

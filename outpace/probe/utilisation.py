@@ -15,6 +15,7 @@ import psutil
 from outpace.probe.host_load import RAPL, HostReader, Processes, Rate
 from outpace.probe.nvml import (
     ALL_LINKS,
+    CLOCK_SM,
     FI_NVLINK_DATA_RX,
     FI_NVLINK_DATA_TX,
     FI_PCIE_RX,
@@ -48,6 +49,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetProcessUtilization(self, device: Any, since_us: int, /) -> Sequence[Any]: ...  # noqa: N802
     def nvmlDeviceGetTotalEnergyConsumption(self, device: Any, /) -> int: ...  # noqa: N802
     def nvmlDeviceGetPowerUsage(self, device: Any, /) -> int: ...  # noqa: N802
+    def nvmlDeviceGetClockInfo(self, device: Any, kind: int, /) -> int: ...  # noqa: N802
     def nvmlDeviceGetPcieThroughput(self, device: Any, direction: int, /) -> int: ...  # noqa: N802
     def nvmlDeviceGetFieldValues(self, device: Any, fields: Sequence[Any], /) -> Sequence[Any]: ...  # noqa: N802
 
@@ -105,6 +107,7 @@ class DeviceReader:
             memory_bytes=None if memory is None else int(memory.used),
             run_memory_bytes=run_memory_bytes,
             power_w=self._power(now_s),
+            clock_hz=self._clock(),
             pcie_rx_bytes_per_s=self._pcie(self._pcie_rx, FI_PCIE_RX, PCIE_RX, now_s, first),
             pcie_tx_bytes_per_s=self._pcie(self._pcie_tx, FI_PCIE_TX, PCIE_TX, now_s, first),
             nvlink_rx_bytes_per_s=self._nvlink_rx.of(self._nvlink(FI_NVLINK_DATA_RX), now_s),
@@ -119,6 +122,10 @@ class DeviceReader:
             return watts / 1e3
         power_mw = _ask(lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))
         return None if power_mw is None else power_mw / 1e3
+
+    def _clock(self) -> float | None:
+        mhz = _ask(lambda: self._nvml.nvmlDeviceGetClockInfo(self._handle, CLOCK_SM))
+        return None if mhz is None else mhz * 1e6
 
     def _pcie(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool

@@ -180,6 +180,7 @@ class ArmResult(Record):
     model_flops_per_s: float | None = None
     mfu: float | None = None
     peak_memory_bytes: int | None = None
+    peak_memory_by_rank: tuple[int, ...] = ()
     parts: TimeParts | None = None
     sent_bytes: int | None = Field(default=None, description="by all ranks in a step")
     idle_share: float | None = Field(

@@ -128,6 +128,9 @@ class Measurement(Record):
     mfu: float | None
     hfu: float | None
     peak_memory_bytes: int | None
+    peak_memory_by_rank: tuple[int, ...] = Field(
+        default=(), description="bytes, of which the largest is above; empty: not known"
+    )
     parts: TimeParts = Field(description="median of each part")
     parts_by_rank: tuple[TimeParts, ...] = Field(
         default=(), description="the same by each rank's own clock; `parts` is rank 0's"

@@ -25,6 +25,7 @@ class DeviceLoad(Record):
     memory_bytes: int | None = Field(default=None, description="highest seen")
     run_memory_bytes: int | None = Field(default=None, description=_OF_RUN)
     power_w: float | None = None
+    clock_hz: float | None = Field(default=None, description="of its multiprocessors")
     pcie_rx_bytes_per_s: float | None = Field(default=None, description="into the device")
     pcie_tx_bytes_per_s: float | None = None
     nvlink_rx_bytes_per_s: float | None = Field(default=None, description="all its links")
@@ -44,6 +45,7 @@ class HostLoad(Record):
         default=None, description="resident and neither shared nor of files; highest seen"
     )
     power_w: float | None = Field(default=None, description="of the processors, by RAPL")
+    clock_hz: float | None = Field(default=None, description="mean over the cores")
 
     @property
     def utilisation(self) -> float | None:
@@ -129,6 +131,7 @@ class DeviceSeries(Record):
     memory_bytes: Values
     run_memory_bytes: Values
     power_w: Values
+    clock_hz: Values = ()  # not known of older runs
     pcie_rx_bytes_per_s: Values
     pcie_tx_bytes_per_s: Values
     nvlink_rx_bytes_per_s: Values
@@ -144,6 +147,7 @@ class HostSeries(Record):
     memory_bytes: Values
     run_memory_bytes: Values
     power_w: Values
+    clock_hz: Values = ()
 
 
 class Utilisation(Record):
@@ -247,20 +251,21 @@ def _short(value: float | None, name: str) -> float | None:
     """As many digits as mean something: a file of a thousand points stays small."""
     if value is None:
         return None
-    if "bytes" in name:
+    if "bytes" in name or name == "clock_hz":
         return round(value)
     return round(value, 1 if name == "power_w" else 4)
 
 
 def _at(kind: type[Any], one: Record, point: int) -> Any:
-    values = {name: getattr(one, name)[point] for name in _columns(kind)}
+    columns = {name: getattr(one, name) for name in _columns(kind)}
+    values = {name: series[point] for name, series in columns.items() if series}
     fixed = {"index", "name", "memory_total_bytes"} & set(kind.model_fields)
     return kind(**values, **{name: getattr(one, name) for name in fixed})
 
 
 def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
     kind = DeviceLoad if isinstance(one, DeviceSeries) else HostLoad
-    yield from (getattr(one, name) for name in _columns(kind))
+    yield from filter(None, (getattr(one, name) for name in _columns(kind)))
     if isinstance(one, HostSeries):
         yield from one.cores
 

@@ -57,7 +57,7 @@ def comparison_document(
             Section("How they compare", tuple(_compared(comparison))),
             Section("Where the time goes", tuple(_parts(comparison, runs))),
             Section("Loss", tuple(_losses(comparison, runs))),
-            Section("Memory", (_memory(comparison),)),
+            Section("Memory", tuple(_memory(comparison))),
             Section("Predicted against measured", tuple(_predicted(comparison, runs, probe))),
             Section("Utilisation", tuple(runs_parts.loads(runs))),
             topology(comparison.machine),
@@ -183,10 +183,13 @@ def _losses(comparison: Comparison, runs: dict[str, Run]) -> Iterable[Part]:
         yield Words(comparison.losses)
 
 
-def _memory(comparison: Comparison) -> Part:
+def _memory(comparison: Comparison) -> Iterable[Part]:
     shades = [colour(place) for place in range(len(comparison.arms))]
-    return runs_parts.peak_memory(
+    yield runs_parts.peak_memory(
         {arm.arm: arm.peak_memory_bytes for arm in comparison.arms}, shades
+    )
+    yield from runs_parts.memory_by_rank(
+        {arm.arm: arm.peak_memory_by_rank for arm in comparison.arms}
     )
 
 

@@ -240,6 +240,7 @@ def averages_table(loads: Sequence[Load]) -> Table:
                 Number(device.utilisation, show_share(device.utilisation)),
                 Number(device.memory_bytes, show_bytes(device.memory_bytes)),
                 _watts(device.power_w),
+                _clock(device.clock_hz),
             ))  # fmt: skip
         host = load.host
         rows.append((
@@ -247,9 +248,15 @@ def averages_table(loads: Sequence[Load]) -> Table:
             Number(host.utilisation, show_share(host.utilisation)),
             Number(host.memory_bytes, show_bytes(host.memory_bytes)),
             _watts(host.power_w),
+            _clock(host.clock_hz),
         ))  # fmt: skip
-    return Table("Means over the training", ("", "busy", "memory, highest", "power"), tuple(rows))
+    return Table("Means over the training", ("", "busy", "memory, highest", "power", "clock"),
+                 tuple(rows))  # fmt: skip
 
 
 def _watts(power_w: float | None) -> Number:
     return Number(power_w, "n/a" if power_w is None else f"{power_w:.0f} W")
+
+
+def _clock(hz: float | None) -> Number:
+    return Number(hz, "n/a" if hz is None else f"{hz / 1e9:.2f} GHz")

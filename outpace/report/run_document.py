@@ -9,7 +9,16 @@ from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
-from outpace.report import anatomy, certificate_document, curves, loads, pipeline, trace, where
+from outpace.report import (
+    anatomy,
+    certificate_document,
+    curves,
+    loads,
+    pipeline,
+    runs_parts,
+    trace,
+    where,
+)
 from outpace.report.document import Code, Document, Number, Part, Section, Table, Words
 from outpace.report.environment import of_run, topology
 from outpace.report.estimate_figures import parts_bars
@@ -241,6 +250,8 @@ def _memory(run: Run, said: Prediction | str) -> Section:
     peak = peak_memory(run)
     if peak is not None:
         parts.append(Words(f"The fullest rank took {show_bytes(peak)} in all."))
+    if run.measurement is not None:
+        parts += runs_parts.memory_by_rank({"": run.measurement.peak_memory_by_rank})
     if run.memory is None:
         parts.append(Words(
             "What lay in memory over a step is not recorded: outpace train --memory does."

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from outpace.records.units import show_bytes
 from outpace.report import curves, where
-from outpace.report.document import Figure, Part, Words, pairs
+from outpace.report.document import Figure, Number, Part, Table, Words, pairs
 from outpace.report.figures import bars, listed, sizes
 from outpace.report.loads import utilisation
 from outpace.report.run_source import Run
@@ -55,6 +55,18 @@ def peak_memory(found: Mapping[str, int | None], shades: Sequence[str] = ()) -> 
     alt = listed([f"{name}: {show_bytes(size)}" for name, size in found.items()])
     return bars("Peak memory, of the fullest rank", alt, list(found), values, sizes(values),
                 "memory", (), shades)  # fmt: skip
+
+
+def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
+    """A table of what ranks took at most, of what has several."""
+    several = {name: sizes for name, sizes in found.items() if len(sizes) > 1}
+    rows = [
+        (", ".join(filter(None, (name, f"rank {rank}"))), Number(size, show_bytes(size)))
+        for name, sizes in several.items()
+        for rank, size in enumerate(sizes)
+    ]
+    if rows:
+        yield Table("Peak memory by rank", ("rank", "memory"), tuple(rows))
 
 
 def versions(runs: Mapping[str, Run]) -> Iterator[Part]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outpace.records.errors import DivergedError
 from outpace.records.measurement import PARTS, WARMUP_STEPS, Promise, StepRecord, TimeParts
-from outpace.train.step import RawStep
+from outpace.train.step import Gathered, RawStep
 from outpace.train.timing import durations
 
 _KEPT_STEPS = 5000
@@ -37,13 +37,18 @@ class Ledger:
     skipped_steps: int = 0
     loss_sum: float = 0.0
     first_loss: float | None = None
-    peak_memory_bytes: int | None = None
+    gathered: Gathered | None = None  # in the last step
     costs_of: Callable[[int], Costs] | None = None  # of a step, where they differ
     # Of the steady steps, the latest: medians need no more, and memory stays flat.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     # Of the first steps after warm-up, seconds.
     opening_s: list[float] = field(default_factory=list)
     _seen: int = 0
+
+    @property
+    def peak_memory_by_rank(self) -> tuple[int, ...]:
+        """So far, bytes; empty where it is not known."""
+        return () if self.gathered is None else self.gathered.peak_memory_by_rank
 
     def record(self, raw: RawStep) -> StepRecord:
         """Account for a step, waiting for the device where it must.
@@ -65,7 +70,7 @@ class Ledger:
         self.skipped_steps += raw.skipped
         self.loss_sum += loss
         self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.peak_memory_bytes = raw.gathered.peak_memory_bytes
+        self.gathered = raw.gathered
         # What DDP waited for at the end of backward is communication, not computing.
         hidden_in_backward = min(raw.communication_s, parts.get("backward", 0.0))
         parts["backward"] = parts.get("backward", 0.0) - hidden_in_backward
@@ -100,7 +105,7 @@ class Ledger:
             hardware_flops_per_s=hardware_rate,
             mfu=_rate(model_rate, costs.peak_flops_per_s),
             hfu=_rate(hardware_rate, costs.peak_flops_per_s),
-            peak_memory_bytes=self.peak_memory_bytes,
+            peak_memory_bytes=raw.gathered.peak_memory_bytes,
             loss_scale=raw.loss_scale,
             skipped_steps=self.skipped_steps,
             cache_freed_bytes=raw.cache_freed_bytes,

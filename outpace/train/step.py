@@ -30,6 +30,12 @@ class Gathered:
         return bool(self.values[:, 0].any())
 
     @property
+    def peak_memory_by_rank(self) -> tuple[int, ...]:
+        """Of each rank, bytes; empty where a rank does not know."""
+        peaks = self.values[:, 1]
+        return tuple(map(int, peaks.tolist())) if bool((peaks >= 0).all()) else ()
+
+    @property
     def peak_memory_bytes(self) -> int | None:
         """Of the fullest rank."""
         peak = float(self.values[:, 1].max())

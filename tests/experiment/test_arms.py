@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from outpace.experiment.arms import Failure, run_command, train_once
+from outpace.experiment.arms import Failed, run_command, train_once
 from outpace.records.comparison import Arm, Experiment
 from outpace.records.measurement import Measurement
 from outpace.records.run import RunRecord
@@ -55,7 +55,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatc
     instead_of_outpace(STUCK, tmp_path, monkeypatch)
     began_s = time.monotonic()
     found = train_once({}, tmp_path / "run", tmp_path / "a.toml", limit_s=2.0)
-    assert found == Failure(None, "it was stopped after 2 s")
+    assert found == Failed(None, "it was stopped after 2 s")
     assert time.monotonic() - began_s < 15
     assert gone(int((tmp_path / "pid").read_text()))
 
@@ -73,7 +73,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatc
 )  # fmt: skip
 def test_a_failure_is_told_in_the_runs_own_words(tmp_path, monkeypatch, program, code, words):
     instead_of_outpace(program, tmp_path, monkeypatch)
-    assert train_once({}, tmp_path / "run", tmp_path / "a.toml") == Failure(code, words)
+    assert train_once({}, tmp_path / "run", tmp_path / "a.toml") == Failed(code, words)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-3"])

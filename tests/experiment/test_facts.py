@@ -2,14 +2,16 @@
 
 import pytest
 
-from outpace.experiment.facts import differing, read_facts
+from outpace.experiment.facts import differing, other_clocks, read_facts
 from outpace.experiment.results import Curve, losses_in_words, steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
+from outpace.records.measurement import Measurement, TimeParts
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
+from outpace.records.utilisation import DeviceLoad, HostLoad, Load
 
 
 def record(settings=None, plan=None, **changed):
@@ -68,6 +70,41 @@ def test_every_run_of_an_arm_is_looked_at(tmp_path):
 )
 def test_what_was_asked_for_is_not(tmp_path, arm, changed):
     assert told(tmp_path, ({}, arm), record(load_before=0.1), record(**changed)) == []
+
+
+def measured(clock_hz):
+    """A run whose device had this clock, beside one that may not be the run's."""
+    devices = tuple(
+        DeviceLoad(index=place, name="A", clock_hz=hz, run_memory_bytes=of_run)
+        for place, (hz, of_run) in enumerate([(clock_hz, 1), (3e8, 0)])
+    )
+    load = Load(duration_s=1.0, devices=devices, host=HostLoad(clock_hz=2.6e9))
+    unknown = dict.fromkeys(
+        ("tokens", "tokens_per_s", "samples_per_s", "model_flops_per_s", "hardware_flops_per_s",
+         "mfu", "hfu", "peak_memory_bytes", "first_loss", "final_loss", "train_loss")
+    )  # fmt: skip
+    return Measurement(
+        run="r", steps=8, samples=8, parameters=1, world_size=1, step_time_s=1.0,
+        parts=TimeParts(), utilisation=(load,), train_runtime=1.0, train_samples_per_second=1.0,
+        train_steps_per_second=1.0, **unknown,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("clock_hz", "lines"), [(1.97e9, 0), (1.7e9, 1)])
+def test_clocks_are_kept_and_other_ones_said(tmp_path, clock_hz, lines):
+    experiment, outcomes = Experiment(arms=(Arm(name="a"), Arm(name="b"))), []
+    for name, hz in (("a", 1.98e9), ("b", clock_hz)):
+        (tmp_path / name).mkdir()
+        record().save(tmp_path / name / "run.json")
+        measured(hz).save(tmp_path / name / "result.json")
+        outcomes.append(Outcome(arm=name, round=0, value=1.0, run=name))
+    facts = read_facts(experiment, tmp_path, outcomes)
+    assert facts["b"]["clock of devices"] == [f"{clock_hz / 1e9:.2f} GHz"]
+    assert facts["a"]["clock of cores"] == ["2.60 GHz"]
+    assert differing(experiment, facts) == []
+    told = other_clocks(tmp_path, outcomes)
+    assert len(told) == lines
+    assert all("a: 1.98 GHz; b: 1.70 GHz" in line for line in told)
 
 
 def curve(factor=1.0, every=8, **of):

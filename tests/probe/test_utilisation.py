@@ -73,6 +73,9 @@ class Fake:
     def nvmlDeviceGetPowerUsage(self, device: Any) -> int:  # noqa: N802
         return 123_400
 
+    def nvmlDeviceGetClockInfo(self, device: Any, kind: int) -> int:  # noqa: N802
+        return {1: 1980}[kind]
+
     def nvmlDeviceGetPcieThroughput(self, device: Any, direction: int) -> int:  # noqa: N802
         return {0: 70, 1: 90}[direction]
 
@@ -129,6 +132,7 @@ def test_all_figures_in_their_units():
     assert load.run_memory_bytes == 400
     assert load.run_utilisation == pytest.approx(0.7)  # the newest of each process
     assert load.power_w == pytest.approx(400, rel=0.01)  # 800 J in two seconds
+    assert load.clock_hz == 1.98e9
     assert load.nvlink_tx_bytes_per_s == pytest.approx(1000 * 1024, rel=0.01)
     assert load.nvlink_rx_bytes_per_s == pytest.approx(2000 * 1024, rel=0.01)
     assert load.pcie_tx_bytes_per_s == pytest.approx(3000, rel=0.01)

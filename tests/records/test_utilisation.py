@@ -25,7 +25,7 @@ def load(share: float, duration_s: float = 1.0, memory_bytes: int = 0) -> Load:
         index=1, name="A", memory_total_bytes=100, utilisation=share, power_w=None,
         memory_bytes=memory_bytes,
     )  # fmt: skip
-    host = HostLoad(cores=(share, 1 - share), run_cores=2 * share)
+    host = HostLoad(cores=(share, 1 - share), run_cores=2 * share, clock_hz=2e9)
     return Load(duration_s=duration_s, devices=(device,), host=host)
 
 
@@ -74,6 +74,15 @@ def test_a_series_comes_back_from_its_file(tmp_path: Path):
     assert read == made and list(read.loads) == loads
     assert read.average() == average(loads)
     assert (tmp_path / "a.json").read_text().count("\n") == 1
+
+
+def test_a_series_of_before_clocks_were_recorded_is_read():
+    made = series([load(0.5)] * 3, started="x", period_s=1.0, sampler_cpu_s=0.0)
+    values = made.model_dump()
+    del values["host"]["clock_hz"]
+    read = Utilisation.parse(values, "a.json")
+    assert [one.host.clock_hz for one in read.loads] == [None] * 3
+    assert read.loads[0].host.run_cores == 1.0 and made.loads[0].host.clock_hz == 2e9
 
 
 def test_series_of_unequal_lengths_are_refused(tmp_path: Path):

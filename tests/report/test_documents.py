@@ -187,6 +187,17 @@ def test_times_are_by_part_and_by_rank(of_pipeline, pipeline_run):
     assert by_rank.table.rows[1][-1].value == pytest.approx(ranks[1].total_s)
 
 
+def test_memory_is_by_rank_where_there_are_several(of_pipeline, pipeline_run, of_run):
+    measured = Measurement.load(pipeline_run / "result.json")
+    (table,) = [one for one in section(of_pipeline, "Memory")
+                if isinstance(one, Table) and one.title == "Peak memory by rank"]  # fmt: skip
+    assert [row[0] for row in table.rows] == ["rank 0", "rank 1"]
+    assert tuple(row[1].value for row in table.rows) == measured.peak_memory_by_rank
+    assert max(measured.peak_memory_by_rank) == measured.peak_memory_bytes
+    titles = [getattr(one, "title", "") for one in section(of_run, "Memory")]
+    assert "Peak memory by rank" not in titles
+
+
 def test_a_pipelines_plan_stands_above_what_was_traced(of_pipeline, pipeline_run):
     timeline = figure(of_pipeline, "The pipeline's timeline")
     rows = [(row[0], row[1]) for row in timeline.table.rows]
@@ -271,6 +282,8 @@ def test_a_comparison_says_what_may_be_claimed_with_intervals(comparison):
     assert all(isinstance(cell, Number) for row in arms.rows for cell in row[1:])
     made = next(one for one in parts(document, Table) if one.title == "Versions")
     assert "torch" in [name for name, _ in made.rows]
+    by_rank = next(one for one in parts(document, Table) if one.title == "Peak memory by rank")
+    assert [row[0] for row in by_rank.rows] == ["pipeline, rank 0", "pipeline, rank 1"]
     losses = figure(document, "Loss by arm")
     assert [row[0] for row in losses.table.rows] == ["alone", "pipeline"]
     assert [row[0] for row in figure(document, "Time of a step").table.rows]
