@@ -1,7 +1,7 @@
 """`outpace tune` against whole grids: what its few trials miss of what many would have found.
 
     python benchmarks/tune.py            # records results/tune.json; 90 minutes on 2 cores
-    python benchmarks/tune.py --out rows.json    # keeps what is measured, and goes on from there
+    python benchmarks/tune.py --out DIR  # keeps grids and problems, and goes on from there
     python benchmarks/tune.py --quick    # shows that it works, records nothing
 
 Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -137,25 +137,35 @@ def regret(pick: str, rounds: list[dict[str, float | None]]) -> float:
     return max(medians)
 
 
-def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
-    """A problem's row."""
+def grid_measured(problem: Problem, folder: Path, kept: Path | None, most: int | None) -> list[Any]:
+    """A trial of each of its plans; those of `kept`, if there are any."""
     from outpace.launch.tuning import Proposer
     from outpace.records.settings import TrainSettings
-    from outpace.records.tuning import Tuning
+    from outpace.records.tuning import Trial
 
+    if kept.is_file():
+        return [Trial.parse(values, str(kept)) for values in json.loads(kept.read_text())]
     given = problem.given(folder)
     proposer = Proposer(TrainSettings.parse(given, "benchmark"),
                         dict.fromkeys(given, "command line"))  # fmt: skip
-    precision = proposer.proposals(())[0].plan.precision
-    plans = list(grid(problem, precision))[:most]
+    plans = list(grid(problem, proposer.default.precision))[:most]
     expected = [proposer.proposal(plan).step_time_s for plan in plans]
+    trials = measured(given, plans, expected, folder / "grid")
+    kept.write_text(json.dumps([trial.model_dump(mode="json") for trial in trials]))
+    return trials
+
+
+def one(problem: Problem, folder: Path, kept: Path, most: int | None) -> dict[str, Any]:
+    """A problem's row."""
+    from outpace.records.tuning import Tuning
+
+    given, trials = problem.given(folder), grid_measured(problem, folder, kept, most)
     config = folder / "tune.toml"
     config.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in given.items()))
     out = folder / "tuning"
     subprocess.run([sys.executable, "-m", "outpace", "tune", "--config", str(config), "--out",
                     str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
     tuning = Tuning.load(out / "tuning.json")
-    trials = measured(given, plans, expected, folder / "grid")
     ran = sorted((t for t in trials if t.step_time_s), key=lambda t: t.step_time_s)
     pick = tuning.fastest
     assert pick is not None and tuning.step_time_s is not None
@@ -164,8 +174,8 @@ def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
                           _ROUNDS if most is None else 1))  # fmt: skip
     return {
         "problem": problem.name,
-        "configurations": len(plans),
-        "strategies": len({plan.strategy for plan in plans}),
+        "configurations": len(trials),
+        "strategies": len({trial.plan.strategy for trial in trials}),
         "failed": sum(trial.step_time_s is None for trial in trials),
         "regret": regret(pick.plan.model_dump_json(), rounds),
         "any": statistics.fmean(t.step_time_s for t in ran) / ran[0].step_time_s - 1,
@@ -179,27 +189,31 @@ def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
     }
 
 
+def all_of(problems: Sequence[Problem], out: Path, most: int | None) -> Iterator[dict[str, Any]]:
+    """Each problem's row: that of `out`, if it is there."""
+    out.mkdir(parents=True, exist_ok=True)
+    for number, problem in enumerate(problems):
+        row = out / f"row-{number}.json"
+        if not row.is_file():
+            with tempfile.TemporaryDirectory() as folder:
+                found = one(problem, Path(folder), out / f"grid-{number}.json", most)
+            row.write_text(json.dumps(found))
+            shown = {k: v for k, v in found.items() if k not in ("tuning", "grid", "again_s")}
+            print(json.dumps(shown, indent=2), flush=True)
+        yield json.loads(row.read_text())
+
+
 def main() -> int:
     """Tune every problem, measure its grid, and say what was missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, help="problems that were measured, and will be")
+    parser.add_argument("--out", type=Path, help="folder of what was measured, and will be")
     arguments = parser.parse_args()
     from recording import save
 
-    rows: list[dict[str, Any]] = []
-    if arguments.out and arguments.out.is_file():
-        rows = json.loads(arguments.out.read_text())
-    there = {row["problem"] for row in rows}
-    for problem in PROBLEMS[:1] if arguments.quick else PROBLEMS:
-        if problem.name in there:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            rows.append(one(problem, Path(folder), 3 if arguments.quick else None))
-        shown = {k: v for k, v in rows[-1].items() if k not in ("tuning", "grid", "again_s")}
-        print(json.dumps(shown, indent=2), flush=True)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(rows))
+    most = 3 if arguments.quick else None
+    with tempfile.TemporaryDirectory() as own:
+        rows = list(all_of(PROBLEMS[:1] if most else PROBLEMS, arguments.out or Path(own), most))
     if not arguments.quick:
         assert all(row["configurations"] >= LEAST and row["strategies"] >= 3 for row in rows)
         save("tune", {"rows": rows})

@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,41 +24,52 @@ _ABOUT = "Train a transformer. Without options: a small GPT on Python's own sour
 _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, saved, --resume works."
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Settings and whence each came; the command, as a person gave it.
+
+    `progress`: whether to show it. `trial`: of two steps, for --micro-batch auto.
+    """
+
+    settings: TrainSettings
+    origins: dict[str, str]
+    command: list[str]
+    progress: bool = True
+    trial: bool = False
+
+
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Train as the arguments say; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    settings, origins, progress, trial = _settings(arguments)
+    asked = _asked(arguments, ["outpace", "train", *argv])
     if arguments.print_config:
-        print_config(settings, origins, arguments.json)
+        print_config(asked.settings, asked.origins, arguments.json)
         return 0
-    command = ["outpace", "train", *argv]
-    ranks = ranks_from(environ)
-    handed = argv
-    if settings.plan is not None:
-        settings, origins = _planned(settings, origins, ranks)
-        handed = _hand_over(settings, origins, progress, trial)
+    ranks, handed = ranks_from(environ), argv
+    if asked.settings.plan is not None:
+        asked = _planned(asked, ranks)
+        handed = [*_hand_over(asked), *(["--json"] if arguments.json else [])]
+    settings = asked.settings
     if ranks is None and (settings.nproc or 1) > 1:
         from outpace.launch import local
 
         local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "train", *handed])
         return 0
     ranks = ranks or Ranks()
-    _check_nproc(settings, origins, ranks)
+    _check_nproc(settings, asked.origins, ranks)
     end = partial(end_at_once, arguments=argv, environ=environ)
-    if trial:
+    if asked.trial:
         from outpace.launch import job
 
         job.try_steps(settings, ranks=ranks, end=end)
         return 0
-    measurement = _train_here(settings, origins, command, ranks, environ, progress, end)
+    measurement = _train_here(asked, ranks, environ, end)
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
 
 
-def _planned(
-    settings: TrainSettings, origins: dict[str, str], ranks: Ranks | None
-) -> tuple[TrainSettings, dict[str, str]]:
+def _planned(asked: _Asked, ranks: Ranks | None) -> _Asked:
     """With the plan's settings; what is decided is said on standard error, by rank 0."""
     from outpace.launch.auto import settle
 
@@ -65,15 +77,13 @@ def _planned(
         if ranks is None or ranks.rank == 0:
             print(f"outpace: {line}", file=sys.stderr, flush=True)
 
-    return settle(settings, origins, ranks, say)
+    settings, origins = settle(asked.settings, asked.origins, ranks, say)
+    return replace(asked, settings=settings, origins=origins)
 
 
-def _hand_over(
-    settings: TrainSettings, origins: dict[str, str], progress: bool, trial: bool
-) -> list[str]:
-    """Arguments by which other processes are given these settings: all follow one plan."""
-    handed = {"settings": settings.model_dump(mode="json"), "origins": origins,
-              "progress": progress, "trial": trial}  # fmt: skip
+def _hand_over(asked: _Asked) -> list[str]:
+    """Arguments by which other processes are given what was asked: all follow one plan."""
+    handed = {**vars(asked), "settings": asked.settings.model_dump(mode="json")}
     with tempfile.NamedTemporaryFile(
         "w", prefix="outpace-plan-", suffix=".json", delete=False, encoding="utf-8"
     ) as file:
@@ -94,12 +104,9 @@ def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks)
 
 
 def _train_here(
-    settings: TrainSettings,
-    origins: dict[str, str],
-    command: list[str],
+    asked: _Asked,
     ranks: Ranks,
     environ: Mapping[str, str],
-    progress: bool,
     end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
@@ -108,11 +115,11 @@ def _train_here(
     from outpace.report.progress import Progress
 
     return job.train(
-        settings,
+        asked.settings,
         ranks=ranks,
-        origins=origins,
-        command=command,
-        callbacks=[Progress()] if progress and ranks.rank == 0 else [],
+        origins=asked.origins,
+        command=asked.command,
+        callbacks=[Progress()] if asked.progress and ranks.rank == 0 else [],
         restart=restart_count(environ),
         end=end,
         attempt=trier(environ),
@@ -168,19 +175,16 @@ def _parser() -> Parser:
     return parser
 
 
-def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, str], bool, bool]:
-    """Merge command line, file, the resumed run and defaults.
-
-    And whether to show progress, and whether it is a trial of two steps.
-    """
+def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
+    """Merge command line, file, the resumed run and defaults; or take what was handed over."""
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
-        return settings, handed["origins"], handed["progress"], handed.get("trial", False)
+        return _Asked(**{"command": command, **handed, "settings": settings})
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
-    return *merge(layers), True, False
+    return _Asked(*merge(layers), command)
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:

@@ -31,6 +31,7 @@ _EPILOG = (
     "--plan DIR/plan.json."
 )
 TRIALS_FILE, ASKED_FILE, PLAN_FILE = "trials.jsonl", "settings.json", "plan.json"
+_OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
 # Of the real training: trials are short, and nobody looks at them one by one.
 _NOT_OF_TRIALS = (
@@ -63,6 +64,8 @@ def _tuned(
     asked: dict[str, Any], folder: Path, before: list[Trial],
 ) -> Tuning:  # fmt: skip
     """Tune and keep what is found, also where it is interrupted."""
+    from psutil import virtual_memory
+
     from outpace.experiment.tune import Limits, tuned
     from outpace.launch.tuning import Proposer
 
@@ -71,7 +74,10 @@ def _tuned(
     (folder / ASKED_FILE).write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
     began_s, started = time.monotonic() - sum(trial.took_s for trial in before), now()
     limits = Limits(arguments.trials, arguments.budget, arguments.within)
-    ended, interrupt = _trials(proposer, asked, folder, limits, before)
+    on_host = settings.device == "cpu" or not proposer.machine.devices
+    # Else the one that is too large takes the machine down with it.
+    host_bytes = int(_OF_FREE * virtual_memory().available) if on_host else None
+    ended, interrupt = _trials(proposer, asked, folder, limits, before, host_bytes)
     tuning = Tuning(
         settings=asked,
         trials=ended.trials,
@@ -92,7 +98,12 @@ def _tuned(
 
 
 def _trials(
-    proposer: "Planner", asked: dict[str, Any], folder: Path, limits: "Limits", before: list[Trial]
+    proposer: "Planner",
+    asked: dict[str, Any],
+    folder: Path,
+    limits: "Limits",
+    before: list[Trial],
+    host_bytes: int | None,
 ) -> tuple["Ended", BaseException | None]:
     """Each is written as soon as it is there; and what interrupted them, if so."""
     from outpace.experiment.tune import Ended, run_trial, tune
@@ -107,7 +118,8 @@ def _trials(
             print(f"outpace: {_line(trial)}", file=sys.stderr, flush=True)
 
         try:
-            return tune(proposer, partial(run_trial, own, folder), limits, before, told), None
+            run = partial(run_trial, own, folder, host_bytes=host_bytes)
+            return tune(proposer, run, limits, before, told), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             print(going_on(folder), file=sys.stderr, flush=True)
             return Ended(tuple(seen), "it was interrupted"), interrupt

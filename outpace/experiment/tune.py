@@ -192,14 +192,20 @@ def run_trial(
     why: str,
     proposal: Proposal,
     first_s: float,
+    host_bytes: int | None = None,
 ) -> Trial:
-    """Train by a plan for a few steps, in processes of its own that have a limit of time."""
+    """Train by a plan for a few steps, in processes of its own with limits of time and memory.
+
+    `host_bytes`: what they may have together where no limit is given; None: all that there is.
+    """
     name = f"{number:02d}-{safe(proposal.title)}"
     where = folder / "trials" / name
     where.mkdir(parents=True, exist_ok=True)
     proposal.plan.save(where / "plan.json")
     steps = min(max(round(_STEPS_S / proposal.step_time_s), _FEWEST), _MOST) + WARMUP_STEPS
     began_s = time.monotonic()
+    if host_bytes is not None:
+        given = {"memory_limit": host_bytes // proposal.plan.world_size, **given}
     measured = train_once(
         {**given, "plan": str(where / "plan.json"), "steps": steps},
         where / "run",

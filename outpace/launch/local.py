@@ -106,6 +106,7 @@ def start_settings(
             "settings": settings.model_copy(update={"nproc": nproc}).model_dump(mode="json"),
             "origins": dict(origins),
             "progress": progress,
+            "command": sys.argv,
         }
         handed_over.write_text(json.dumps(values), encoding="utf-8")
         command = [sys.executable, "-m", "outpace", "train", "--json"]

@@ -45,7 +45,7 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
 
 
 def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path, monkeypatch):
-    def interrupted(*given):
+    def interrupted(*given, **more):
         raise KeyboardInterrupt
 
     folder, words = tuned
@@ -69,18 +69,18 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
     assert "--resume: which tuning? Name its directory" in capsys.readouterr().err
 
 
-def test_training_by_the_plan_checks_the_promise(tuned, capsys, tmp_path):
+def test_training_by_the_plan_checks_the_promise(tuned, capfd, tmp_path):
     folder, words = tuned
     tuning = Tuning.load(folder / "tuning.json")
     plan = [*words, f"--plan={folder / 'plan.json'}", "--steps=8", "--sample-tokens=0"]
     assert main(["train", *plan, f"--out={tmp_path / 'run'}", "--json"]) == 0
-    promise = json.loads(capsys.readouterr().out)["promise"]
+    promise = json.loads(capfd.readouterr().out)["promise"]
     assert promise["expected_s"] == tuning.step_time_s and promise["steps"] == 5
     off = promise["step_time_s"] / promise["expected_s"] - 1
     assert promise["kept"] == (abs(off) <= 0.03)
     other = [*plan, "--global-batch=16", f"--out={tmp_path / 'other'}", "--json"]
     assert main(["train", *other]) == 0
-    assert json.loads(capsys.readouterr().out)["promise"] is None
+    assert json.loads(capfd.readouterr().out)["promise"] is None
 
 
 def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_path):

@@ -29,15 +29,18 @@ def _empty(tmp_path, monkeypatch):
 
 @pytest.fixture
 def train(corpus, token_cache, tmp_path, capfd):
-    """Runs the command, and gives its exit code, its record and what it said."""
+    """Runs the command; its exit code, its record with what --json printed, what it said."""
 
     def run(*words, out="run", **values):
         given = {**TINY, "data": corpus, "cache_dir": token_cache, "out": tmp_path / out, **values}
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
         code = main(["train", *flags, *words])
         record = tmp_path / out / "run.json"
-        said = " ".join(capfd.readouterr().err.split())
-        return code, json.loads(record.read_text()) if code == 0 else {}, said
+        printed, told = capfd.readouterr()
+        found = json.loads(record.read_text()) if code == 0 else {}
+        if "--json" in words:
+            found["printed"] = json.loads(printed)
+        return code, found, " ".join(told.split())
 
     return run
 
@@ -54,8 +57,9 @@ def picked(**values):
 
 @pytest.mark.gloo
 def test_the_planners_pick_is_trained_and_what_was_said_is_kept(train):
-    code, record, said = train("--plan=auto", "--nproc=2", "--micro-batch=2")
-    assert code == 0
+    code, record, said = train("--plan=auto", "--nproc=2", "--micro-batch=2", "--json")
+    assert code == 0 and record["printed"]["steps"] == 2
+    assert record["command"][:2] == ["outpace", "train"] and "--plan=auto" in record["command"]
     assert "outpace: plan: " in said and "micro-batch 2" in said and "considered" in said
     assert record["plan"]["micro_batch"] == 2
     plan = Plan.parse(record["plan"], "the record")
