@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,10 +139,11 @@ def _again(planner: Planner, trials: Sequence[Trial]) -> tuple[str, Proposal] | 
     times = {key: median_low(seconds) for key, seconds in taken.items()}
     most_s = min(times.values(), default=0.0) * (1 + _CLOSE)
     rest = [key for key, seconds in times.items() if seconds <= most_s or key == default]
-    few = [key for key in rest if len(taken[key]) < _RUNS + _disagree(taken[key])]
+    runs = Counter(_key(trial.plan) for trial in trials)  # those that failed, too
+    few = [key for key in rest if runs[key] < _RUNS + _disagree(taken[key])]
     if len(rest) < 2 or not few:
         return None
-    key = min(few, key=lambda one: (len(taken[one]), times[one]))
+    key = min(few, key=lambda one: (runs[one], times[one]))
     plan = next(trial.plan for trial in trials if _key(trial.plan) == key)
     why = "close to the fastest" if times[key] <= most_s else "the gain rests on it"
     return f"{why}: once more", planner.proposal(plan, trials)

@@ -143,3 +143,15 @@ def test_the_last_trials_tell_the_nearest_apart(proposer):
     made = []
     trials = tune(proposer, runner(took), Limits(trials=6, within=-9.0)).trials
     assert ["once more" in trial.why for trial in trials] == [False] * 4 + [True] * 2
+
+
+def test_what_fails_when_it_is_run_again_is_not_run_for_ever(proposer):
+    def took(proposal):
+        return 1.0 if proposal.plan == proposer.default else 0.99
+
+    first = tune(proposer, runner(took), Limits(trials=2)).trials
+    assert len({str(trial.plan) for trial in first}) == 2
+    failing = runner(lambda proposal: None, code=1)
+    ended = tune(proposer, failing, Limits(trials=9, within=0.9), first)
+    assert ["once more" in trial.why for trial in ended.trials] == [False, False, True, True]
+    assert tuned(ended.trials)["step_time_s"] == 0.99
