@@ -86,24 +86,31 @@ def tune(
 
 
 def _next(planner: Planner, trials: Sequence[Trial], limits: Limits) -> tuple[str, Proposal] | None:
-    """What to try, and why: of those left what may be fastest. None: nothing is worth it."""
+    """What to try, and why. None: nothing is worth it."""
     if not trials:
         return DEFAULT_WHY, planner.proposal(planner.default)
-    again = _again(planner, trials)
-    if again is not None and limits.trials - len(trials) <= _TOLD_APART:
-        return again
+    again = _again(planner.default, trials)
+    if again is None or limits.trials - len(trials) > _TOLD_APART:
+        one = _untried(planner, trials, limits.within)
+        if one is not None:
+            return f"it may take {show_seconds(_least_s(one))}", one
+    if again is None:
+        return None
+    why, plan = again
+    return why, planner.proposal(plan, trials)
+
+
+def _untried(planner: Planner, trials: Sequence[Trial], within: float) -> Proposal | None:
+    """Of the plans left that may win by so much the one that shortens the best time most."""
     tried, most_bytes = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
         one
         for one in planner.proposals(trials)
         if _key(one.plan) not in tried and one.memory_bytes < most_bytes
-        and _least_s(one) < best_s * (1 - limits.within)
+        and _least_s(one) < best_s * (1 - within)
     ]  # fmt: skip
-    if not left:
-        return again
-    one = max(left, key=lambda one: _expected_gain(one, best_s))
-    return f"it may take {show_seconds(_least_s(one))}", one
+    return max(left, key=lambda one: _expected_gain(one, best_s), default=None)
 
 
 def _least_s(one: Proposal) -> float:
@@ -130,15 +137,15 @@ def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
     return min((planner.proposal(trial.plan).memory_bytes for trial in failed), default=math.inf)
 
 
-def _again(planner: Planner, trials: Sequence[Trial]) -> tuple[str, Proposal] | None:
+def _again(default: Plan, trials: Sequence[Trial]) -> tuple[str, Plan] | None:
     """Of what the result rests on, the fastest, what is close and the default, what ran least.
 
     Other work on the machine may have slowed a single trial; of two that disagree, a third decides.
     """
-    taken, default = _taken_s(trials), _key(planner.default)
+    taken = _taken_s(trials)
     times = {key: median_low(seconds) for key, seconds in taken.items()}
     most_s = min(times.values(), default=0.0) * (1 + _CLOSE)
-    rest = [key for key, seconds in times.items() if seconds <= most_s or key == default]
+    rest = [key for key, seconds in times.items() if seconds <= most_s or key == _key(default)]
     runs = Counter(_key(trial.plan) for trial in trials)  # those that failed, too
     few = [key for key in rest if runs[key] < _RUNS + _disagree(taken[key])]
     if len(rest) < 2 or not few:
@@ -146,7 +153,7 @@ def _again(planner: Planner, trials: Sequence[Trial]) -> tuple[str, Proposal] | 
     key = min(few, key=lambda one: (runs[one], times[one]))
     plan = next(trial.plan for trial in trials if _key(trial.plan) == key)
     why = "close to the fastest" if times[key] <= most_s else "the gain rests on it"
-    return f"{why}: once more", planner.proposal(plan, trials)
+    return f"{why}: once more", plan
 
 
 def _disagree(seconds: Sequence[float]) -> bool:

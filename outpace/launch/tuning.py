@@ -100,16 +100,20 @@ class Proposer:
         known = all(job.cluster.calibrated for job in self._jobs.values())
         found = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
         missed: dict[_Kind, list[float]] = {}
-        slopes: dict[_Kind | None, Floats] = {None: np.zeros((len(found.knobs), 1))}
+        first_of: dict[_Kind | None, SeenStep] = {}
         # Of a plan that was tried again the faster trial.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
         for one in sorted(fastest.values(), key=lambda one: -one.step_time_s):
             world, kind = one.plan.world_size, _kind(one.plan)
-            take = partial(_steps_s, self._jobs[world], [one.plan])
-            (said_s,) = take(found.rates[world])
+            (said_s,) = _steps_s(self._jobs[world], [one.plan], found.rates[world])
             missed.setdefault(kind, []).append(math.log(one.step_time_s / said_s))
-            slopes[kind] = slopes[None] = found.slopes(world, take)
+            first_of[kind] = first_of[None] = one
+        slopes: dict[_Kind | None, Floats] = {None: np.zeros((len(found.knobs), 1))}
+        for of, one in first_of.items():
+            world = one.plan.world_size
+            take = partial(_steps_s, self._jobs[world], [one.plan])
+            slopes[of] = found.slopes(world, take)
         return _Learned(found, missed, slopes)
 
 
