@@ -137,7 +137,7 @@ def regret(pick: str, rounds: list[dict[str, float | None]]) -> float:
     return max(medians)
 
 
-def grid_measured(problem: Problem, folder: Path, kept: Path | None, most: int | None) -> list[Any]:
+def grid_measured(problem: Problem, folder: Path, kept: Path, most: int | None) -> list[Any]:
     """A trial of each of its plans; those of `kept`, if there are any."""
     from outpace.launch.tuning import Proposer
     from outpace.records.settings import TrainSettings
@@ -155,11 +155,11 @@ def grid_measured(problem: Problem, folder: Path, kept: Path | None, most: int |
     return trials
 
 
-def one(problem: Problem, folder: Path, kept: Path, most: int | None) -> dict[str, Any]:
-    """A problem's row."""
+def one(problem: Problem, folder: Path, trials: list[Any], most: int | None) -> dict[str, Any]:
+    """A problem's row, given its grid's trials."""
     from outpace.records.tuning import Tuning
 
-    given, trials = problem.given(folder), grid_measured(problem, folder, kept, most)
+    given = problem.given(folder)
     config = folder / "tune.toml"
     config.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in given.items()))
     out = folder / "tuning"
@@ -190,13 +190,17 @@ def one(problem: Problem, folder: Path, kept: Path, most: int | None) -> dict[st
 
 
 def all_of(problems: Sequence[Problem], out: Path, most: int | None) -> Iterator[dict[str, Any]]:
-    """Each problem's row: that of `out`, if it is there."""
+    """Each problem's row: that of `out`, if it is there. All grids come first."""
     out.mkdir(parents=True, exist_ok=True)
+    grids = []
     for number, problem in enumerate(problems):
+        with tempfile.TemporaryDirectory() as folder:
+            grids.append(grid_measured(problem, Path(folder), out / f"grid-{number}.json", most))
+    for number, (problem, trials) in enumerate(zip(problems, grids, strict=True)):
         row = out / f"row-{number}.json"
         if not row.is_file():
             with tempfile.TemporaryDirectory() as folder:
-                found = one(problem, Path(folder), out / f"grid-{number}.json", most)
+                found = one(problem, Path(folder), trials, most)
             row.write_text(json.dumps(found))
             shown = {k: v for k, v in found.items() if k not in ("tuning", "grid", "again_s")}
             print(json.dumps(shown, indent=2), flush=True)
