@@ -52,7 +52,7 @@ class Problem:
 
 PROBLEMS = (
     Problem("gpt 4 × 256 on 2", {**GPT, "layers": 4}, 128, 16, 2),
-    Problem("llama 4 × 256, long, on 2", {**LLAMA, "layers": 4}, 512, 8, 2, "900M"),
+    Problem("llama 4 × 256, long, on 2", {**LLAMA, "layers": 4}, 512, 8, 2, "900MiB"),
     Problem("llama 8 × 256 on 4", {**LLAMA, "layers": 8}, 64, 16, 4),
     Problem("gpt 6 × 256 on 1 or 2", {**GPT, "layers": 6}, 256, 8, None),
 )
