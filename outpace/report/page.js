@@ -2,6 +2,7 @@
 // Draws the figures, lets a reader choose what their horizontal axis shows, and sorts tables.
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
+  const waiting = new Set(figures.keys()); // to be drawn
   const axis = { gridcolor: "#e3e8ed", zeroline: false, ticks: "" };
   // A finger that goes over a figure scrolls the page; its buttons zoom.
   const coarse = matchMedia("(pointer: coarse)").matches;
@@ -51,6 +52,7 @@
 
   function choose(button) {
     const { figure, choice } = button.dataset;
+    if (waiting.has(Number(figure))) return;
     const chosen = figures[figure].choices[choice];
     const title = { "xaxis.title.text": chosen.title, "xaxis.autorange": true };
     Plotly.update(`figure-${figure}`, { x: chosen.values }, title);
@@ -98,13 +100,34 @@
   for (const button of document.querySelectorAll(".choices button")) {
     button.addEventListener("click", () => choose(button));
   }
-  // On paper nothing can be opened.
+  // On paper nothing can be opened, and nothing is drawn later.
   const folded = document.querySelectorAll("details.long:not([open])");
-  addEventListener("beforeprint", () => folded.forEach((one) => { one.open = true; }));
+  addEventListener("beforeprint", () => {
+    folded.forEach((one) => { one.open = true; });
+    waiting.forEach((number) => draw(number));
+    waiting.clear();
+  });
   addEventListener("afterprint", () => folded.forEach((one) => { one.open = false; }));
+
+  // What a reader sees comes first, wherever that is by now; between figures the page can scroll.
+  const root = document.documentElement;
+  const pause = () => new Promise((go) => { setTimeout(go); });
+
+  function inView(number) {
+    const { top, bottom } = document.getElementById(`figure-${number}`).getBoundingClientRect();
+    return top < innerHeight && bottom > 0;
+  }
+
   (async () => {
-    for (let number = 0; number < figures.length; number += 1) await draw(number);
-    const root = document.documentElement;
+    while (waiting.size > 0) {
+      const seen = [...waiting].find(inView);
+      if (seen === undefined) root.dataset.seen = "";
+      const [next] = seen === undefined ? waiting : [seen];
+      waiting.delete(next);
+      await draw(next);
+      await pause();
+    }
+    root.dataset.seen = "";
     root.dataset.height = String(root.scrollHeight);
     root.dataset.drawn = String(figures.length);
   })();

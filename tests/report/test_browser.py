@@ -134,6 +134,41 @@ def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport
     assert wide <= viewport["width"], f"{wide} px in {viewport['width']}: scrolls sideways"
 
 
+def test_what_is_in_view_is_drawn_first(opened, pages):
+    """A reader who goes on to the last figure sees that before what was passed over."""
+    page = opened("run").page.context.new_page()
+    page.add_init_script("""
+        const drawn = () => [...document.querySelectorAll(".plot")].map(
+            (plot) => plot.querySelector(".main-svg") !== null);
+        new MutationObserver(() => {
+            if (window.atSeen === undefined && document.documentElement.dataset.seen === "") {
+                window.atSeen = drawn();
+                [...document.querySelectorAll(".plot")].at(-1).scrollIntoView();
+            }
+            if (window.atLast === undefined && window.atSeen && drawn().at(-1)) {
+                window.atLast = drawn();
+            }
+        }).observe(document, { attributes: true, childList: true, subtree: true });
+    """)
+    page.goto((pages / "run.html").as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    seen, last = page.evaluate("[window.atSeen, window.atLast]")
+    assert seen[0] and not seen[-1], seen
+    assert last[-1] and not all(last), last
+
+
+def test_a_page_that_is_printed_at_once_has_all_its_figures(opened, pages):
+    page = opened("run").page.context.new_page()
+    page.add_init_script("""addEventListener("DOMContentLoaded", () => {
+        dispatchEvent(new Event("beforeprint"));
+        window.drawn = [...document.querySelectorAll(".plot")].map(
+            (plot) => plot.querySelectorAll(".plot-container").length);
+    })""")
+    page.goto((pages / "run.html").as_uri())
+    page.wait_for_selector("html[data-drawn]", state="attached")
+    assert set(page.evaluate("window.drawn")) == {1}
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_every_figure_has_words_and_a_table(opened, name):
     tab = opened(name)

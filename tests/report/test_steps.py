@@ -36,6 +36,27 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
     assert read_steps(path)["step"].tolist() == [1, 2]
 
 
+def test_reading_by_lines_finds_what_reading_at_once_does(tmp_path):
+    """What is no JSON of the standard makes the whole file be read line by line."""
+    rows = [
+        {
+            "step": n,
+            "loss": 0.1 * n,
+            "lr": 1e-7 / n,
+            "mfu": None,
+            "more": {"a": [n]},
+            "tokens": 2**n,
+        }
+        for n in range(1, 60)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    quickly = read_steps(written(tmp_path / "quickly.jsonl", *lines))
+    slowly = read_steps(written(tmp_path / "slowly.jsonl", *lines, "{"))
+    assert quickly.columns.keys() == slowly.columns.keys()
+    for name in quickly.columns:
+        assert np.array_equal(quickly[name], slowly[name], equal_nan=True), name
+
+
 def test_no_file_has_no_steps(tmp_path):
     assert len(read_steps(tmp_path / "metrics.jsonl")) == 0
 
