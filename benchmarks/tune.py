@@ -109,7 +109,7 @@ def measured(
 
     found = []
     for number, (plan, seconds) in enumerate(zip(plans, predicted_s, strict=True), 1):
-        proposal = Proposal(plan, title(plan), seconds, 0.0, 0.0)
+        proposal = Proposal(plan, title(plan), seconds, 0.0, 0.0, (), plan)
         found.append(run_trial(given, folder, number, "of the grid", proposal, seconds))
         took = found[-1].step_time_s
         print(f"{number} of {len(plans)}: {proposal.title}: {took}", file=sys.stderr, flush=True)

@@ -108,6 +108,9 @@ def test_command(line, home, monkeypatch, capfd):
         words += ["--steps=3"] if "--resume" in words else SHORT
     if words[0] == "tune":
         words += ["--cache-dir=cache", "--trials=1", *SHORT]  # several: tests/cli/test_tune.py
+    if words[0] == "compare":
+        words += ["--model=outpace-tiny", "--data=corpus", "--cache-dir=cache", "--rounds=1",
+                  "--steps=4", "--seq-len=16"]  # fmt: skip
     if words[0] == "verify":
         words += ["--strategy=ddp,gpipe"]  # all of them are proved by tests/experiment
     if words[0] == "probe":

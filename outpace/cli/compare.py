@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli import options
 from outpace.cli.experiments import (
+    EXPERIMENT,
     arm_of,
     commands,
     folder_of,
@@ -18,6 +19,7 @@ from outpace.cli.experiments import (
     goes_on,
     going_on,
     now,
+    show,
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
@@ -36,17 +38,19 @@ _EPILOG = (
     "experiment.toml; or the comparison.json of another comparison, to repeat it. All else that "
     "outpace train takes is common to all arms. The first arm is what others are compared with."
 )
-RESULT, OUTCOMES, EXPERIMENT = "comparison.json", "outcomes.jsonl", "experiment.json"
+RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
 # Of an experiment: how long it goes on and what it is shown with, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Compare, print the verdict, keep all of it; returns 0. Raises OutpaceError."""
+    """Compare, print the verdict, keep all of it; returns 0, 1 where all runs failed."""
     arguments = _parser().read(argv)
     given = vars(arguments)
     out = None if given.get("out") is None else Path(given["out"])
     if arguments.runs:
+        if out is not None and out.exists():
+            raise BadInputError(f"{out} is there already. Use another --out.")
         folder, comparison = out, _of_runs(arguments)
     else:
         folder, comparison = _in_turn(arguments, out, given.get("resume", False))
@@ -56,14 +60,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.json:
         print(comparison.model_dump_json(indent=2), flush=True)
     else:
-        from rich.console import Console
-
         from outpace.report.comparison import shown
 
-        Console().print(shown(comparison, None if folder is None else str(folder)))
+        show(shown(comparison), folder, "again", comparison.command)
         if comparison.beside:
             print(*comparison.beside, sep="\n  ")
-    return 0
+    return 0 if any(one.value is not None for one in comparison.outcomes) else 1
 
 
 def _in_turn(
@@ -72,10 +74,10 @@ def _in_turn(
     """Of arms that are run, where it is kept; and beside what it repeats, where it does."""
     from outpace.experiment.facts import beside
 
-    folder = folder_of(out, resumes, "comparisons", "comparison")
     values, stored = _values(arguments)
-    experiment, before = _begun(folder, values, resumes)
-    comparison = _compared(experiment, folder, before, arguments.json)
+    with folder_of(out, resumes, "comparisons", "comparison") as folder:
+        experiment, before = _begun(folder, values, resumes)
+        comparison = _compared(experiment, folder, before, arguments.json)
     if stored is not None:
         told = tuple(beside(stored, comparison))
         comparison = comparison.model_copy(update={"beside": told})
@@ -253,7 +255,7 @@ def _parser() -> Parser:
     add("--within", type=number_type(float, 0.0001, 1), default=None, metavar="X",
         help="a smaller difference is as good as none (default: 0.015)")  # fmt: skip
     add("--price", type=number_type(float, 0), default=None, metavar="X",
-        help="of a device and hour: what a million tokens cost with each arm")  # fmt: skip
+        help="of a device (on a CPU: the host) and hour: what a million tokens cost")  # fmt: skip
     add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
         help="compare what was already run")  # fmt: skip
     options.add_settings(parser)

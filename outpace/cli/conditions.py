@@ -17,7 +17,6 @@ _FORM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", re.DO
 _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
-_BOOLEANS = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,13 @@ def _wanted(name: str, sign: str, text: str, where: str) -> Any:
         return None
     if is_number:
         return _number(name, text, where)
-    allowed = tuple(_BOOLEANS) if holds.kind is bool else holds.choices
+    allowed = tuple(options.BOOLEANS) if holds.kind is bool else holds.choices
+    text = text.lower() if holds.kind is bool else text
     if allowed and text not in allowed:
         raise BadInputError(
             f"{where}: {name} is one of {', '.join(allowed)}, or none.{nearest(text, allowed)}"
         )
-    return _BOOLEANS[text] if holds.kind is bool else text
+    return options.BOOLEANS[text] if holds.kind is bool else text
 
 
 def _number(name: str, text: str, where: str) -> float:

@@ -3,11 +3,12 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from outpace.cli import options
 from outpace.records.base import write_atomic
@@ -16,20 +17,65 @@ from outpace.records.errors import BadInputError, nearest
 from outpace.records.plan import Strategy
 from outpace.records.settings import TrainSettings
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
+# Of a tuning, or of a comparison: what is written first.
+BEGUN = ASKED_FILE, EXPERIMENT = "settings.json", "experiment.json"
 _OF_AN_ARM = ("name", "environment", "command")
 
 
-def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Path:
-    """Where `what` is kept: as asked, else by the time. Raises BadInputError."""
+@contextmanager
+def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterator[Path]:
+    """Where `what` is kept: as asked, else by the time. Raises BadInputError.
+
+    One that was made here and is still empty at the end is removed.
+    """
     if out is None and resumes:
         raise BadInputError(f"--resume: which {what}? Name its directory with --out DIR.")
-    return out or Path(parent) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    if out is not None:
+        yield out
+        return
+    base = Path(parent) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    base.parent.mkdir(parents=True, exist_ok=True)
+    made = _made(base)
+    try:
+        yield made
+    finally:
+        with suppress(OSError):  # they are not empty, as a rule
+            made.rmdir()
+            made.parent.rmdir()
+
+
+def _made(base: Path) -> Path:
+    """At once: another may begin in the same second."""
+    number, path = 1, base
+    while True:
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+            path = base.with_name(f"{base.name}-{number}")
+        else:
+            return path
 
 
 def now() -> str:
     """The time, as records have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def show(result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]) -> None:
+    """Print a result, where it is kept, and a command by itself, in a line that can be copied."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    console.print(result)
+    if folder is not None:
+        console.print(Text(f"kept in {folder}; {what}:"), soft_wrap=True)
+        console.print(Text(shlex.join(command)), soft_wrap=True)
 
 
 def going_on(folder: Path) -> str:
@@ -43,7 +89,11 @@ def going_on(folder: Path) -> str:
 def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:
     """Whether `folder` holds `what`, kept in `log`, to go on with. Raises BadInputError."""
     if not log.is_file():
-        if folder.exists() and any(folder.iterdir()):
+        if resumes and not folder.is_dir():
+            raise BadInputError(f"--resume: there is no {what} in {folder} to go on with.")
+        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        # One that was ended before its first run is begun anew.
+        if there and not (resumes and there & set(BEGUN)):
             raise BadInputError(f"{folder} is there and is not empty. Use another --out.")
         return False
     if not resumes:
@@ -78,12 +128,18 @@ def arm_of(word: str) -> Arm:
     environment: dict[str, str] = {}
     for part in rest.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
+        found: dict[str, Any] = {}
         if not equals:
-            settings["strategy"] = _strategy(key, word)
-        elif _VARIABLE.fullmatch(key):
-            environment[key] = value
-        else:
-            settings |= _setting(key, value, f"arm {word}")
+            found = {"strategy": _strategy(key, word)}
+        elif not _VARIABLE.fullmatch(key):
+            found = _setting(key, value, f"arm {word}")
+        for name in found.keys() & settings.keys() or ({key} & environment.keys()):
+            raise BadInputError(
+                f"arm {word!r} has two values of {name}. Arms are parted by spaces, settings of "
+                "one arm by commas."
+            )
+        settings |= found
+        environment |= {} if found else {key: value}
     return Arm(name=name, settings=settings, environment=environment)
 
 
@@ -108,9 +164,7 @@ def _setting(key: str, value: Any, where: str) -> dict[str, Any]:
 
 def _boolean(name: str, value: Any) -> Any:
     if options.shape(TrainSettings.model_fields[name].annotation).kind is bool:
-        return {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}.get(
-            str(value).lower(), value
-        )
+        return options.BOOLEANS.get(str(value).lower(), value)
     return value
 
 
@@ -148,6 +202,10 @@ def _arm(table: Mapping[str, Any], place: int, path: Path) -> Arm:
     variables = own.get("environment", {})
     if not isinstance(variables, dict):
         raise BadInputError(f"{where}: environment: write it as a table of variables")
+    own["environment"] = {
+        key: str(value) if type(value) in (int, float) else value
+        for key, value in variables.items()
+    }
     own.setdefault("name", own.get("command") or _name(settings, variables))
     return Arm.parse({**own, "settings": settings}, where)
 

@@ -42,6 +42,8 @@ COMMANDS = {
     "version": "versions of outpace and of what it stands on",
 }
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # asked to end; the terminal is gone
+
 _HELP = """\
 usage: outpace COMMAND [options]
 
@@ -165,7 +167,7 @@ def _disk_sentence(error: BaseException | None) -> str | None:
 
 @contextmanager
 def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None]:
-    """Let SIGTERM unwind the program as Ctrl-C does, until training installs its own handler.
+    """Let these unwind the program as Ctrl-C does, until training installs its own handler.
 
     What is raised is put into `stopped`, too: a signal to the whole process group ends helpers as
     well, and what misses them may raise errors of its own (torch's DataLoader does, anywhere).
@@ -176,14 +178,15 @@ def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None
         raise stopped[-1]
 
     ours = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM)
-    if ours and before is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, terminate)
+    # Nobody else's handlers, and nothing that is ignored (SIGHUP, under nohup).
+    caught = [one for one in _ENDING if ours and signal.getsignal(one) is signal.SIG_DFL]
+    for one in caught:
+        signal.signal(one, terminate)
     try:
         yield
     finally:
-        if ours and before is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, before)
+        for one in caught:
+            signal.signal(one, signal.SIG_DFL)
 
 
 class TerminatedError(OutpaceError):

@@ -23,6 +23,9 @@ from outpace.records.units import read_bytes
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RUN_FILE = "run.json"
+# Words for what is on or off, in small letters.
+BOOLEANS = {"true": True, "on": True, "yes": True, "1": True,
+            "false": False, "off": False, "no": False, "0": False}  # fmt: skip
 
 _GROUPS = {
     "model": "model",

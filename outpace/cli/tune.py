@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -11,10 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import options
-from outpace.cli.experiments import folder_of, goes_on, going_on, now, whole_lines
+from outpace.cli.experiments import (
+    ASKED_FILE,
+    folder_of,
+    goes_on,
+    going_on,
+    now,
+    show,
+    whole_lines,
+)
 from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, number_type
+from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
+from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import TUNING_FILE, Trial, Tuning
 
@@ -30,7 +40,8 @@ _EPILOG = (
     "With machine.json of outpace probe here, the first proposals are better. Then: outpace train "
     "--plan DIR/plan.json."
 )
-TRIALS_FILE, ASKED_FILE, PLAN_FILE = "trials.jsonl", "settings.json", "plan.json"
+TRIALS_FILE, PLAN_FILE = "trials.jsonl", "plan.json"
+HOST_FILE = "host.json"  # whose trials they are
 _OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
 # Of the real training: trials are short, and nobody looks at them one by one.
@@ -45,17 +56,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     settings, origins = _settings(arguments)
     asked = _asked(settings, origins)
-    folder = folder_of(settings.out, settings.resume, "tunings", "tuning")
-    before = _before(folder, asked, settings.resume)
-    tuning = _tuned(arguments, settings, origins, asked, folder, before)
+    with folder_of(settings.out, settings.resume, "tunings", "tuning") as folder:
+        before = _before(folder, asked, settings.resume)
+        tuning = _tuned(arguments, settings, origins, asked, folder, before)
     if arguments.json:
         print(tuning.model_dump_json(indent=2), flush=True)
     else:
-        from rich.console import Console
-
         from outpace.report.tuning import shown
 
-        Console().print(shown(tuning, str(folder), _command(asked, folder)))
+        show(shown(tuning), folder, "then", _command(asked, folder))
     return 0 if tuning.fastest is not None else 1
 
 
@@ -64,19 +73,15 @@ def _tuned(
     asked: dict[str, Any], folder: Path, before: list[Trial],
 ) -> Tuning:  # fmt: skip
     """Tune and keep what is found, also where it is interrupted."""
-    from psutil import virtual_memory
-
     from outpace.experiment.tune import Limits, tuned
     from outpace.launch.tuning import Proposer
 
-    proposer = Proposer(settings, origins)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ASKED_FILE).write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
+    host_bytes = _host_bytes(settings)
+    proposer = Proposer(settings, origins, host_bytes)
+    _require_host(folder, proposer.machine)
+    write_atomic(folder / ASKED_FILE, json.dumps(asked, indent=2) + "\n")
     began_s, started = time.monotonic() - sum(trial.took_s for trial in before), now()
     limits = Limits(arguments.trials, arguments.budget, arguments.within)
-    on_host = settings.device == "cpu" or not proposer.machine.devices
-    # Else the one that is too large takes the machine down with it.
-    host_bytes = int(_OF_FREE * virtual_memory().available) if on_host else None
     ended, interrupt = _trials(proposer, asked, folder, limits, before, host_bytes)
     tuning = Tuning(
         settings=asked,
@@ -95,6 +100,34 @@ def _tuned(
     if interrupt is not None:
         raise interrupt
     return tuning
+
+
+def _host_bytes(settings: TrainSettings) -> int | None:
+    """For a trial on a CPU: else the one that is too large takes the machine down with it."""
+    from psutil import virtual_memory
+
+    from outpace.launch.resolve import resolve_device
+
+    if resolve_device(settings, Ranks()).type != "cpu":
+        return None
+    return int(_OF_FREE * virtual_memory().available)
+
+
+def _require_host(folder: Path, machine: Machine) -> None:
+    """Of trials on another machine nothing can be learned here. Raises BadInputError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / HOST_FILE
+    if not path.is_file():
+        machine.save(path)
+        return
+    then = Machine.load(path)
+    for name in ("cpu", "host_cores", "devices"):
+        was, now = getattr(then, name), getattr(machine, name)
+        if was != now:
+            raise BadInputError(
+                f"{folder} holds trials of another machine: {name} was {was}, and is {now} here. "
+                "Go on there, or use another --out."
+            )
 
 
 def _trials(
@@ -171,19 +204,23 @@ def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Trial]:
     path = folder / TRIALS_FILE
     if not goes_on(folder, path, resumes, "tuning"):
         return []
-    then = json.loads((folder / ASKED_FILE).read_text(encoding="utf-8"))
+    try:
+        then = dict(json.loads((folder / ASKED_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInputError(
+            f"{folder / ASKED_FILE} cannot be read ({error}), so it is not known what was tuned. "
+            "Use another --out."
+        ) from None
     changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
     if changed.difference(_NOT_OF_TRIALS):
         raise BadInputError(f"{folder} holds a tuning with other settings. Use another --out.")
     return [Trial.parse(values, str(path)) for values in whole_lines(path)]
 
 
-def _command(asked: Mapping[str, Any], folder: Path) -> str:
+def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:
     """That trains by the plan that was found."""
     own = {name: value for name, value in asked.items() if name != "nproc"}
-    return shlex.join(
-        ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
-    )
+    return ["outpace", "train", *options.as_flags(own), "--plan", str(folder / PLAN_FILE)]
 
 
 def _parser() -> Parser:

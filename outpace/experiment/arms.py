@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from outpace.experiment.past import read, with_going_on
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, Measurement
@@ -85,6 +86,7 @@ def train_once(
 ) -> Measurement | Failed:
     """Train in processes of their own with settings by way of a file; or why it failed."""
     if run.exists():
+        _require_left(run)
         shutil.rmtree(run)  # what was interrupted in it is begun anew
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
@@ -93,6 +95,16 @@ def train_once(
     if code is None:
         return Failed(None, f"it was stopped after {limit_s:.0f} s")
     return Failed(code, _last(said, code)) if code != 0 else Measurement.load(run / RESULT_FILE)
+
+
+def _require_left(run: Path) -> None:
+    """Raises BadInputError where a process still trains there: it would be measured beside it."""
+    (past,) = with_going_on([read(run)])
+    if past.row.state == "going on":
+        raise BadInputError(
+            f"a process of this host still trains in {run}, from a time when this was ended by "
+            "force. End it first."
+        )
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
@@ -242,6 +254,7 @@ def safe(name: str) -> str:
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Flat settings as TOML, which JSON's strings, numbers and lists are."""
-    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+    """Flat settings as TOML, which JSON's strings, numbers and lists are, without escapes."""
+    known = {name: value for name, value in values.items() if value is not None}
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in known.items()]
     return "\n".join([*lines, ""])

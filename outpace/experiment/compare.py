@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from outpace.experiment.sequential import verdict
-from outpace.records.comparison import Arm, Experiment, Outcome, Verdict
+from outpace.records.comparison import Arm, Experiment, Outcome, Verdict, left
 
 ALPHA = 0.01  # of claiming a difference that is none, of all pairs together
 LEVEL = 0.95
-_FAILS = 2  # so often an arm may fail before it is left out
 # An interval is narrow enough where it is this share of the difference.
 _NARROW = 0.5
 
@@ -94,15 +93,6 @@ def clear(one: Verdict, within: float) -> bool:
     if max(abs(one.low), abs(one.high)) <= within:
         return True
     return one.claimed and one.high - one.low <= max(within, _NARROW * abs(one.slowdown))
-
-
-def left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
-    """Arms that do not fail time and again."""
-    return [
-        arm
-        for arm in experiment.arms
-        if sum(one.arm == arm.name and one.value is None for one in outcomes) < _FAILS
-    ]
 
 
 def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:

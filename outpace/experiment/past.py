@@ -113,7 +113,7 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
         total_steps=record.total_steps,
     )
     try:
-        result = _result(folder, record)
+        result = result_of(folder, record)
         figures = _of_result(result) if result is not None else _of_steps(folder)
         failure = _failure(folder) if result is None else None
     except BadInputError as error:
@@ -126,7 +126,7 @@ def _damaged(folder: Path, why: str) -> PastRun:
     return PastRun(path=str(folder), state="damaged", damage=why)
 
 
-def _result(folder: Path, record: RunRecord) -> Measurement | None:
+def result_of(folder: Path, record: RunRecord) -> Measurement | None:
     """None where the run was not finished, or goes further now than it did then."""
     path = folder / RESULT_FILE
     if not path.exists():
@@ -215,15 +215,17 @@ def checkpoints(folder: Path) -> Sequence[Path]:
 
 def sizes(folder: Path) -> dict[str, int]:
     """Bytes of each file and folder in a run's, by name."""
-    found = {}
-    with suppress(OSError):
-        for path in sorted(folder.iterdir()):
-            inside = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
-            found[path.name] = sum(_bytes(one) for one in inside)
-    return found
+    try:
+        return {path.name: _bytes(path) for path in sorted(folder.iterdir())}
+    except OSError:
+        return {}
 
 
 def _bytes(path: Path) -> int:
-    with suppress(OSError):  # a run that goes on removes checkpoints
-        return path.stat().st_size
-    return 0
+    """Of a file, or of all in a folder; a run that goes on removes checkpoints meanwhile."""
+    total = 0
+    with suppress(OSError):
+        for one in path.rglob("*") if path.is_dir() else (path,):
+            with suppress(OSError):
+                total += one.stat().st_size if one.is_file() else 0
+    return total

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from outpace.experiment.compare import verdicts
 from outpace.experiment.facts import Facts, in_words, other_numbers
+from outpace.experiment.past import result_of
 from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import PARTS, Measurement, TimeParts
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import device_utilisation
-from outpace.train.run_dir import METRICS_FILE, RESULT_FILE, RUN_FILE
+from outpace.train.run_dir import METRICS_FILE, RUN_FILE
 
 _MILLION = 1e6
 # Of two losses of the same step and samples, relative: sums in another order, in each precision,
@@ -42,7 +43,8 @@ def results(
     rows = []
     for arm in experiment.arms:
         own = [one for one in outcomes if one.arm == arm.name and one.value is not None]
-        runs = [Measurement.load(path) for one in own if (path := _result(folder, one)) is not None]
+        folders = [folder / run for run in dict.fromkeys(one.run for one in own) if run is not None]
+        runs = [result for run in folders if (result := _finished(run)) is not None]
         measured = _measured(runs, experiment.price)
         if experiment.metric is not None:
             measured["metric"] = _median([one.value for one in own])
@@ -57,9 +59,10 @@ def results(
     return rows
 
 
-def _result(folder: Path, one: Outcome) -> Path | None:
-    path = folder / (one.run or "") / RESULT_FILE
-    return path if path.is_file() else None
+def _finished(run: Path) -> Measurement | None:
+    """What a run came to; None where it is none, is not finished, or goes further now."""
+    path = run / RUN_FILE
+    return result_of(run, RunRecord.load(path)) if path.is_file() else None
 
 
 def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any]:
@@ -72,7 +75,8 @@ def _measured(runs: Sequence[Measurement], price: float | None) -> dict[str, Any
     tokens_per_s = of("tokens_per_s")
     per_million = None
     if price is not None and tokens_per_s:
-        per_million = price * runs[0].world_size / 3600 / tokens_per_s * _MILLION
+        paid = 1 if runs[0].device == "cpu" else runs[0].world_size
+        per_million = price * paid / 3600 / tokens_per_s * _MILLION
     parts = {f"{part}_s": _median([getattr(run.parts, f"{part}_s") for run in runs]) or 0.0
              for part in PARTS}  # fmt: skip
     return {
@@ -128,6 +132,8 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
         try:
             step = json.loads(line)
         except ValueError:
+            if number < len(lines):
+                raise BadInputError(f"{path}, line {number}, is no JSON object.") from None
             break
         known = step if isinstance(step, dict) else {}
         if not all(isinstance(known.get(name), int | float) for name in _OF_A_STEP):

@@ -102,15 +102,37 @@ def _next(planner: Planner, trials: Sequence[Trial], limits: Limits) -> tuple[st
 
 def _untried(planner: Planner, trials: Sequence[Trial], within: float) -> Proposal | None:
     """Of the plans left that may win by so much the one that shortens the best time most."""
-    tried, most_bytes = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
+    tried, too_many = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
     best_s = min(step_times_s(trials).values(), default=math.inf)
-    left = [
+    fit = [
         one
         for one in planner.proposals(trials)
-        if _key(one.plan) not in tried and one.memory_bytes < most_bytes
-        and _least_s(one) < best_s * (1 - within)
-    ]  # fmt: skip
+        if one.memory_bytes < too_many.get(one.plan.world_size, math.inf)
+    ]
+    left = [
+        one
+        for one in _not_in_vain(fit)
+        if _key(one.plan) not in tried and _least_s(one) < best_s * (1 - within)
+    ]
     return max(left, key=lambda one: _expected_gain(one, best_s), default=None)
+
+
+def _not_in_vain(proposals: Sequence[Proposal]) -> list[Proposal]:
+    """Without those that save memory at the cost of time, where the same plan fits that does not.
+
+    It cannot lose to them, however far off the planner is.
+    """
+    least: dict[str, list[tuple[int, ...]]] = {}
+    for one in proposals:
+        least.setdefault(_key(one.otherwise), []).append(one.saves)
+
+    def in_vain(one: Proposal) -> bool:
+        return any(
+            other != one.saves and all(a <= b for a, b in zip(other, one.saves, strict=True))
+            for other in least[_key(one.otherwise)]
+        )
+
+    return [one for one in proposals if not in_vain(one)]
 
 
 def _least_s(one: Proposal) -> float:
@@ -124,17 +146,26 @@ def _expected_gain(one: Proposal, best_s: float) -> float:
     As a logarithm: "expected improvement" of Jones, Schonlau & Welch, "Efficient Global
     Optimization of Expensive Black-Box Functions" (1998), equation 15.
     """
-    ahead = math.log(best_s / one.step_time_s) if best_s < math.inf else 0.0
+    if best_s == math.inf:  # whatever runs is a gain: what is fastest in the mean
+        return -math.log(one.step_time_s)
+    ahead = math.log(best_s / one.step_time_s)
     if one.spread == 0:
         return max(ahead, 0.0)
     deviations = ahead / one.spread
     return ahead * _NORMAL.cdf(deviations) + one.spread * _NORMAL.pdf(deviations)
 
 
-def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> float:
-    """By the formula: the least of what did not fit, though it was predicted to."""
-    failed = [trial for trial in trials if trial.exit_code in OUT_OF_MEMORY_CODES]
-    return min((planner.proposal(trial.plan).memory_bytes for trial in failed), default=math.inf)
+def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> dict[int, float]:
+    """By the formula, bytes of a rank: the least of what did not fit, though it was predicted to.
+
+    By the number of processes, which share what there is.
+    """
+    found: dict[int, float] = {}
+    for trial in trials:
+        if trial.exit_code in OUT_OF_MEMORY_CODES:
+            world, needs = trial.plan.world_size, planner.proposal(trial.plan).memory_bytes
+            found[world] = min(needs, found.get(world, math.inf))
+    return found
 
 
 def _again(default: Plan, trials: Sequence[Trial]) -> tuple[str, Plan] | None:
@@ -167,6 +198,11 @@ def _key(plan: Plan) -> str:
 def step_times_s(trials: Sequence[Trial]) -> dict[str, float]:
     """By plan, as JSON: of three trials the median, of two the faster: what disturbs is no help."""
     return {key: median_low(seconds) for key, seconds in _taken_s(trials).items()}
+
+
+def time_of(plan: Plan, trials: Sequence[Trial]) -> float | None:
+    """What a step by this plan takes, by all of its trials; None: none came to its end."""
+    return step_times_s(trials).get(_key(plan))
 
 
 def _taken_s(trials: Sequence[Trial]) -> dict[str, list[float]]:

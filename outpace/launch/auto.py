@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outpace.catalog.accelerators import find_accelerator
 from outpace.launch.outlines import find_outline
 from outpace.launch.planning import KEPT
@@ -19,6 +21,7 @@ from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
 from outpace.records.machine import Machine
+from outpace.records.optimizers import LEVELS
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -29,6 +32,7 @@ PROBE_FILE = Path("machine.json")
 _DEFAULT = "default"
 # Settings beside the plan that a step's time depends on.
 _OF_A_STEP = ("model", "task", "seq_len", "global_batch", "threads", "document_attention")
+_OFFLOADED = ("offload_parameters", "offload_optimizer")
 _COUNT = 8  # plans that are tried, the fastest first
 MOST_RANKS = 8  # that a CPU is shared by
 
@@ -58,7 +62,8 @@ def settle(
         )
     values = _values(chosen, settings)
     if settings.plan != "auto" and settings.expect_step_time_s is None:
-        values["expect_step_time_s"] = _promised(Path(settings.plan).expanduser(), chosen, settings)
+        path = Path(settings.plan).expanduser()
+        values["expect_step_time_s"] = _promised(path, chosen, settings, say)
     where = f"plan {settings.plan}"
     told = {name: where for name in values if origins.get(name) in (None, _DEFAULT)}
     return (
@@ -73,11 +78,13 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     values = {name: getattr(plan, name) for name in both}
     for axis in AXES:
         values[axis] = getattr(plan, axis) if plan.world_size > 1 else None
+    if plan.loss == "auto":
+        del values["loss"]  # as a person says
     if plan.pp == 1 or plan.strategy == "mp":
         values["pp_microbatches"] = None
     values["pp_schedule"] = plan.pp_schedule if plan.strategy == "3d" and plan.pp > 1 else None
     values["servers"] = plan.servers or None
-    for name in ("offload_parameters", "offload_optimizer"):
+    for name in _OFFLOADED:
         values[name] = getattr(plan, name) if getattr(plan, name) != "none" else None
     if settings.lora_rank is None:
         for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
@@ -86,21 +93,31 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     return values
 
 
-def _promised(path: Path, plan: Plan, settings: TrainSettings) -> float | None:
+def _promised(
+    path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
+) -> float | None:
     """What a step takes by the tuning that the plan lies beside, if it is of the same training."""
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
-    tuning = Tuning.load(beside)
-    if tuning.fastest is None or tuning.fastest.plan != plan:
+    try:
+        tuning = Tuning.load(beside)
+    except BadInputError as error:
+        say(f"what a step takes is not checked: {error}")
         return None
     then = TrainSettings.parse(tuning.settings, str(beside))
     machine, now = tuning.machine, identify(find_accelerator)
-    same = all(getattr(then, name) == getattr(settings, name) for name in _OF_A_STEP)
-    same &= (machine.cpu, machine.host_cores, len(machine.devices)) == (
+    other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
+    if (machine.cpu, machine.host_cores, len(machine.devices)) != (
         now.cpu, now.host_cores, len(now.devices)
-    )  # fmt: skip
-    return tuning.step_time_s if same else None
+    ):  # fmt: skip
+        other.append("machine")
+    if tuning.fastest is None or tuning.fastest.plan != plan:
+        other.append("plan")
+    if other:
+        say(f"what a step takes is not checked: other {', '.join(other)} than in {beside}")
+        return None
+    return tuning.step_time_s
 
 
 def _check_file(
@@ -113,6 +130,8 @@ def _check_file(
         )
     for name, value in _values(plan, settings).items():
         asked = getattr(settings, name)
+        if asked == -1 or LEVELS.get(asked, asked) == value:  # the rest; one of Apex's levels
+            continue
         if origins.get(name) not in (None, _DEFAULT) and asked != value and name != "nproc":
             raise BadInputError(
                 f"--{name.replace('_', '-')} {asked}, but --plan {settings.plan} has {value}. "
@@ -127,13 +146,7 @@ def _pick(
     say: Callable[[str], None],
 ) -> Plan:
     """The fastest plan whose trace fits."""
-    if settings.lora_rank is not None or settings.task == "classify":
-        what = "adapters" if settings.lora_rank is not None else "classifiers"
-        raise BadInputError(
-            f"--plan auto does not reckon with {what} yet. Say how to train with --strategy, "
-            "--micro-batch and --checkpointing; outpace memory shows what fits."
-        )
-    machine = identify(find_accelerator)
+    machine = used_of(identify(find_accelerator), resolve_device(settings, Ranks()))
     answers = []
     failed: BadInputError | None = None
     for world in _worlds(settings, ranks, machine):
@@ -177,10 +190,32 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
             if machine.host_cores % n == 0]  # fmt: skip
 
 
+def used_of(machine: Machine, device: torch.device) -> Machine:
+    """Without accelerators where it is trained on the processor."""
+    return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine
+
+
+def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
+    """Refuse what the planner's plans would not have, or what it does not know the time of."""
+    what = "classifiers" if settings.task == "classify" else None
+    for name in Plan.model_fields:
+        field = TrainSettings.model_fields.get(name)
+        if field is None or name in KEPT or origins.get(name, _DEFAULT) == _DEFAULT:
+            continue
+        if getattr(settings, name) != field.default:
+            what = f"--{name.replace('_', '-')}"
+    if what is not None:
+        raise BadInputError(
+            f"the planner does not reckon with {what} yet. Leave it out, or say how to train with "
+            "--strategy, --micro-batch and --checkpointing; outpace memory shows what fits."
+        )
+
+
 def question(
     settings: TrainSettings, origins: Mapping[str, str], machine: Machine, world: int
 ) -> Job:
     """For the planner: what `settings` leave open, on so many processes of this machine."""
+    _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
     cluster = _cluster(settings, machine, world)
     keep: dict[str, Any] = {"compile": settings.compile}
@@ -189,6 +224,9 @@ def question(
             keep[name] = getattr(settings, name)
     if keep.get("micro_batch") == "auto":
         del keep["micro_batch"]
+    keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
+    if settings.offload is not None:  # short for two settings
+        keep |= {name: getattr(settings, name) or settings.offload for name in _OFFLOADED}
     # Which numbers are trained is not the planner's to choose.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     keep["precision"] = precision
@@ -229,7 +267,7 @@ def _cluster(settings: TrainSettings, machine: Machine, world: int) -> Cluster:
         own = anonymous_bytes()
         if own >= allowed:
             raise BadInputError(
-                f"--plan auto: a process itself takes {show_bytes(own)} of the "
+                f"a process itself takes {show_bytes(own)} of the "
                 f"{show_bytes(allowed)} that it may have. Raise --memory-limit, or start fewer."
             )
         allowed -= own

@@ -19,7 +19,7 @@ from outpace.planner.calibrate import (
     calibrated,
     steps_s,
 )
-from outpace.planner.columns import Floats, of_plans
+from outpace.planner.columns import MODES, Floats, of_plans
 from outpace.planner.job import Job
 from outpace.planner.plans import alike
 from outpace.planner.titles import title
@@ -46,7 +46,9 @@ _Kind = tuple[str, int, str]
 class Proposal:
     """A plan, and seconds of a step as they are predicted now.
 
-    `spread`: how far off that may be, as the standard deviation of its logarithm.
+    `spread`: how far off that may be, as the standard deviation of its logarithm. `saves`: how much
+    is computed again, and whether the loss is taken in chunks, to save memory; `otherwise`: the
+    plan without that.
     """
 
     plan: Plan
@@ -54,20 +56,32 @@ class Proposal:
     step_time_s: float
     spread: float
     memory_bytes: float
+    saves: tuple[int, ...]
+    otherwise: Plan
 
 
 class Proposer:
     """What the planner knows of a training on this machine."""
 
-    def __init__(self, settings: TrainSettings, origins: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        settings: TrainSettings,
+        origins: Mapping[str, str],
+        host_bytes: int | None = None,
+    ) -> None:
+        """`host_bytes`: what processes may have together where no limit is given to each."""
         self.machine = identify(find_accelerator)
-        own = _ranks(settings)
-        self.default = resolve_plan(settings, own, resolve_device(settings, Ranks()), self.machine)
+        own, device = _ranks(settings), resolve_device(settings, Ranks())
+        self.default = resolve_plan(settings, own, device, self.machine)
+        used = auto.used_of(self.machine, device)
         self._jobs: dict[int, Job] = {}
         refused: list[BadInputError] = []
-        for world in _worlds(settings, self.machine):
+        for world in _worlds(settings, used):
+            limited = settings
+            if host_bytes is not None and settings.memory_limit is None:
+                limited = settings.model_copy(update={"memory_limit": host_bytes // world})
             try:
-                self._jobs[world] = auto.question(settings, origins, self.machine, world)
+                self._jobs[world] = auto.question(limited, origins, used, world)
             except BadInputError as error:
                 refused.append(error)
         if own.world_size not in self._jobs:
@@ -163,6 +177,8 @@ class _Learned:
 
 
 def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Proposal]:
+    if not plans:
+        return []
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
     needs = job.needs(of_plans(plans, job.wanted.global_batch, job.outline.layers))
@@ -171,8 +187,20 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
         kind = _kind(plan)
         seconds = float(said_s[place]) * math.exp(learned.longer(kind))
         (spread,) = learned.spreads(kind, slopes[:, [place]])
-        found.append(Proposal(plan, title(plan), seconds, float(spread), float(needs[place])))
+        found.append(Proposal(plan, title(plan), seconds, float(spread), float(needs[place]),
+                              _saves(plan, job.outline.layers), _otherwise(plan)))  # fmt: skip
     return found
+
+
+def _saves(plan: Plan, layers: int) -> tuple[int, ...]:
+    """By what a plan trades time for memory, and never gains any."""
+    return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
+
+
+def _otherwise(plan: Plan) -> Plan:
+    nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
+               "loss": "auto"}  # fmt: skip
+    return plan.model_copy(update=nothing)
 
 
 def _steps_s(job: Job, plans: Sequence[Plan], rates: Rates) -> Floats:

@@ -16,7 +16,10 @@ from outpace.probe.kernel_files import read_text
 # The kernel's module says so by itself; under Windows and without a driver it is not there.
 _DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
-_TELLING = ("NCCL_", "CUDA_", "OMP_", "MKL_", "GLOO_", "TORCH", "PYTORCH_")
+_TELLING = (
+    "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
+    "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "MALLOC_", "LD_PRELOAD",
+)  # fmt: skip
 # Each launch has its own, or the launcher alone sets it.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 

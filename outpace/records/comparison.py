@@ -1,6 +1,6 @@
 """A comparison: its arms, what each took round by round, and what may be claimed of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -16,6 +16,8 @@ from outpace.records.base import Record
 from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
 from outpace.records.units import show_share
+
+_FAILS = 2  # so often an arm may fail before it is left out
 
 
 class Arm(Record):
@@ -42,7 +44,9 @@ class Experiment(Record):
         default=0.015, description="a difference of less than this share is as good as none"
     )
     seed: NonNegativeInt = Field(default=0, description="of the order of the arms")
-    price: PositiveFloat | None = Field(default=None, description="of a device and hour")
+    price: PositiveFloat | None = Field(
+        default=None, description="of a device and hour; on processors, of the host"
+    )
     in_turn: bool = Field(default=True, description="False: of runs that were over already")
 
     @model_validator(mode="after")
@@ -117,6 +121,12 @@ class Verdict(Record):
         if self.claimed:
             slower = self.slowdown > 0 if self.slower is None else self.slower
             size = self.slowdown if slower else -self.slowdown
+            if size < 0:  # claimed early, and the median has turned since
+                return (
+                    f"{arm} is {quantity[not slower]} than {against} in most rounds when that was "
+                    f"claimed, but the median is {_signed(self.slowdown)} now "
+                    f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
+                )
             return (
                 f"{arm} is {show_share(size or 0.0)} {quantity[not slower]} than {against} "
                 f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
@@ -168,6 +178,15 @@ class Outcome(Record):
     failure: str | None = None
     run: str | None = Field(default=None, description="the run's directory, in the experiment's")
     took_s: NonNegativeFloat = Field(default=0.0, description="with starting and ending")
+
+
+def left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
+    """Arms that do not fail time and again."""
+    return [
+        arm
+        for arm in experiment.arms
+        if sum(one.arm == arm.name and one.value is None for one in outcomes) < _FAILS
+    ]
 
 
 class ArmResult(Record):

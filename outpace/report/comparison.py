@@ -1,6 +1,5 @@
 """A comparison in a terminal: the verdict first, then what each arm took."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outpace.records.comparison import ArmResult, Comparison
+from outpace.records.comparison import ArmResult, Comparison, left
 from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 
@@ -76,6 +75,8 @@ def verdict_lines(comparison: Comparison) -> list[str]:
             lines.append(f"{one.arm} failed: {failure}")
         elif one.verdict is not None:
             lines.append(one.verdict.words(one.arm, first, words))
+    left_out = _left_out(comparison)
+    lines += [f"{name} was left out after some rounds: {why}" for name, why in left_out.items()]
     own = _failure(comparison, comparison.arms[0])
     return [f"{first} failed: {own}", *lines] if own is not None else lines
 
@@ -88,7 +89,21 @@ def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
     return own[-1].failure
 
 
-def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
+def _left_out(comparison: Comparison) -> dict[str, str | None]:
+    """Of arms that have a figure and failed too often, before or after it, why they did."""
+    kept = {arm.name for arm in left(comparison.experiment, comparison.outcomes)}
+    found: dict[str, str | None] = {}
+    for one in comparison.outcomes:
+        if one.arm not in kept and one.value is None:
+            found[one.arm] = one.failure
+    return {
+        arm.arm: found[arm.arm]
+        for arm in comparison.arms
+        if arm.arm in found and _failure(comparison, arm) is None
+    }
+
+
+def shown(comparison: Comparison) -> RenderableType:
     """For a terminal of 80 columns or more."""
     parts: list[RenderableType] = [Text()]
     parts += [Text(line, style="bold") for line in verdict_lines(comparison)]
@@ -103,8 +118,6 @@ def shown(comparison: Comparison, where: str | None = None) -> RenderableType:
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
     notes.append(f"{rounds} rounds in {show_seconds(comparison.took_s)}: {comparison.stopped}.")
     parts += [Text(), *(Text(note) for note in notes)]
-    if where is not None:
-        parts.append(Text(f"kept in {where}; again: {shlex.join(comparison.command)}"))
     return Group(*parts)
 
 

@@ -94,7 +94,7 @@ def _compared(comparison: Comparison) -> Iterable[Part]:
     yield _values(comparison)
     yield _rounds(comparison)
     yield _table(comparison)
-    for note in comparison.differing:
+    for note in (*comparison.differing, *comparison.beside):
         yield Words(note)
 
 
@@ -218,6 +218,16 @@ def _predicted(
     )  # fmt: skip
 
 
+def _facts(comparison: Comparison) -> Iterable[Part]:
+    """What determined each arm's runs; versions have tables of their own."""
+    arms = [arm for arm in comparison.arms if arm.facts]
+    names = dict.fromkeys(name for arm in arms for name in arm.facts if name != "versions")
+    rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)
+    if rows:
+        columns = ("", *(arm.arm for arm in arms))
+        yield Table("What determined their runs, with → where it changed", columns, rows)
+
+
 def _environment(comparison: Comparison, runs: dict[str, Run]) -> Section:
     arms = tuple(
         (arm.name, ", ".join(f"{k}={v}" for k, v in arm.settings.items()) or arm.command or "–",
@@ -230,6 +240,7 @@ def _environment(comparison: Comparison, runs: dict[str, Run]) -> Section:
         command("The command that repeats it", comparison.command),
         Table("What the arms are", ("arm", "settings", "environment"), arms),
         pairs("What they have in common", common),
+        *_facts(comparison),
         pairs("When", [("started", comparison.started)]),
         machine_table(comparison.machine), *runs_parts.versions(runs),
     ))  # fmt: skip

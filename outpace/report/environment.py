@@ -59,10 +59,12 @@ def of_run(record: RunRecord) -> Section:
             ("started", record.started),
             ("outpace", record.outpace),
             ("commit", commit),
+            ("hash of its changes", record.changes),
             ("model", record.settings.model),
             ("parameters", f"{record.parameters:,}"),
             ("device", record.device),
             ("threads of each process", str(record.threads)),
+            ("load of the host before", _load(record.load_before)),
             ("batch", record.identity),
             ("tokens of a sample", None if record.seq_len is None else f"{record.seq_len:,}"),
             ("training data", record.train_data),
@@ -79,7 +81,13 @@ def of_run(record: RunRecord) -> Section:
         versions(record.versions),
         _settings(record),
     ]
+    if record.environment:
+        parts.append(pairs("Variables", sorted(record.environment.items())))
     return Section("Environment and command", tuple(parts))
+
+
+def _load(processes: float | None) -> str | None:
+    return None if processes is None else f"{processes:.1f} processes in the mean of a minute"
 
 
 def command(title: str, words: Sequence[str]) -> Code:

@@ -76,7 +76,7 @@ def _height(document: str) -> int:
     found = re.search(r'<html[^>]* data-height="(\d+)"', document)
     if found is None:
         raise BadInputError(
-            f"the browser did not finish drawing within {_PATIENCE_S} s. Use --format html."
+            f"the browser did not finish drawing within {_DRAWING_MS // 1000} s. Use --format html."
         )
     if int(found[1]) > _HIGHEST_PX:
         raise BadInputError(

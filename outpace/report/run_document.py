@@ -120,6 +120,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "model FLOP/s": None
         if measured is None or measured.model_flops_per_s is None
         else show_count(measured.model_flops_per_s, "FLOP/s"),
+        "promise": None if measured is None or measured.promise is None else measured.promise.words,
         "peak memory": None if peak_memory(run) is None else show_bytes(peak_memory(run)),
         "layout": run.record.plan.mesh,
         "precision": run.record.plan.precision,

@@ -1,5 +1,6 @@
 """Past runs in a terminal: a table of many, or one in full."""
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,7 +120,8 @@ def _how_far(past: Past) -> str:
     metrics = past.folder / "metrics.jsonl"
     wrote = f"; last written {_stamp(metrics)} (UTC)" if metrics.is_file() else ""
     saved = checkpoints(past.folder)
-    again = f". It goes on with outpace train --resume --out {row.path}" if saved else ""
+    command = shlex.join(["outpace", "train", "--resume", "--out", row.path])
+    again = f". It goes on with {command}" if saved else ""
     return f"{steps}{wrote}; no process of this host trains it{again}"
 
 
@@ -136,7 +138,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
     return {
         "started (UTC)": when(record.started),
         **({"went on": "; ".join(resumed)} if resumed else {}),
-        "command": " ".join(record.command),
+        "command": shlex.join(record.command),
         "model": f"{record.settings.model}, {show_count(record.parameters)} parameters",
         "batch": record.identity,
         "machine": f"{devices}; {host}" if devices else host,

@@ -15,7 +15,7 @@ def verdict_line(tuning: Tuning) -> str:
     best = tuning.fastest
     if best is None or tuning.step_time_s is None:
         return "Every trial failed; nothing was found."
-    found = f"{best.title}: {show_seconds(tuning.step_time_s)} a step"
+    found = f"{best.title}: {show_seconds(tuning.step_time_s)} a step{by_one_trial(tuning)}"
     if tuning.gain is None:
         return f"{found}. The default could not be measured."
     if best.number == tuning.default:
@@ -23,7 +23,15 @@ def verdict_line(tuning: Tuning) -> str:
     return f"{found}, {show_share(tuning.gain)} less than what outpace train does by itself."
 
 
-def shown(tuning: Tuning, folder: str, command: str) -> RenderableType:
+def by_one_trial(tuning: Tuning) -> str:
+    """Said where nothing else speaks for the fastest: the least of several is too low by chance."""
+    best = tuning.fastest
+    same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
+    several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1
+    return " (by one trial)" if several and len(same) == 1 else ""
+
+
+def shown(tuning: Tuning) -> RenderableType:
     """For a terminal of 80 columns or more."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -38,9 +46,8 @@ def shown(tuning: Tuning, folder: str, command: str) -> RenderableType:
         f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
     ]
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
-    lines = [*notes, f"kept in {folder}; then: {command}"]
     return Group(Text(), Text(verdict_line(tuning), style="bold"), Text(), table, Text(),
-                 *map(Text, lines))  # fmt: skip
+                 *map(Text, notes))  # fmt: skip
 
 
 def _cells(trial: Trial) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from outpace.experiment.tune import step_times_s, time_of
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report import runs_parts, where
@@ -22,6 +23,7 @@ from outpace.report.document import (
 from outpace.report.environment import command, machine_table, topology
 from outpace.report.figures import Along, Line, against, lines, listed, off, seconds
 from outpace.report.run_source import Run, read_run
+from outpace.report.tuning import by_one_trial
 from outpace.train.run_dir import RUN_FILE
 
 
@@ -68,16 +70,17 @@ def _verdict(tuning: Tuning) -> Iterable[str]:
         yield f"None of {len(tuning.trials)} trials came to its end: {tuning.stopped}."
         return
     default = None if tuning.default is None else tuning.trial(tuning.default)
-    yield f"Fastest: {best.title}, {show_seconds(tuning.step_time_s)} a step."
+    yield f"Fastest: {best.title}, {show_seconds(tuning.step_time_s)} a step{by_one_trial(tuning)}."
     if default is not None and default is not best and tuning.gain is not None:
         yield (
-            f"The default, {default.title}, takes {show_seconds(default.step_time_s)}: the fastest "
+            f"The default, {default.title}, takes "
+            f"{show_seconds(time_of(default.plan, tuning.trials))}: the fastest "
             f"takes {show_share(tuning.gain)} less time."
         )
     elif default is best:
         yield "It is the default."
-    if best.step_time_s is not None:
-        share = off(best.first_predicted_s, best.step_time_s).text
+    if tuning.step_time_s is not None:
+        share = off(best.first_predicted_s, tuning.step_time_s).text
         first = show_seconds(best.first_predicted_s)
         yield f"Before any trial it was predicted at {first} (measured: {share})."
 
@@ -170,16 +173,15 @@ def _row(tuning: Tuning, one: Trial) -> tuple[Cell, ...]:
 
 def _progress(tuning: Tuning) -> Figure:
     """The fastest step known, by the time spent."""
-    spent_s, best_s = 0.0, float("inf")
+    spent_s = 0.0
     x: list[float | None] = []
     best: list[float | None] = []
     each: list[float | None] = []
-    for one in tuning.trials:
+    for number, one in enumerate(tuning.trials, 1):
         spent_s += one.took_s
-        best_s = min(best_s, one.step_time_s if one.step_time_s is not None else best_s)
         x.append(spent_s)
         each.append(one.step_time_s)
-        best.append(best_s if best_s < float("inf") else None)
+        best.append(min(step_times_s(tuning.trials[:number]).values(), default=None))
     unit, time = seconds([*each, *best]), seconds(x)
     series = [
         Line("fastest so far", (x,), best, {"line": {"color": MEASURED, "shape": "hv"}}),
@@ -192,7 +194,7 @@ def _progress(tuning: Tuning) -> Figure:
     table = Table("The search", ("trial", "after", "its step", "fastest so far"), rows)
     return lines(
         "The fastest step, by time spent on trials",
-        f"After {show_seconds(spent_s)} of trials: {show_seconds(best_s)} a step.",
+        f"After {show_seconds(spent_s)} of trials: {show_seconds(best[-1])} a step.",
         series, [Along("time", "time spent", time)], unit, "time of a step", table,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ _SAME_SIGNAL_S = 0.5
 
 
 class StopSignal:
-    """SIGTERM and SIGINT ask for an orderly end; a second one ends at once.
+    """SIGTERM, SIGINT and SIGHUP ask for an orderly end; a second one ends at once.
 
     Before the first step there is nothing to save, so the signal raises InterruptedRunError there.
     Use as a context manager in the main thread; elsewhere signals are left alone.
@@ -30,7 +30,9 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # under nohup
                 self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
             pass  # not in the main thread: whoever owns it handles signals

@@ -108,7 +108,7 @@ def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
     file.write_text(
         'rounds = 1\nmetric = "t=([0-9.]+)"\n'
         '[[arm]]\ncommand = "echo t=$SPEED"\nenvironment = { SPEED = "3" }\n'
-        '[[arm]]\nname = "slow"\ncommand = "echo t=$SPEED"\nenvironment = { SPEED = "4" }\n'
+        '[[arm]]\nname = "slow"\ncommand = "echo t=$SPEED"\nenvironment = { SPEED = 4 }\n'
     )
     found = compared(capsys, tmp_path, str(file))
     assert [(arm.arm, arm.metric) for arm in found.arms] == [("echo t=$SPEED", 3), ("slow", 4)]
@@ -180,10 +180,11 @@ def by_formula(run):
 @pytest.mark.gloo
 def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch):
     (tmp_path / "tiny.json").write_text(TINY)
-    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    text = tmp_path / "text 😀.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 400)
     found = compared(
         capsys, tmp_path, "ddp", "sharded:zero3", f"--model={tmp_path / 'tiny.json'}",
-        f"--data={tmp_path / 'text.txt'}", "--nproc=2", "--steps=6", "--global-batch=4",
+        f"--data={text}", "--nproc=2", "--steps=6", "--global-batch=4",
         "--seq-len=16", "--rounds=1", "--price=2", f"--cache-dir={tmp_path / 'cache'}",
     )  # fmt: skip
     assert [arm.arm for arm in found.arms] == ["ddp", "sharded"]
@@ -223,6 +224,8 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["ddp", "micro_bach=2"], "'micro_bach' is no setting. Did you mean 'micro_batch' or"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),
         (["ddp", "ddp"], "two arms are called ddp"),
+        (["single", "ddp,zero3"], "arm 'ddp,zero3' has two values of strategy"),
+        (["ddp", "zero3", "--resume", "--out=none"], "there is no comparison in none"),
         (["--command=a", "--command=b"], "commands need a metric"),
         (["--command=a", "--command=b", "--metric=t="], "has 0 groups"),
         (["--command=a", "--command=b", "--metric=(t="], "is no regular expression"),

@@ -94,19 +94,20 @@ def test_a_bug_shows_its_traceback(
     assert "RuntimeError: a bug" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_what_fails_after_a_signal_does_not_hide_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    signum: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A DataLoader whose worker the same signal ended raises wherever the program is then."""
 
     def run(argv: list[str], environ: object) -> int:
         with contextlib.suppress(OutpaceError):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signum)
         raise RuntimeError("DataLoader worker is killed by signal: Terminated")
 
     monkeypatch.setattr(outpace.cli.version, "run", run)
-    assert command.main(["version"]) == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "outpace: stopped by SIGTERM\n"
+    assert command.main(["version"]) == 128 + signum
+    assert capsys.readouterr().err == f"outpace: stopped by {signum.name}\n"
 
 
 def test_with_json_an_error_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:

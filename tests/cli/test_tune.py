@@ -98,6 +98,9 @@ def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_
         (["--plan=auto"], "Leave it out"),
         (["--micro-batch=auto"], "tries sizes itself"),
         (["--trials=0"], "0"),
+        (["--lora-rank=8"], "does not reckon with --lora-rank"),
+        (["--compress-gradients=bf16"], "does not reckon with --compress-gradients"),
+        (["--resume", "--out=none"], "there is no tuning in none"),
         (["--model=gpt3"], "gpt3"),
     ],
 )
@@ -105,6 +108,18 @@ def test_bad_input_is_refused_before_anything_runs(words, said, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     assert main(["tune", *words]) == 2
     assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_trials_of_another_machine_are_not_gone_on_with(tuned, capsys, tmp_path):
+    folder, words = tuned
+    shutil.copytree(folder, tmp_path / "t")
+    host = json.loads((tmp_path / "t" / "host.json").read_text())
+    (tmp_path / "t" / "host.json").write_text(json.dumps({**host, "host_cores": 999}))
+    assert main(["tune", *words, f"--out={tmp_path / 't'}", "--resume"]) == 2
+    assert "another machine: host_cores was 999" in capsys.readouterr().err
+    (tmp_path / "t" / "settings.json").write_text('{"seq_len": 1')
+    assert main(["tune", *words, f"--out={tmp_path / 't'}", "--resume"]) == 2
+    assert "settings.json cannot be read" in capsys.readouterr().err
 
 
 def test_a_folder_of_something_else_is_left_alone(tuned, capsys, tmp_path):

@@ -61,6 +61,41 @@ def test_it_stops_where_nothing_left_can_win(proposer):
     assert found["gain"] == pytest.approx(1 - found["step_time_s"] / default_s)
 
 
+def test_what_only_saves_memory_is_tried_where_nothing_else_fits(proposer):
+    def took(proposal):
+        return 2 * proposer.proposal(proposal.plan).step_time_s
+
+    def saves(trial):
+        return trial.plan.recomputes or trial.plan.loss == "chunked"
+
+    ended = tune(proposer, runner(took), Limits(trials=12))
+    assert len(ended.trials) > 3 and not any(map(saves, ended.trials[1:]))
+    least = min(one.memory_bytes for one in proposer.proposals(()) if not any(one.saves))
+
+    def tight(proposal):
+        return None if proposal.memory_bytes >= least else took(proposal)
+
+    ended = tune(proposer, runner(tight), Limits(trials=20))
+    assert any(saves(trial) for trial in ended.trials if trial.step_time_s)
+
+
+def test_what_some_numbers_of_processes_cannot_do_is_tuned_on_the_others():
+    asked = TrainSettings(model="gpt2", seq_len=128, global_batch=16, strategy="single")
+    origins = dict.fromkeys(("seq_len", "global_batch", "model", "strategy"), "command line")
+    found = Proposer(asked, origins).proposals(())
+    assert found and {one.plan.world_size for one in found} == {1}
+
+
+def test_where_nothing_has_run_yet_the_fastest_is_tried(proposer):
+    def took(proposal):
+        return None if proposal.plan == proposer.default else proposal.step_time_s
+
+    first, second, *_ = tune(proposer, runner(took, code=2), Limits(trials=3)).trials
+    assert first.failure
+    others = [one for one in proposer.proposals((first,)) if one.plan != proposer.default]
+    assert second.plan == others[0].plan
+
+
 @pytest.mark.parametrize("code", [4, -9, 137])
 def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer, code):
     fastest = proposer.proposals(())[0]

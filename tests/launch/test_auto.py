@@ -7,6 +7,7 @@ import pytest
 from outpace.cli.main import main
 from outpace.launch import auto
 from outpace.launch.auto import settle
+from outpace.launch.tuning import Proposer
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
@@ -155,7 +156,7 @@ def test_a_probe_of_this_machine_is_used(tmp_path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"lora_rank": 4}, "--plan auto does not reckon with adapters"),
+        ({"lora_rank": 4}, "does not reckon with --lora-rank"),
         ({"task": "classify"}, "does not reckon with classifiers"),
         ({"global_batch": 7, "nproc": 2, "strategy": "ddp"}, "no plan can be laid out"),
         ({"nproc": 2, "pp_schedule": "zb"}, "no plan can be laid out"),
@@ -171,3 +172,33 @@ def test_a_plan_that_nobody_trains_is_refused(tmp_path):
     Plan(strategy="3d", dp_shard=2, pp=2, pp_microbatches=2, zero=1).save(tmp_path / "plan.json")
     with pytest.raises(BadInputError, match="outpace does not train it: zero 1"):
         picked(plan="plan.json")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"loss": "plain"}, {"offload": "disk", "strategy": "single", "nproc": 1}, {"precision": "O0"},
+     {"dp_shard": -1, "nproc": 2, "strategy": "zero3"}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_given_agrees_with_the_plans_that_are_proposed_for_it(given, tmp_path):
+    """Else each trial of outpace tune would be refused by what the plan says."""
+    asked = TrainSettings.parse({**TINY, **given}, "test")
+    origins = {**dict.fromkeys(TrainSettings.model_fields, "default"),
+               **dict.fromkeys({**TINY, **given}, "command line")}  # fmt: skip
+    for proposal in Proposer(asked, origins).proposals(())[:20]:
+        proposal.plan.save(tmp_path / "plan.json")
+        trial = asked.model_copy(update={"plan": str(tmp_path / "plan.json"), "nproc": None})
+        found, _ = settle(trial, {**origins, "plan": "command line"}, None, print)
+        if "loss" in given:
+            assert found.loss == "plain"
+        if "offload" in given:
+            assert found.offload_optimizer == found.offload_parameters == "disk"
+
+
+def test_a_damaged_tuning_beside_a_plan_does_not_stop_a_training(tmp_path):
+    Plan(strategy="single", micro_batch=8).save(tmp_path / "plan.json")
+    (tmp_path / "tuning.json").write_text('{"trials": 3')
+    said: list[str] = []
+    asked = TrainSettings.parse({**TINY, "plan": str(tmp_path / "plan.json")}, "test")
+    found, _ = settle(asked, dict.fromkeys(TINY, "command line"), None, said.append)
+    assert found.expect_step_time_s is None and "is not checked" in said[0]

@@ -43,14 +43,15 @@ def run(tmp_path, corpus, token_cache):
 
 
 class StopAt(Callback):
-    """Sends this process SIGTERM so that `step` is the last that is done."""
+    """Sends this process a signal so that `step` is the last that is done."""
 
-    def __init__(self, step):
+    def __init__(self, step, signum=signal.SIGTERM):
         self.step = step
+        self.signum = signum
 
     def on_step(self, record):
         if record.step == self.step - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), self.signum)
 
 
 def metrics(directory: Path):
@@ -119,7 +120,7 @@ def test_fp16_resumes_with_its_loss_scale(run):
     extra = {"precision": "fp16", "steps": 4, "model": "outpace-tiny", "global_batch": 2}
     whole = run("whole", **extra)
     with pytest.raises(InterruptedRunError):
-        run("cut", callbacks=[StopAt(2)], **extra)
+        run("cut", callbacks=[StopAt(2, signal.SIGHUP)], **extra)
     resumed = run("cut", resume=True, **extra)
     assert metrics(whole)[0]["loss_scale"] > 0
     assert_same_run(whole, resumed)

@@ -351,12 +351,16 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     assert cells(times.table)[1][3] == "n/a"
     assert cells(times.table)[0][3] == "+25.0 %"
     console = Console(width=100, file=io.StringIO())
-    console.print(shown(record, "tunings/a", "outpace train"))
+    console.print(shown(record))
     assert "+25.0 %" in console.file.getvalue()  # the same sign in a terminal
     trials = next(one for one in parts(document, Table) if one.title == "The trials")
     assert cells(trials)[1][6] == "out of memory"
     progress = figure(document, "The fastest step")
     assert [row[3].value for row in progress.table.rows] == [0.15, 0.15, 0.15]
+    other = record.trials[0].plan.model_copy(update={"micro_batch": 64})
+    one = record.trials[0].model_copy(update={"plan": other})
+    single = record.model_copy(update={"trials": (one, *record.trials[1:]), "best": 1})
+    assert tuning_document(single).verdict[0].endswith("a step (by one trial).")
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
     assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
 
