@@ -26,9 +26,11 @@ hypothesis.settings.load_profile("outpace")
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches what tests start, also where a shell has put all this into the background."""
+    """Signals reach what tests start, also where a shell has put all this into the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

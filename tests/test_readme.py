@@ -20,6 +20,8 @@ STAND_INS = {
     "hf:NAME:CONFIG:SPLIT": "hf:saved",
     "gpt2": "outpace-tiny",
 }
+# Of commands that take half a minute, or what these leave: tests/cli, tests/parallel try them.
+LONG = {"compare", "comparisons/first", "tune", "tunings/first/plan.json", "--pp"}
 SHORT = ["--steps=2", "--seq-len=16", "--eval-batches=1", "--sample-tokens=2"]
 SPEC = """
 family = "llama"
@@ -96,7 +98,10 @@ def test_the_readme_has_commands_and_a_program():
 
 
 @pytest.mark.filterwarnings("default")  # Inductor warns of its own doings
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=pytest.mark.slow if LONG & set(line.split()) else ())
+             for line in commands()]
+)  # fmt: skip
 def test_command(line, home, monkeypatch, capfd):
     monkeypatch.chdir(home)
     words = [STAND_INS.get(word, word) for word in shlex.split(line)[1:]]

@@ -143,7 +143,8 @@ def test_what_is_in_view_is_drawn_first(opened, pages):
         new MutationObserver(() => {
             if (window.atSeen === undefined && document.documentElement.dataset.seen === "") {
                 window.atSeen = drawn();
-                [...document.querySelectorAll(".plot")].at(-1).scrollIntoView();
+                const last = [...document.querySelectorAll(".plot")].at(-1);
+                last.scrollIntoView({ behavior: "instant" });
             }
             if (window.atLast === undefined && window.atSeen && drawn().at(-1)) {
                 window.atLast = drawn();
