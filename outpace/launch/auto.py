@@ -10,7 +10,12 @@ import torch
 from outpace.catalog.accelerators import find_accelerator
 from outpace.launch.outlines import find_outline
 from outpace.launch.planning import KEPT
-from outpace.launch.resolve import resolve_device, resolve_precision, resolve_seq_len
+from outpace.launch.resolve import (
+    resolve_device,
+    resolve_offload,
+    resolve_precision,
+    resolve_seq_len,
+)
 from outpace.launch.traced import beside_tensors, fullest
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
@@ -32,7 +37,6 @@ PROBE_FILE = Path("machine.json")
 _DEFAULT = "default"
 # Settings beside the plan that a step's time depends on.
 _OF_A_STEP = ("model", "task", "seq_len", "global_batch", "threads", "document_attention")
-_OFFLOADED = ("offload_parameters", "offload_optimizer")
 _COUNT = 8  # plans that are tried, the fastest first
 MOST_RANKS = 8  # that a CPU is shared by
 
@@ -84,7 +88,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
         values["pp_microbatches"] = None
     values["pp_schedule"] = plan.pp_schedule if plan.strategy == "3d" and plan.pp > 1 else None
     values["servers"] = plan.servers or None
-    for name in _OFFLOADED:
+    for name in ("offload_parameters", "offload_optimizer"):
         values[name] = getattr(plan, name) if getattr(plan, name) != "none" else None
     if settings.lora_rank is None:
         for name in ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base"):
@@ -226,7 +230,7 @@ def question(
         del keep["micro_batch"]
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
-        keep |= {name: getattr(settings, name) or settings.offload for name in _OFFLOADED}
+        keep |= resolve_offload(settings)
     # Which numbers are trained is not the planner's to choose.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     keep["precision"] = precision

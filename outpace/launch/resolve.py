@@ -96,7 +96,7 @@ def resolve_plan(
     plan = Plan.parse(
         {
             **_as_asked(settings),
-            **_offload(settings),
+            **resolve_offload(settings),
             "strategy": strategy,
             **sizes,
             "servers": servers,
@@ -131,7 +131,7 @@ def _as_asked(settings: TrainSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
 
 
-def _offload(settings: TrainSettings) -> dict[str, str]:
+def resolve_offload(settings: TrainSettings) -> dict[str, str]:
     """Where parameters and optimizer state lie; `offload` stands for both."""
     both = settings.offload or "none"
     return {
