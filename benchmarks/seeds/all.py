@@ -1,6 +1,6 @@
 """All ten experiments, one after the other, each recorded.
 
-    python benchmarks/seeds/all.py            # about 25 minutes; then python benchmarks/figures.py
+    python benchmarks/seeds/all.py            # about 50 minutes; then python benchmarks/figures.py
     python benchmarks/seeds/all.py --quick    # all small; records nothing
 
 What fails is named at the end, and does not keep the others from running.
