@@ -35,7 +35,7 @@ def false_claims(result: dict[str, Any]) -> str:
 def tune(result: dict[str, Any]) -> str:
     """Few trials against whole grids."""
     head = ["problem", "grid", "regret", "of any configuration", "trials", "share of its time",
-            "faster than the default"]  # fmt: skip
+            "faster than the default", "on"]  # fmt: skip
     rows = [
         [
             row["problem"],
@@ -45,9 +45,11 @@ def tune(result: dict[str, Any]) -> str:
             str(row["trials"]),
             f"{row['share']:.1%}",
             "n/a" if row["default"] is None else f"{row['default']:.0%}",
+            f"{row['machine']['cpu']}, {row['date'][:10]}",
         ]
         for row in result["rows"]
     ]
+    missing = result["problems"] - len(result["rows"])
     worst = {
         name: max(row[name] for row in result["rows"]) for name in ("regret", "trials", "share")
     }
@@ -55,7 +57,7 @@ def tune(result: dict[str, Any]) -> str:
     about = (
         "\nAsked of every problem: regret of 2 % at most, 8 trials and 15 % of the grid's time. "
         f"{'Reached' if reached else 'Not reached'}: {worst['regret']:.1%}, {worst['trials']} and "
-        f"{worst['share']:.1%} at worst.\n"
+        f"{worst['share']:.1%} at worst.{f' {missing} more not recorded yet.' if missing else ''}\n"
     )
     return table(head, rows) + about + stand(result)
 

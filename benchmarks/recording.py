@@ -15,21 +15,24 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 
 
-def save(name: str, result: Mapping[str, Any]) -> Path:
-    """Write results/NAME.json and return its path."""
+def circumstances() -> dict[str, Any]:
+    """What a figure is measured by, when and where."""
     head, dirty = commit()
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    document = {
-        "benchmark": name,
+    return {
         "command": ["python", program(Path(sys.argv[0])), *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": head,
         "uncommitted_changes": dirty,
         "versions": versions(),
         "machine": identify(find_accelerator).model_dump(mode="json"),
-        **result,
     }
+
+
+def save(name: str, result: Mapping[str, Any]) -> Path:
+    """Write results/NAME.json and return its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    document = {"benchmark": name, **circumstances(), **result}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
 

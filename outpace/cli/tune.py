@@ -121,13 +121,11 @@ def _require_host(folder: Path, machine: Machine) -> None:
         machine.save(path)
         return
     then = Machine.load(path)
-    for name in ("cpu", "host_cores", "devices"):
-        was, now = getattr(then, name), getattr(machine, name)
-        if was != now:
-            raise BadInputError(
-                f"{folder} holds trials of another machine: {name} was {was}, and is {now} here. "
-                "Go on there, or use another --out."
-            )
+    for name in machine.unlike(then):
+        raise BadInputError(
+            f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, "
+            f"and is {getattr(machine, name)} here. Go on there, or use another --out."
+        )
 
 
 def _trials(

@@ -3,7 +3,7 @@
 import glob
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +115,11 @@ def _of_file(reference: str, path: Path) -> Source:
     return _found(reference, "nanogpt", [path], path.parent)
 
 
-def _files_below(root: Path) -> list[Path]:
-    """Files of a folder and of those it links to, without hidden ones, in a stable order."""
+def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
+    """Files of a folder and of those it links to, without hidden ones, in a stable order.
+
+    `left_out`: names of folders.
+    """
     found: list[str] = []
     folders, linked = [str(root)], {os.path.realpath(root)}
     while folders:  # pathlib's own walk takes seconds where there are 100,000 files
@@ -125,6 +128,8 @@ def _files_below(root: Path) -> list[Path]:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
+                    if entry.name in left_out:
+                        continue
                     if entry.is_symlink():  # each once, so that a circle of links has an end
                         target = os.path.realpath(entry.path)
                         if target in linked:
@@ -139,10 +144,8 @@ def _files_below(root: Path) -> list[Path]:
 def _library_files(root: Path) -> list[Path]:
     return [
         path
-        for path in sorted(root.rglob("*.py"))
-        if not _LEFT_OUT.intersection(path.relative_to(root).parts[:-1])
-        and path.stat().st_size > 0
-        and _decodes(path)
+        for path in _files_below(root, _LEFT_OUT)
+        if path.suffix == ".py" and path.stat().st_size > 0 and _decodes(path)
     ]
 
 

@@ -11,13 +11,12 @@ from typing import Any, Protocol
 
 from outpace.experiment.arms import Failed, safe, train_once
 from outpace.launch.tuning import Proposal
-from outpace.records.errors import OUT_OF_MEMORY_CODES
 from outpace.records.measurement import WARMUP_STEPS
 from outpace.records.plan import Plan
 from outpace.records.tuning import Trial
 from outpace.records.units import show_seconds
 
-_STEPS_S = 6.0  # of a trial, as predicted
+_STEPS_S = 10.0  # of a trial, as predicted: what disturbs lasts for some seconds
 _FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
 _START_S = 300.0  # to begin and to end, at most
 _PATIENCE = 20  # times as long as predicted
@@ -102,37 +101,14 @@ def _next(planner: Planner, trials: Sequence[Trial], limits: Limits) -> tuple[st
 
 def _untried(planner: Planner, trials: Sequence[Trial], within: float) -> Proposal | None:
     """Of the plans left that may win by so much the one that shortens the best time most."""
-    tried, too_many = {_key(trial.plan) for trial in trials}, _too_many_bytes(planner, trials)
+    tried = {_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
-    fit = [
-        one
-        for one in planner.proposals(trials)
-        if one.memory_bytes < too_many.get(one.plan.world_size, math.inf)
-    ]
     left = [
         one
-        for one in _not_in_vain(fit)
+        for one in planner.proposals(trials)
         if _key(one.plan) not in tried and _least_s(one) < best_s * (1 - within)
     ]
     return max(left, key=lambda one: _expected_gain(one, best_s), default=None)
-
-
-def _not_in_vain(proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Without those that save memory at the cost of time, where the same plan fits that does not.
-
-    It cannot lose to them, however far off the planner is.
-    """
-    least: dict[str, list[tuple[int, ...]]] = {}
-    for one in proposals:
-        least.setdefault(_key(one.otherwise), []).append(one.saves)
-
-    def in_vain(one: Proposal) -> bool:
-        return any(
-            other != one.saves and all(a <= b for a, b in zip(other, one.saves, strict=True))
-            for other in least[_key(one.otherwise)]
-        )
-
-    return [one for one in proposals if not in_vain(one)]
 
 
 def _least_s(one: Proposal) -> float:
@@ -153,19 +129,6 @@ def _expected_gain(one: Proposal, best_s: float) -> float:
         return max(ahead, 0.0)
     deviations = ahead / one.spread
     return ahead * _NORMAL.cdf(deviations) + one.spread * _NORMAL.pdf(deviations)
-
-
-def _too_many_bytes(planner: Planner, trials: Sequence[Trial]) -> dict[int, float]:
-    """By the formula, bytes of a rank: the least of what did not fit, though it was predicted to.
-
-    By the number of processes, which share what there is.
-    """
-    found: dict[int, float] = {}
-    for trial in trials:
-        if trial.exit_code in OUT_OF_MEMORY_CODES:
-            world, needs = trial.plan.world_size, planner.proposal(trial.plan).memory_bytes
-            found[world] = min(needs, found.get(world, math.inf))
-    return found
 
 
 def _again(default: Plan, trials: Sequence[Trial]) -> tuple[str, Plan] | None:

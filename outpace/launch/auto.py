@@ -38,7 +38,7 @@ _DEFAULT = "default"
 # Settings beside the plan that a step's time depends on.
 _OF_A_STEP = ("model", "task", "seq_len", "global_batch", "threads", "document_attention")
 _COUNT = 8  # plans that are tried, the fastest first
-MOST_RANKS = 8  # that a CPU is shared by
+_MOST_RANKS = 8  # that a CPU is shared by
 
 Settings = tuple[TrainSettings, dict[str, str]]
 
@@ -110,11 +110,8 @@ def _promised(
         say(f"what a step takes is not checked: {error}")
         return None
     then = TrainSettings.parse(tuning.settings, str(beside))
-    machine, now = tuning.machine, identify(find_accelerator)
     other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
-    if (machine.cpu, machine.host_cores, len(machine.devices)) != (
-        now.cpu, now.host_cores, len(now.devices)
-    ):  # fmt: skip
+    if identify(find_accelerator).unlike(tuning.machine):
         other.append("machine")
     if tuning.fastest is None or tuning.fastest.plan != plan:
         other.append("plan")
@@ -188,10 +185,13 @@ def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> l
         return [settings.nproc]
     if machine.devices:
         return [len(machine.devices)]
-    if not PROBE_FILE.is_file():
-        return [1]
-    return [n for n in range(1, min(machine.host_cores, MOST_RANKS) + 1)
-            if machine.host_cores % n == 0]  # fmt: skip
+    return sharing(machine) if PROBE_FILE.is_file() else [1]
+
+
+def sharing(machine: Machine) -> list[int]:
+    """Numbers of processes among which a CPU's cores can be shared evenly."""
+    most = min(machine.host_cores, _MOST_RANKS)
+    return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
 
 
 def used_of(machine: Machine, device: torch.device) -> Machine:
@@ -259,8 +259,7 @@ def _cluster(settings: TrainSettings, machine: Machine, world: int) -> Cluster:
     cluster = None
     if PROBE_FILE.is_file():
         found = Machine.load(PROBE_FILE)
-        same = (found.cpu, len(found.devices)) == (machine.cpu, len(machine.devices))
-        if same and found.probed is not None:
+        if found.probed is not None and not machine.unlike(found):
             cluster = of_probe(found, world)
     cluster = cluster or of_host(machine, world)
     allowed = settings.memory_limit or cluster.device.memory_bytes

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 
 import numpy as np
 
@@ -20,35 +19,28 @@ from outpace.planner.calibrate import (
     steps_s,
 )
 from outpace.planner.columns import MODES, Floats, of_plans
+from outpace.planner.deviations import Deviations
 from outpace.planner.job import Job
 from outpace.planner.plans import alike
 from outpace.planner.titles import title
 from outpace.probe.machine import identify
-from outpace.records.errors import BadInputError
+from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import Trial
 
-_COUNT = 64  # plans of a number of processes that are looked at
+_COUNT = 256  # plans of a number of processes that are looked at
 # How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
 _CALIBRATED = math.log(1.2)
-# Of what the planner is off by where rates are right, as deviations of logarithms: what plans of a
-# kind have in common; and each plan's own, with a trial's noise (benchmarks/planner_measured.py).
-_KIND, _OWN = 0.08, 0.04
-_BEFORE = 2  # trials' worth of these, beside which what is seen counts
-# Strategy, number of processes and precision: of these the planner is off by much the same.
-_Kind = tuple[str, int, str]
 
 
 @dataclass(frozen=True)
 class Proposal:
     """A plan, and seconds of a step as they are predicted now.
 
-    `spread`: how far off that may be, as the standard deviation of its logarithm. `saves`: how much
-    is computed again, and whether the loss is taken in chunks, to save memory; `otherwise`: the
-    plan without that.
+    `spread`: how far off that may be, as the standard deviation of its logarithm.
     """
 
     plan: Plan
@@ -56,8 +48,6 @@ class Proposal:
     step_time_s: float
     spread: float
     memory_bytes: float
-    saves: tuple[int, ...]
-    otherwise: Plan
 
 
 class Proposer:
@@ -75,6 +65,7 @@ class Proposer:
         self.default = resolve_plan(settings, own, device, self.machine)
         used = auto.used_of(self.machine, device)
         self._jobs: dict[int, Job] = {}
+        self._told: dict[tuple[Trial, ...], _Learned] = {}
         refused: list[BadInputError] = []
         for world in _worlds(settings, used):
             limited = settings
@@ -89,18 +80,38 @@ class Proposer:
         self.considered = sum(alike(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[Trial]) -> list[Proposal]:
-        """The fastest that fit, the fastest first, as they are predicted after `trials`."""
-        learned, found = self._learned(trials), []
+        """The fastest that may be worth it, the fastest first, as predicted after `trials`."""
+        learned, too_many, found = self._learned(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
             plans, _ = alike(_by(job, learned.rates.rates[world]), _COUNT)
-            found += _proposed(job, [plan for plan, _ in plans], learned)
+            fit = _within(job, [plan for plan, _ in plans], too_many.get(world, math.inf))
+            found += _proposed(job, _not_in_vain(fit, job.outline.layers), learned)
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
     def proposal(self, plan: Plan, trials: Sequence[Trial] = ()) -> Proposal:
         """Of one plan, whether it fits or not."""
         return _proposed(self._jobs[plan.world_size], [plan], self._learned(trials))[0]
 
+    def _too_many_bytes(self, trials: Sequence[Trial]) -> dict[int, float]:
+        """By the formula, bytes of a rank: the least that did not fit, though predicted to.
+
+        By the number of processes, which share what there is.
+        """
+        found: dict[int, float] = {}
+        for trial in trials:
+            if trial.exit_code in OUT_OF_MEMORY_CODES:
+                world = trial.plan.world_size
+                (needs,) = _needs(self._jobs[world], [trial.plan]).tolist()
+                found[world] = min(needs, found.get(world, math.inf))
+        return found
+
     def _learned(self, trials: Sequence[Trial]) -> "_Learned":
+        """What all of them tell: reckoned once, however often it is asked for."""
+        if tuple(trials) not in self._told:
+            self._told[tuple(trials)] = self._learn(trials)
+        return self._told[tuple(trials)]
+
+    def _learn(self, trials: Sequence[Trial]) -> "_Learned":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
@@ -113,67 +124,31 @@ class Proposer:
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
         found = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
-        missed: dict[_Kind, list[float]] = {}
-        first_of: dict[_Kind | None, SeenStep] = {}
-        # Of a plan that was tried again the faster trial.
+        # Of a plan that was tried again the faster trial; the fastest of all comes last.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
-        for one in sorted(fastest.values(), key=lambda one: -one.step_time_s):
-            world, kind = one.plan.world_size, _kind(one.plan)
-            (said_s,) = _steps_s(self._jobs[world], [one.plan], found.rates[world])
-            missed.setdefault(kind, []).append(math.log(one.step_time_s / said_s))
-            first_of[kind] = first_of[None] = one
-        slopes: dict[_Kind | None, Floats] = {None: np.zeros((len(found.knobs), 1))}
-        for of, one in first_of.items():
+        tried = sorted(fastest.values(), key=lambda one: -one.step_time_s)
+        missed, slopes = [], np.zeros((len(found.knobs), 1))
+        for one in tried:
             world = one.plan.world_size
             take = partial(_steps_s, self._jobs[world], [one.plan])
-            slopes[of] = found.slopes(world, take)
-        return _Learned(found, missed, slopes)
+            missed.append(math.log(one.step_time_s / take(found.rates[world])[0]))
+        if tried:
+            slopes = found.slopes(world, take)
+        deviations = Deviations(tuple(one.plan for one in tried), np.array(missed))
+        return _Learned(found, deviations, slopes)
 
 
 @dataclass(frozen=True)
 class _Learned:
-    """What trials tell: rates, which all numbers of processes share, and what kinds take longer.
+    """What trials tell: rates, which all numbers of processes share, and what else plans take.
 
-    `missed`: of a kind's trials, logarithms of what they took by what the rates predict. `slopes`:
-    how the time of its fastest trial depends on the rates, (knobs, 1); None: of the fastest of all.
+    `slopes`: how the time of the fastest trial depends on the rates, (knobs, 1).
     """
 
     rates: Calibration
-    missed: Mapping[_Kind, Sequence[float]]
-    slopes: Mapping[_Kind | None, Floats]
-
-    @property
-    def common(self) -> float:
-        """What plans of a kind have in common, a deviation of logarithms: more, where it is seen.
-
-        The mean of squares over the kinds that were tried, and over _BEFORE that were not.
-        """
-        squares = [fmean(missed) ** 2 for missed in self.missed.values()]
-        return math.sqrt((_BEFORE * _KIND**2 + sum(squares)) / (_BEFORE + len(squares)))
-
-    @property
-    def own(self) -> float:
-        """What is a plan's own beside its kind's, in the same way."""
-        several = [missed for missed in self.missed.values() if len(missed) > 1]
-        squares = [(one - fmean(missed)) ** 2 for missed in several for one in missed]
-        free = len(squares) - len(several)
-        return math.sqrt((_BEFORE * _OWN**2 + sum(squares)) / (_BEFORE + free))
-
-    def longer(self, kind: _Kind) -> float:
-        """What plans of this kind take longer than the rates predict, as a logarithm."""
-        missed, common = self.missed.get(kind, ()), self.common**2
-        return sum(missed) * common / (len(missed) * common + self.own**2)
-
-    def spreads(self, kind: _Kind, slopes: Floats) -> Floats:
-        """How far off that may be for plans of these slopes: as deviations of logarithms.
-
-        A plan of a kind that was tried is known by what it does otherwise than the kind's fastest.
-        """
-        by_rates = self.rates.spreads(slopes - self.slopes.get(kind, self.slopes[None]))
-        by_kind = 0.0 if kind in self.missed else self.common
-        found: Floats = np.sqrt(by_rates**2 + by_kind**2 + self.own**2)
-        return found
+    deviations: Deviations
+    slopes: Floats
 
 
 def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Proposal]:
@@ -181,26 +156,54 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
         return []
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
-    needs = job.needs(of_plans(plans, job.wanted.global_batch, job.outline.layers))
-    found = []
-    for place, plan in enumerate(plans):
-        kind = _kind(plan)
-        seconds = float(said_s[place]) * math.exp(learned.longer(kind))
-        (spread,) = learned.spreads(kind, slopes[:, [place]])
-        found.append(Proposal(plan, title(plan), seconds, float(spread), float(needs[place]),
-                              _saves(plan, job.outline.layers), _otherwise(plan)))  # fmt: skip
-    return found
+    longer, own = learned.deviations.of(plans)
+    # Of the rates only what the fastest trial does not rest on just as much.
+    spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
+    figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
+    return [
+        Proposal(plan, title(plan), *map(float, three))
+        for plan, three in zip(plans, figures, strict=True)
+    ]
 
 
-def _saves(plan: Plan, layers: int) -> tuple[int, ...]:
-    """By what a plan trades time for memory, and never gains any."""
+def _needs(job: Job, plans: Sequence[Plan]) -> Floats:
+    """Bytes of a rank."""
+    return job.needs(of_plans(plans, job.wanted.global_batch, job.outline.layers))
+
+
+def _within(job: Job, plans: Sequence[Plan], too_many: float) -> list[Plan]:
+    if not plans:
+        return []
+    return [plan for plan, needs in zip(plans, _needs(job, plans), strict=True) if needs < too_many]
+
+
+def _not_in_vain(plans: Sequence[Plan], layers: int) -> list[Plan]:
+    """Without those that save memory at the cost of time, where the same plan fits that does not.
+
+    It cannot lose to them, however far off the planner is.
+    """
+    saves = [_saves(plan, layers) for plan in plans]
+    beside: dict[str, set[tuple[int, int]]] = {}
+    for plan, own in zip(plans, saves, strict=True):
+        beside.setdefault(_otherwise(plan), set()).add(own)
+
+    def in_vain(plan: Plan, own: tuple[int, int]) -> bool:
+        return any(other != own and other[0] <= own[0] and other[1] <= own[1]
+                   for other in beside[_otherwise(plan)])  # fmt: skip
+
+    return [plan for plan, own in zip(plans, saves, strict=True) if not in_vain(plan, own)]
+
+
+def _saves(plan: Plan, layers: int) -> tuple[int, int]:
+    """How much is computed again, and whether the loss is taken in chunks: both to save memory."""
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
 
-def _otherwise(plan: Plan) -> Plan:
+def _otherwise(plan: Plan) -> str:
+    """The plan without that."""
     nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
                "loss": "auto"}  # fmt: skip
-    return plan.model_copy(update=nothing)
+    return plan.model_copy(update=nothing).model_dump_json()
 
 
 def _steps_s(job: Job, plans: Sequence[Plan], rates: Rates) -> Floats:
@@ -212,10 +215,6 @@ def _by(job: Job, rates: Rates) -> Job:
     """The question to a machine of these rates."""
     cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
     return replace(job, cluster=cluster)
-
-
-def _kind(plan: Plan) -> _Kind:
-    return plan.strategy, plan.world_size, plan.precision
 
 
 def _ranks(settings: TrainSettings) -> Ranks:
@@ -230,5 +229,4 @@ def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
         return [settings.nproc]
     if machine.devices:
         return sorted({1, len(machine.devices)})
-    return [n for n in range(1, min(machine.host_cores, auto.MOST_RANKS) + 1)
-            if machine.host_cores % n == 0]  # fmt: skip
+    return auto.sharing(machine)

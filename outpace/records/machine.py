@@ -29,3 +29,11 @@ class Machine(Record):
         description="links between devices, by the driver's numbers; None where it tells of none",
     )
     probed: Probed | None = Field(default=None, description="what outpace probe measured")
+
+    def unlike(self, other: "Machine") -> tuple[str, ...]:
+        """In which of what decides how fast it computes another machine differs."""
+        names = tuple(device.name for device in self.devices)
+        theirs = tuple(device.name for device in other.devices)
+        compared = {"cpu": (self.cpu, other.cpu), "host_cores": (self.host_cores, other.host_cores),
+                    "devices": (names, theirs)}  # fmt: skip
+        return tuple(name for name, (own, its) in compared.items() if own != its)

@@ -49,7 +49,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
         raise KeyboardInterrupt
 
     folder, words = tuned
-    monkeypatch.setattr("outpace.launch.tuning._OWN", 1.0)  # whatever is left may win
+    monkeypatch.setattr("outpace.planner.deviations._OWN", 1.0)  # whatever is left may win
     shutil.copytree(folder, tmp_path / "t")
     # As fast as was predicted, however busy the machine was: then others may win.
     lines = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outpace.probe.topology import parse
 from outpace.records.errors import nearest_of
-from outpace.records.machine import Machine
+from outpace.records.machine import Device, Machine
 from outpace.records.units import show_size
 
 TOPOLOGIES = Path(__file__).parents[1] / "probe" / "topologies"
@@ -24,6 +24,14 @@ def test_a_record_has_the_links_between_devices_and_old_ones_load(tmp_path):
     machine.model_copy(update={"topology": topology}).save(tmp_path / "new.json")
     kept = Machine.load(tmp_path / "new.json").topology
     assert kept == topology and kept.between("GPU0", "GPU4") == "NV2"
+
+
+def test_machines_differ_in_what_decides_how_fast_they_compute():
+    one = Machine(host_cores=2, host_memory_bytes=1, cpu="a")
+    assert one.unlike(one.model_copy(update={"host_memory_bytes": 2})) == ()
+    assert one.unlike(Machine(host_cores=4, host_memory_bytes=1, cpu="b")) == ("cpu", "host_cores")
+    with_gpu = one.model_copy(update={"devices": (Device(name="a GPU"),)})
+    assert one.unlike(with_gpu) == ("devices",) and with_gpu.unlike(with_gpu) == ()
 
 
 def test_gpus_that_nvlinks_join_are_groups():
