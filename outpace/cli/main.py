@@ -35,6 +35,7 @@ COMMANDS = {
     "watch": "how busy devices and cores are while something trains",
     "runs": "past runs: a list, or one of them in full",
     "merge": "add a LoRA adapter to the weights it was trained beside",
+    "launch": "a job for SLURM or Kubernetes that trains there",
     "compare": "which of several ways to train is faster, beyond the noise",
     "tune": "find the fastest plan for a training on this machine, by short trials",
     "report": "a run, comparison, tuning, plan, probe or certificate as one page",
@@ -118,10 +119,14 @@ def _fail(message: str, exit_code: int, arguments: list[str], environ: Mapping[s
         # The launcher speaks for all ranks, so that a person reads each message once. It would
         # stop the other ranks at the first exit code that is not 0: those still saving must not be.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
-    if environ.get("RANK", "0") == "0":
+    # srun sets no RANK; what only one of its tasks fails at nobody else would say.
+    task = environ.get("SLURM_PROCID", "0") if environ.get("SLURM_STEP_NUM_TASKS") else "0"
+    rank = environ.get("RANK") or task
+    if rank == "0" or not environ.get("RANK"):
         if "--handed-over" not in arguments:  # else outpace.train raises it
-            print(message if exit_code == 1 else f"outpace: {message}", file=sys.stderr)
-        if "--json" in arguments:
+            who = "" if rank == "0" else f"rank {rank}: "
+            print(message if exit_code == 1 else f"outpace: {who}{message}", file=sys.stderr)
+        if "--json" in arguments and rank == "0":
             print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code
 
@@ -147,7 +152,8 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
     if not path:
         return
     now = time.time()
-    extra = {"timestamp": str(int(now)), "time": now, "exit_code": exit_code}
+    extra = {"timestamp": str(int(now)), "time": now, "exit_code": exit_code,
+             "rank": environ.get("RANK", "0")}  # fmt: skip
     record = {"message": {"message": message, "extraInfo": {"py_callstack": message, **extra}}}
     Path(path).write_text(json.dumps(record), encoding="utf-8")
 

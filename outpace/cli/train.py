@@ -21,6 +21,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 _ABOUT = "Train a transformer. Without options: a small GPT on Python's own source, in minutes."
+_OF_HOSTS = ("--hosts", "--hostfile")
 _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, saved, --resume works."
 
 
@@ -46,6 +47,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         print_config(asked.settings, asked.origins, arguments.json)
         return 0
     ranks, handed = ranks_from(environ), argv
+    if arguments.hosts is not None or arguments.hostfile is not None:
+        _on_hosts(asked, arguments, handed, ranks)
+        return 0
     if asked.settings.plan is not None:
         asked = _planned(asked, ranks)
         handed = [*_hand_over(asked), *(["--json"] if arguments.json else [])]
@@ -67,6 +71,43 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
+
+
+def _on_hosts(
+    asked: _Asked, arguments: argparse.Namespace, handed: list[str], ranks: Ranks | None
+) -> None:
+    """Train on all that --hosts or --hostfile names."""
+    from outpace.launch import hosts
+    from outpace.records.hosts import parse_hosts, read_hosts
+
+    settings = asked.settings
+    if ranks is not None or settings.nproc is not None:
+        other = "a launcher has started this" if ranks is not None else "--nproc"
+        raise BadInputError(
+            f"--hosts, and {other}: one of them says where ranks run. Each host's number is "
+            "behind its name: --hosts a:4,b:4"
+        )
+    if arguments.hosts is not None and arguments.hostfile is not None:
+        raise BadInputError("--hosts and --hostfile both name hosts; give one of them")
+    found = (
+        read_hosts(arguments.hostfile) if arguments.hosts is None else parse_hosts(arguments.hosts)
+    )
+    # What is there on this host is needed on all.
+    named = [*settings.data, *(settings.eval_data or ()), settings.model, settings.tokenizer,
+             settings.plan, arguments.config, arguments.handed_over]  # fmt: skip
+    paths = [str(one) for one in named if one is not None and Path(one).exists()]
+    command = [sys.executable, "-m", "outpace", "train", *_without_hosts(handed)]
+    hosts.start(found, command, paths, settings.out or Path("runs"))
+
+
+def _without_hosts(argv: list[str]) -> list[str]:
+    kept, words = [], iter(argv)
+    for word in words:
+        if word in _OF_HOSTS:
+            next(words, None)
+        elif word.partition("=")[0] not in _OF_HOSTS:
+            kept.append(word)
+    return kept
 
 
 def _planned(asked: _Asked, ranks: Ranks | None) -> _Asked:
@@ -169,10 +210,34 @@ def _parser() -> Parser:
         default=False,
         help="show each setting and where it came from, and train nothing",
     )
+    add(
+        "--hosts",
+        default=None,
+        metavar="A:4,B:4",
+        help="train on these hosts, with so many ranks on each, over ssh",
+    )
+    add(
+        "--hostfile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="as --hosts, of a file with a line 'A slots=4' for each",
+    )
+    add(
+        "--auto-resume",
+        action="store_true",
+        default=False,
+        help="go on with the run in --out where there is one, else begin it",
+    )
     # Settings and their origins as outpace.train hands them over.
     add("--handed-over", type=Path, default=None, help=argparse.SUPPRESS)
     options.add_settings(parser)
     return parser
+
+
+def asked_of(argv: list[str]) -> TrainSettings:
+    """What these arguments come to, for who has them run elsewhere. Raises BadInputError."""
+    return _asked(_parser().read(argv), []).settings
 
 
 def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
@@ -184,7 +249,17 @@ def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
         layers[str(arguments.config)] = options.from_toml(arguments.config)
+    if arguments.auto_resume:
+        layers[options.COMMAND_LINE]["resume"] = _has_begun(layers)
     return _Asked(*merge(layers), command)
+
+
+def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
+    """Whether the directory of the run holds one. Ranks agree: it is written after they met."""
+    named = [layer["out"] for layer in layers.values() if layer.get("out") is not None]
+    if not named:
+        raise BadInputError("--auto-resume: which run? Name its directory with --out DIR")
+    return (Path(str(named[0])) / options.RUN_FILE).is_file()
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:

@@ -1,8 +1,10 @@
 """What launchers tell a process about its place, read from a mapping that is given."""
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from outpace.launch import srun
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
@@ -40,9 +42,11 @@ _LAUNCHERS = (
     ),
 )
 
+_SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """The ranks that torchrun, or a launcher like it, Open MPI or horovodrun has set.
+    """The ranks that torchrun, or a launcher like it, Open MPI, horovodrun or srun has set.
 
     None outside of one. Raises BadInputError when they contradict each other, are no numbers, or
     leave open which processes share a host or where they meet.
@@ -50,7 +54,24 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
     for launcher in _LAUNCHERS:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):
             return _read(launcher, environ)
-    return None
+    of_srun = srun.variables(environ)
+    return _read(_SRUN, of_srun) if of_srun else None
+
+
+def meeting_url(environ: Mapping[str, str]) -> str:
+    """Where the processes meet, as torch.distributed takes it."""
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        return "env://"
+    of_srun = srun.variables(environ)
+    return f"tcp://{of_srun['MASTER_ADDR']}:{of_srun['MASTER_PORT']}" if of_srun else "env://"
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
@@ -74,7 +95,7 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> Ranks:
             f"its host and {launcher.local_world_size} to how many there are."
         )
     if world_size > 1:
-        _require_meeting_point(launcher, environ)
+        _require_meeting_point(launcher, environ)  # srun's always has one
     rank, _, local_rank, local_world_size = (numbers[name] for name in launcher.names)
     return Ranks.parse(
         {

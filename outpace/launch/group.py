@@ -1,5 +1,6 @@
 """The processes of a job as one: process groups, and doing a thing once for all."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import rendezvous
 
+from outpace.launch.environment import meeting_url
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
 
@@ -128,7 +130,8 @@ def process_groups(
         store: Store = HashStore()
         backend = "gloo"
     else:
-        joined = rendezvous("env://", ranks.rank, ranks.world_size, timeout=timeout)
+        url = meeting_url(os.environ)
+        joined = rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout)
         store = PrefixStore(f"outpace-{restart}", next(joined)[0])
     _join(backend, store, ranks, timeout)
     try:

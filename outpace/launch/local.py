@@ -14,9 +14,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
 
 RUN_ID_PREFIX = "outpace-"
+RANK_PREFIX = "[rank "  # of every line that ranks of several hosts write; then "3] "
 # One press of Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
 SAME_SIGNAL_S = 0.5
 
@@ -56,6 +57,37 @@ class Report:
     time_s: float
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How all ranks ended: exit codes of those that failed by rank, what ranks said, signals.
+
+    `hosts`: where each of these ranks ran, if there are several.
+    """
+
+    failures: Mapping[int, int]
+    reports: Sequence[Report]
+    signals: Sequence[int]
+    hosts: Mapping[int, str] = field(default_factory=dict)
+
+    def who(self, rank: int) -> str:
+        """A rank, in words."""
+        return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A host's place among several: where all meet, and its own address there."""
+
+    nodes: int
+    first: bool
+    endpoint: str
+    run_id: str
+    local_addr: str
+
+
+_ALONE = Meeting(1, True, "localhost:0", "", "localhost")
+
+
 def start(nproc: int, command: list[str], told: Callable[[], None] = lambda: None) -> None:
     """Run `command` once per rank and wait for all of them.
 
@@ -64,23 +96,38 @@ def start(nproc: int, command: list[str], told: Callable[[], None] = lambda: Non
     and exit code of the rank that failed first. Other children of this process are let be.
     `told` is called at once when the first signal to stop arrives.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    conclude(run_ranks(nproc, command, told))
+
+
+def run_ranks(
+    nproc: int,
+    command: list[str],
+    told: Callable[[], None] = lambda: None,
+    meeting: Meeting = _ALONE,
+) -> Ended:
+    """As `start`, of this host's ranks; how they ended is returned."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # What elastic would log, `_conclude` says in a sentence.
+    # What elastic would log, `conclude` says in a sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="outpace-") as logs, _pass_signals_on(told) as signals:
+    several = meeting is not _ALONE
+    folder = tempfile.TemporaryDirectory(prefix="outpace-")
+    with folder as logs, signals_to(_to_workers(told)) as signals:
+        kept = Std.ALL if several else Std.NONE  # in files, and shown line by line
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
+            min_nodes=meeting.nodes,
+            max_nodes=meeting.nodes,
             nproc_per_node=nproc,
-            run_id=f"{RUN_ID_PREFIX}{uuid.uuid4().hex}",
+            run_id=f"{RUN_ID_PREFIX}{meeting.run_id or uuid.uuid4().hex}",
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_endpoint=meeting.endpoint,
+            rdzv_configs={"is_host": meeting.first} if several else {},
+            local_addr=meeting.local_addr,
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
+            log_line_prefix_template=f"{RANK_PREFIX}${{rank}}] " if several else None,
             signals_to_handle="SIGQUIT",  # the others are ours
             shutdown_timeout=10,  # for the ranks left when one has failed: nothing to save
         )
@@ -89,7 +136,7 @@ def start(nproc: int, command: list[str], told: Callable[[], None] = lambda: Non
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        _conclude(failures, _reports(Path(logs)), signals)
+        return Ended(failures, _reports(Path(logs)), signals)
 
 
 def start_settings(
@@ -149,17 +196,32 @@ def _last_document(output: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _pass_signals_on(told: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Forward SIGTERM, SIGINT and SIGHUP to the workers; yields the list of those received."""
+def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
+    """Give SIGTERM, SIGINT and SIGHUP to `pass_on`, with all so far; yields those received."""
     received: list[int] = []
     times: list[float] = []
-    others = set(psutil.Process().children())
 
     def forward(signum: int, _frame: object) -> None:
         if times and time.monotonic() - times[-1] < SAME_SIGNAL_S:
             return
         times.append(time.monotonic())
         received.append(signum)
+        pass_on(signum, received)
+
+    caught = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if not _ignored(s)]
+    before = {signum: signal.signal(signum, forward) for signum in caught}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
+    """Passes a signal on to the processes that are started from now on."""
+    others = set(psutil.Process().children())
+
+    def pass_on(signum: int, received: list[int]) -> None:
         if len(received) == 1:
             told()
         workers = set(psutil.Process().children()) - others
@@ -169,13 +231,7 @@ def _pass_signals_on(told: Callable[[], None] = lambda: None) -> Iterator[list[i
             with suppress(psutil.NoSuchProcess):
                 worker.send_signal(signum if len(received) == 1 else signal.SIGKILL)
 
-    caught = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if not _ignored(s)]
-    before = {signum: signal.signal(signum, forward) for signum in caught}
-    try:
-        yield received
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    return pass_on
 
 
 def _ignored(signum: int) -> bool:
@@ -192,7 +248,7 @@ def _reports(logs: Path) -> list[Report]:
             extra = message["extraInfo"]
             found.append(
                 Report(
-                    rank=int(path.parent.name),
+                    rank=int(extra["rank"]),
                     message=str(message["message"]),
                     exit_code=int(extra["exit_code"]),
                     time_s=float(extra["time"]),
@@ -201,11 +257,12 @@ def _reports(logs: Path) -> list[Report]:
     return sorted(found, key=lambda report: report.time_s)
 
 
-def _conclude(failures: Mapping[int, int], reports: list[Report], signals: list[int]) -> None:
+def conclude(ended: Ended) -> None:
     """Raise the WorkerError that says why the job ended, if it did not end well.
 
-    `failures` has exit codes by rank, negative for a signal.
+    Exit codes are negative for a signal.
     """
+    failures, reports, signals = ended.failures, ended.reports, ended.signals
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
     # A crash makes its neighbours fail too (their connections break), and elastic ends the rest
@@ -215,17 +272,17 @@ def _conclude(failures: Mapping[int, int], reports: list[Report], signals: list[
     }
     if killed:
         rank, signum = min(killed.items())
-        raise WorkerError(_killed_sentence(rank, signum), 128 + signum)
+        raise WorkerError(_killed_sentence(ended.who(rank), signum), 128 + signum)
     if reports:
         first = min(reports, key=_blame)
-        raise WorkerError(_attributed(first, reports), first.exit_code)
+        raise WorkerError(_attributed(first, ended), first.exit_code)
     if not failures:
         return
     if signals:
         raise WorkerError(f"stopped by {_name(signals[0])} before training began", 128 + signals[0])
     rank, code = min(failures.items(), key=lambda item: item[1] < 0)
     code = 128 - code if code < 0 else code
-    raise WorkerError(f"rank {rank} ended with exit code {code} and said nothing", code)
+    raise WorkerError(f"{ended.who(rank)} ended with exit code {code} and said nothing", code)
 
 
 def _blame(report: Report) -> tuple[bool, float]:
@@ -233,18 +290,19 @@ def _blame(report: Report) -> tuple[bool, float]:
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
-def _attributed(first: Report, reports: list[Report]) -> str:
+def _attributed(first: Report, ended: Ended) -> str:
     """The message; with its rank when it is not what all ranks would say."""
+    who = ended.who(first.rank)
     if first.exit_code == 1:
-        return f"rank {first.rank} failed:\n{first.message}"
-    if first.rank == 0 or any(r.rank == 0 and r.message == first.message for r in reports):
+        return f"{who} failed:\n{first.message}"
+    if first.rank == 0 or any(r.rank == 0 and r.message == first.message for r in ended.reports):
         return first.message
-    return f"rank {first.rank}: {first.message}"
+    return f"{who}: {first.message}"
 
 
-def _killed_sentence(rank: int, signum: int) -> str:
+def _killed_sentence(who: str, signum: int) -> str:
     why = " (out of memory?)" if signum == signal.SIGKILL else ""
-    return f"rank {rank} was killed by {_name(signum)}{why}; the other ranks were stopped"
+    return f"{who} was killed by {_name(signum)}{why}; the other ranks were stopped"
 
 
 def _name(signum: int) -> str:

@@ -8,7 +8,6 @@ exchange that another has left.
 """
 
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from outpace.launch.environment import free_port
 from outpace.launch.fit import Fitting
 from outpace.launch.group import Groups
 from outpace.planner.cost import Predict
@@ -80,7 +80,7 @@ def find(
         return with_size(plan, size)
     for size in [known for known in sizes(plan) if known <= size]:
         tell(callbacks, "on_stage", f"trying micro-batch {size}")
-        port = groups.once(_free_port)
+        port = groups.once(free_port)
         code, words = attempt(_trial(settings, with_size(plan, size)), port)
         outcomes: list[tuple[int, str]] = [(0, "")] * groups.ranks.world_size
         dist.all_gather_object(outcomes, (code, words), group=groups.patient)
@@ -94,13 +94,6 @@ def find(
         "out of memory: not even a micro-batch of 1 sample fits. Use --checkpointing full, a "
         "smaller --seq-len or model, or --strategy zero3 on more processes."
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:

@@ -1,0 +1,224 @@
+"""`outpace launch`."""
+
+import json
+import re
+import subprocess
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.cli.parser import Parser, number_type
+from outpace.launch import kubernetes, sbatch
+from outpace.records.base import write_atomic
+from outpace.records.cluster_job import ClusterJob
+from outpace.records.errors import BadInputError, nearest
+
+_ABOUT = "Write a job for a cluster's scheduler, which trains there and goes on when interrupted."
+_EPILOG = (
+    "After -- comes a command of outpace: train, with its options. It gets --out runs/NAME unless "
+    "it has one, and --auto-resume."
+)
+_DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a line, and no more
+_PLAIN = re.compile(r"[0-9:-]+|UNLIMITED")
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """Write what was asked for, or send it; returns 0. Raises OutpaceError."""
+    own, command = _split(argv)
+    if not own or own[0] in ("-h", "--help"):
+        _parser("slurm").read(["--help"])
+    kind, *rest = own
+    if kind not in _WRITERS:
+        raise BadInputError(
+            f"outpace launch has no scheduler {kind!r}.{nearest(kind, _WRITERS)} It has "
+            f"{' and '.join(_WRITERS)}; see outpace launch slurm --help."
+        )
+    arguments = _parser(kind).read(rest)
+    job = _job(arguments, command)
+    return _WRITERS[kind](job, arguments)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
+    per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1
+    return ClusterJob.parse(
+        {
+            "name": arguments.name,
+            "nodes": arguments.nodes,
+            "ranks_per_node": per_node,
+            "gpus_per_node": arguments.gpus_per_node,
+            "cpus_per_rank": arguments.cpus_per_rank,
+            "command": _checked(command, arguments.name),
+            "folder": Path.cwd() if arguments.folder is None else arguments.folder.absolute(),
+        },
+        "outpace launch",
+    )
+
+
+def _checked(command: list[str], name: str) -> tuple[str, ...]:
+    """The command with what lets it go on, read as it will be there."""
+    from outpace.cli.train import asked_of
+
+    if command[:1] == ["outpace"]:
+        command = command[1:]
+    if command[:1] != ["train"]:
+        seen = f"not {command[0]!r}" if command else "but there is none"
+        raise BadInputError(
+            f"after -- comes what every rank runs, {seen}. Write outpace launch … -- train "
+            "--model gpt2 …"
+        )
+    words = [word.partition("=")[0] for word in command]
+    more = [] if "--out" in words or "--config" in words else ["--out", f"runs/{name}"]
+    more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
+    settings = asked_of([*command[1:], *more])
+    by = next((word for word in ("--hosts", "--hostfile") if word in words), None)
+    if by is not None:
+        raise BadInputError(f"{by}: the scheduler chooses the hosts. Leave it out.")
+    if settings.nproc is not None:
+        raise BadInputError(
+            f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and say "
+            "--ranks-per-node before the --."
+        )
+    return (*command, *more)
+
+
+def _slurm(job: ClusterJob, arguments: Namespace) -> int:
+    wishes = sbatch.Wishes(
+        arguments.starter, arguments.time, arguments.save_s, tuple(arguments.sbatch)
+    )
+    text = sbatch.script(job, wishes, str(Path(sys.executable).parent))
+    path: Path = arguments.file or Path(f"{job.name}.sbatch")
+    _write(path, text)
+    said = {"file": str(path), "job": None}
+    if arguments.submit:
+        said["job"] = _submit(path)
+    if arguments.json:
+        print(json.dumps(said, indent=2))
+    elif said["job"] is not None:
+        print(f"{path}: submitted as job {said['job']}; it writes {job.name}-{said['job']}.log")
+    else:
+        print(f"{path}: send it with sbatch {path}, or with --submit")
+    return 0
+
+
+def _submit(path: Path) -> str:
+    """The number of the job that sbatch made of it."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", "--", str(path)], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        raise BadInputError(
+            f"--submit: there is no sbatch on this host. Copy {path} to a login node of the "
+            "cluster and send it there."
+        ) from None
+    if done.returncode != 0:
+        raise BadInputError(f"sbatch did not take {path}: {done.stderr.strip()}")
+    return done.stdout.strip().split(";")[0]
+
+
+def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
+    from outpace.interop.emit.texts import as_yaml
+
+    wishes = kubernetes.Wishes(
+        arguments.image, arguments.runtime, arguments.namespace, arguments.claim
+    )
+    files: dict[str, list[dict[str, Any]]] = {
+        "trainjob": kubernetes.train_job(job, wishes),
+        "job": kubernetes.indexed_job(job, wishes),
+    }
+    folder: Path = arguments.file or Path()
+    paths = {kind: folder / f"{job.name}.{kind}.yaml" for kind in files}
+    for kind, objects in files.items():
+        _write(paths[kind], "---\n".join(map(as_yaml, objects)))
+    if arguments.json:
+        print(json.dumps({kind: str(path) for kind, path in paths.items()}, indent=2))
+        return 0
+    print(f"{paths['trainjob']}: where Kubeflow Trainer is: kubectl apply -f {paths['trainjob']}")
+    print(f"{paths['job']}: elsewhere: kubectl apply -f {paths['job']}")
+    return 0
+
+
+_WRITERS: Mapping[str, Callable[[ClusterJob, Namespace], int]] = {
+    "slurm": _slurm, "kubernetes": _kubernetes
+}  # fmt: skip
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text)
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _parser(kind: str) -> Parser:
+    parser = Parser(
+        f"launch {kind}", _ABOUT, _EPILOG, usage="[options] -- train …  (slurm or kubernetes)"
+    )
+    parser.add_json()
+    add, number = parser.arguments.add_argument, number_type(int, 1)
+    add("--nodes", type=number, default=1, metavar="N", help="hosts (default: 1)")
+    add("--gpus-per-node", type=number_type(int, 0), default=0, metavar="N",
+        help="GPUs of each, a rank on every one (default: 0: on the CPU)")  # fmt: skip
+    add("--ranks-per-node", type=number, default=None, metavar="N",
+        help="ranks on each (default: as many as GPUs, or 1)")  # fmt: skip
+    add("--cpus-per-rank", type=number, default=None, metavar="N", help="cores of each rank")
+    add("--name", default="outpace", help="of the job (default: outpace)")
+    add("--folder", type=Path, default=None, metavar="DIR",
+        help="where it runs, as all nodes see it (default: here)")  # fmt: skip
+    if kind == "slurm":
+        _add_slurm(parser)
+    else:
+        _add_kubernetes(parser)
+    return parser
+
+
+def _add_slurm(parser: Parser) -> None:
+    add = parser.arguments.add_argument
+    add("--starter", choices=("srun", "torchrun"), default="srun",
+        help="what starts ranks: srun each, or srun torchrun (default: srun)")  # fmt: skip
+    add(
+        "--time",
+        type=_plain,
+        default=None,
+        metavar="LIMIT",
+        help="as sbatch takes it: 4:00:00, 2-0",
+    )
+    add("--save-s", type=number_type(int, 1), default=120, metavar="S",
+        help="seconds before its end in which to save (default: 120)")  # fmt: skip
+    add("--sbatch", action="append", type=_directive, default=[], metavar="OPTION=VALUE",
+        help="another line of #SBATCH, as partition=gpu; again for more")  # fmt: skip
+    add("--file", type=Path, default=None, help="where to write it (default: NAME.sbatch)")
+    add("--submit", action="store_true", default=False, help="send it with sbatch")
+
+
+def _directive(text: str) -> str:
+    if not _DIRECTIVE.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is not of the form partition=gpu")
+    return text
+
+
+def _plain(text: str) -> str:
+    if not _PLAIN.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is not a time as sbatch takes it, as 4:00:00 or 2-0")
+    return text
+
+
+def _add_kubernetes(parser: Parser) -> None:
+    add = parser.arguments.add_argument
+    add("--image", required=True, help="container image that holds outpace")
+    add("--runtime", default="torch-distributed", help="Kubeflow's (default: torch-distributed)")
+    add("--namespace", default=None, help="of the job (default: kubectl's)")
+    add("--claim", default=None, metavar="NAME",
+        help="a volume claim that all pods see, mounted at --folder")  # fmt: skip
+    add("--file", type=Path, default=None, metavar="DIR", help="where to write them (default: .)")

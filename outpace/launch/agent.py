@@ -1,0 +1,102 @@
+"""A host's part of a training on several, started there over ssh by `launch.hosts`.
+
+    python -m outpace.launch.agent check     a Question on standard input, Facts on standard output
+    python -m outpace.launch.agent run       Work on standard input; starts its ranks
+
+While ranks run, each further line of the input names a signal to pass on to them. Where the input
+ends, whoever started this is gone: the ranks are asked to end, as by SIGTERM. The last line of the
+output, after MARK, says how they ended.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from outpace.launch.environment import free_port
+from outpace.probe.versions import versions
+from outpace.records.errors import OutpaceError
+from outpace.records.hosts import Facts, Question, Work
+
+MARK = "outpace-agent: "
+_GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
+
+
+def main(argv: list[str]) -> int:
+    """Do what is asked; returns 0 where an answer was given."""
+    line = sys.stdin.readline()
+    if argv == ["check"]:
+        print(MARK + check(Question.parse(json.loads(line), "question")).model_dump_json())
+    else:
+        run(Work.parse(json.loads(line), "work"))
+    return 0
+
+
+def check(asked: Question) -> Facts:
+    """What is found here."""
+    now_s = time.time()
+    client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
+    folder = Path(asked.folder)
+    paths = {path: folder / path for path in asked.seen}
+    return Facts(
+        versions=versions(),
+        time_s=now_s,
+        address=server or None,
+        asked_from=client or None,
+        unseen=tuple(path for path, whole in paths.items() if not whole.exists()),
+        port=free_port(),
+    )
+
+
+def run(work: Work) -> NoReturn:
+    """Start the ranks, wait for them, and say how they ended."""
+    from outpace.launch import local
+
+    os.chdir(work.folder)
+    os.environ.update(work.environment)
+    _stay_on(work.address)
+    threading.Thread(target=_listen, daemon=True).start()
+    meeting = local.Meeting(work.nodes, work.node == 0, work.endpoint, work.run_id, work.address)
+    error = None
+    ended = local.Ended({}, [], [])
+    try:
+        ended = local.run_ranks(work.slots, list(work.command), meeting=meeting)
+    except OutpaceError as found:
+        error = str(found)
+    except Exception as found:  # of the rendezvous, in torch's words
+        error = f"{type(found).__name__}: {found}"
+    said = {**asdict(ended), "error": error}
+    sys.stdout.flush()
+    print("\n" + MARK + json.dumps(said), flush=True)  # a rank may have died within a line
+    sys.stderr.flush()
+    os._exit(0)  # Python does not end in order while a thread reads the input
+
+
+def _stay_on(address: str) -> None:
+    """Have gloo and NCCL use the interface of this address, unless a person has said which."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _listen() -> None:
+    """Signals named by the lines of standard input go to this process, and on to the ranks."""
+    for line in sys.stdin:
+        with suppress(KeyError):
+            os.kill(os.getpid(), signal.Signals[line.strip()])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_S)
+    os.kill(os.getpid(), signal.SIGTERM)  # the second ends them at once
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

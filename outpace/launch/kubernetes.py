@@ -1,0 +1,129 @@
+"""The same job for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
+
+TrainJob: trainer.kubeflow.org/v1alpha1 of Kubeflow Trainer 2. Indexed Job: batch/v1, whose pods a
+headless Service gives names, by which torchrun meets (kubernetes.io, "Job with Pod-to-Pod
+Communication").
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.records.cluster_job import ClusterJob
+
+_PORT = 29500
+_SHM = "shm"
+_NODE = "node"  # what Kubeflow's runtimes call the job and the container that train
+_MANAGER = "outpace/launch"
+_BACKOFF = 6  # times that all pods may fail before the job does
+_SAVE_S = 120  # from being asked to end to being killed
+_APART_S = 900  # images may be pulled for so long on one node, and be there on another
+_STARTED = (f"--shutdown-timeout={_SAVE_S}", "-m", "outpace")
+_DISTURBED = {"type": "DisruptionTarget", "status": "True"}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What only Kubernetes is asked. `claim`: a volume that all pods see, at the job's folder."""
+
+    image: str
+    runtime: str = "torch-distributed"
+    namespace: str | None = None
+    claim: str | None = None
+
+
+def train_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
+    """A TrainJob; its runtime's torch plugin starts torchrun's variables on every node."""
+    trainer: dict[str, Any] = {
+        "image": wishes.image,
+        # A TrainJob names no working directory.
+        "command": ["sh", "-c", 'cd "$$0" && exec torchrun "$$@"', *_literal((str(job.folder),))],
+        "args": [*_STARTED, *_literal(job.command)],
+        "numNodes": job.nodes,
+        "numProcPerNode": job.ranks_per_node,
+    }
+    resources = _resources(job)
+    if resources:
+        trainer["resourcesPerNode"] = resources
+    spec: dict[str, Any] = {"runtimeRef": {"name": wishes.runtime}, "trainer": trainer}
+    volumes, mounts = _disks(job, wishes)
+    pod = {"terminationGracePeriodSeconds": _SAVE_S + 10, "volumes": volumes,
+           "containers": [{"name": _NODE, "volumeMounts": mounts}]}  # fmt: skip
+    node = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {"template": {"spec": {"replicatedJobs": [node]}}}
+    spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": patch}]
+    return [_object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, wishes, spec)]
+
+
+def indexed_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
+    """A headless Service and an Indexed Job of as many pods as nodes."""
+    service = {"clusterIP": "None", "selector": {"job-name": job.name},
+               "publishNotReadyAddresses": True}  # fmt: skip
+    volumes, mounts = _disks(job, wishes)
+    container: dict[str, Any] = {
+        "name": _NODE,
+        "image": wishes.image,
+        "workingDir": str(job.folder),
+        "command": ["torchrun"],
+        "args": [
+            f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}",
+            "--rdzv-backend=c10d", f"--rdzv-id=job-{job.name}",
+            f"--rdzv-endpoint={job.name}-0.{job.name}:{_PORT}",
+            f"--rdzv-conf=read_timeout={_APART_S},join_timeout={_APART_S}",
+            *_STARTED, *_literal(job.command),
+        ],
+        "volumeMounts": mounts,
+    }  # fmt: skip
+    resources = _resources(job)
+    if resources:
+        container["resources"] = resources
+    pod = {"subdomain": job.name, "restartPolicy": "Never",
+           "terminationGracePeriodSeconds": _SAVE_S + 10,
+           "containers": [container], "volumes": volumes}  # fmt: skip
+    spec = {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimit": _BACKOFF * job.nodes,  # a pod that is lost takes the others along
+        # A pod that is evicted is started again however often.
+        "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [_DISTURBED]}]},
+        "template": {"spec": pod},
+    }
+    return [
+        _object("v1", "Service", job, wishes, service),
+        _object("batch/v1", "Job", job, wishes, spec),
+    ]
+
+
+def _object(
+    version: str, kind: str, job: ClusterJob, wishes: Wishes, spec: Mapping[str, Any]
+) -> dict[str, Any]:
+    metadata = {"name": job.name}
+    if wishes.namespace is not None:
+        metadata["namespace"] = wishes.namespace
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
+
+
+def _resources(job: ClusterJob) -> dict[str, Any]:
+    asked: dict[str, Any] = {}
+    if job.gpus_per_node:
+        asked["nvidia.com/gpu"] = str(job.gpus_per_node)
+    if job.cpus_per_rank is not None:
+        asked["cpu"] = str(job.cpus_per_rank * job.ranks_per_node)
+    return {"requests": asked, "limits": dict(asked)} if asked else {}
+
+
+def _disks(job: ClusterJob, wishes: Wishes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Volumes, and where each is mounted."""
+    # Containers have 64 MiB of shared memory; data workers and NCCL need more.
+    volumes: list[dict[str, Any]] = [{"name": _SHM, "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": _SHM, "mountPath": "/dev/shm"}]
+    if wishes.claim is not None:
+        volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": wishes.claim}})
+        mounts.append({"name": "shared", "mountPath": str(job.folder)})
+    return volumes, mounts
+
+
+def _literal(words: tuple[str, ...]) -> list[str]:
+    """Kubernetes puts variables in the place of $(NAME), and reads $$ as a dollar sign."""
+    return [word.replace("$", "$$") for word in words]

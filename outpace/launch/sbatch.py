@@ -1,0 +1,93 @@
+"""A job of SLURM: an sbatch script as a person would write it."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from outpace.records.cluster_job import ClusterJob
+
+# Ranks that are left so long after the first has ended hang. (Not at once: some may still save.)
+_WAIT_S = 600
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What only SLURM is asked. `directives`: more lines of #SBATCH, as 'partition=gpu'."""
+
+    starter: Literal["srun", "torchrun"] = "srun"
+    time: str | None = None
+    save_s: int = 120
+    directives: tuple[str, ...] = ()
+
+
+def script(job: ClusterJob, wishes: Wishes, path: str) -> str:
+    """The text of the script. `path`: folders where its programs lie, before all others."""
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{one}" for one in _directives(job, wishes)),
+            "",
+            f"export PATH={shlex.quote(path)}:$PATH",
+            "# What is saved is gone on with: SLURM starts this anew after a preemption or a lost",
+            "# node, and so does this script itself when its time is nearly up.",
+            "stopping=",
+            "trap 'stopping=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
+            "",
+            *_starting(job, wishes),
+            "running=$!",
+            "while :; do",
+            '    wait "$running"',
+            "    code=$?",
+            '    kill -0 "$running" 2>/dev/null || break  # else it was the signal',
+            "done",
+            '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
+            'exit "$code"',
+            "",
+        ]
+    )
+
+
+def _directives(job: ClusterJob, wishes: Wishes) -> Iterator[str]:
+    tasks = 1 if wishes.starter == "torchrun" else job.ranks_per_node
+    yield f"job-name={job.name}"
+    yield f"nodes={job.nodes}"
+    yield f"ntasks-per-node={tasks}"
+    if job.gpus_per_node:
+        yield f"gpus-per-node={job.gpus_per_node}"
+    cpus = _cpus_per_task(job, wishes)
+    if cpus is not None:
+        yield f"cpus-per-task={cpus}"
+    if wishes.time is not None:
+        yield f"time={wishes.time}"
+    yield f"chdir={shlex.quote(str(job.folder))}"
+    yield f"output={job.name}-%j.log"
+    yield "open-mode=append"
+    yield "requeue"
+    yield f"signal=B:USR1@{wishes.save_s}"
+    yield from wishes.directives
+
+
+def _cpus_per_task(job: ClusterJob, wishes: Wishes) -> int | None:
+    """None: as the cluster does it. A torchrun is one task for all ranks of its node."""
+    if wishes.starter == "torchrun":
+        return (job.cpus_per_rank or 1) * job.ranks_per_node
+    return job.cpus_per_rank
+
+
+def _starting(job: ClusterJob, wishes: Wishes) -> Iterator[str]:
+    """The lines that start all ranks. Blocks keep neighbours, as tensor parallel ones, together."""
+    srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
+    cpus = _cpus_per_task(job, wishes)
+    if cpus is not None:  # srun does not take it from sbatch since 22.05
+        srun.append(f"--cpus-per-task={cpus}")
+    command = shlex.join(job.command)
+    if wishes.starter == "srun":
+        yield f"{' '.join(srun)} outpace {command} &"
+        return
+    yield 'head=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}'
+    yield f"{' '.join(srun)} torchrun \\"
+    yield f'    --nnodes="$SLURM_NNODES" --nproc-per-node={job.ranks_per_node} \\'
+    yield '    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \\'
+    yield '    --rdzv-endpoint="$head:$((15000 + SLURM_JOB_ID % 15000))" \\'
+    yield f"    --shutdown-timeout={wishes.save_s} -m outpace {command} &"

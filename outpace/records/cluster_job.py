@@ -1,0 +1,51 @@
+"""What is asked of a cluster's scheduler."""
+
+import re
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from outpace.records.base import Record
+
+# What a DNS label may be: Kubernetes asks for it, and it needs no quotes anywhere.
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+
+
+class ClusterJob(Record):
+    """Nodes, ranks on each, and the command of outpace that every rank runs."""
+
+    name: str
+    nodes: PositiveInt
+    ranks_per_node: PositiveInt
+    gpus_per_node: NonNegativeInt = 0
+    cpus_per_rank: PositiveInt | None = None
+    command: tuple[str, ...] = Field(min_length=1)
+    folder: Path = Field(description="where the command runs, as all nodes see it")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError(
+                "at most 40 small letters, digits and hyphens, beginning and ending with a letter "
+                "or digit"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gpus_per_node and self.ranks_per_node > self.gpus_per_node:
+            raise ValueError(
+                f"{self.ranks_per_node} ranks for {self.gpus_per_node} GPUs on a node: each rank "
+                "needs one of its own"
+            )
+        unseen = [word for word in (*self.command, str(self.folder)) if _unseen(word)]
+        if unseen:
+            raise ValueError(f"{unseen[0]!r} holds a line's end or another control character")
+        return self
+
+
+def _unseen(word: str) -> bool:
+    """Whether a line of a script would end within it, or show something else than it is."""
+    return any(not character.isprintable() for character in word)

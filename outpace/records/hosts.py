@@ -1,0 +1,112 @@
+"""Hosts to train on, as `--hosts a:4,b:4` or a file names them."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveInt, StringConstraints
+
+from outpace.records.base import Record
+from outpace.records.errors import BadInputError
+
+# What ssh takes for a host, with a user or without; nothing that it would take for an option.
+_NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_LINE = re.compile(r"(\S+)(?:\s+(?:slots|max_slots)\s*=\s*(\S+))?\s*(?:max[-_]slots\s*=\s*\S+)?")
+
+
+class Host(Record):
+    """A host by the name that ssh knows, and how many ranks it takes."""
+
+    name: Annotated[str, StringConstraints(pattern=f"^{_NAME}$")]
+    slots: PositiveInt
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Of 'a:4,b:4'. Raises BadInputError."""
+    found = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().rpartition(":")
+        if not colon:
+            raise BadInputError(
+                f"--hosts {text}: {part.strip()!r} does not say how many ranks; write "
+                f"{part.strip() or 'HOST'}:4"
+            )
+        found.append(_host(name, slots, f"--hosts {text}"))
+    return _distinct(found, f"--hosts {text}")
+
+
+def read_hosts(path: Path) -> tuple[Host, ...]:
+    """Of a file with a line 'a slots=4' for each, as Open MPI and Horovod have. # comments."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise BadInputError(f"--hostfile {path} cannot be read: {why}") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        matched = _LINE.fullmatch(words)
+        if matched is None:
+            raise BadInputError(
+                f"--hostfile {path}, line {number}: {words!r} is not 'HOST slots=4'"
+            )
+        found.append(_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
+    if not found:
+        raise BadInputError(
+            f"--hostfile {path} names no host; write a line 'HOST slots=4' for each"
+        )
+    return _distinct(found, f"--hostfile {path}")
+
+
+def _host(name: str, slots: str, where: str) -> Host:
+    if not slots.isdecimal() or int(slots) < 1:
+        raise BadInputError(f"{where}: {slots!r} is not a number of ranks, which begin at 1")
+    if not re.fullmatch(_NAME, name):
+        raise BadInputError(f"{where}: {name!r} is not the name of a host, as a, a.example or me@a")
+    return Host(name=name, slots=int(slots))
+
+
+def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
+    names = [host.name for host in hosts]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BadInputError(f"{where} names {twice} twice; give it all its ranks at once")
+    return tuple(hosts)
+
+
+class Question(Record):
+    """What a host is asked before anything starts there."""
+
+    folder: str
+    seen: tuple[str, ...] = ()  # paths that must be there
+
+
+class Facts(Record):
+    """A host's answer.
+
+    `address`: by which the asking host reached it, and `asked_from` that one's own; None where both
+    are the same. `port`: a free one.
+    """
+
+    versions: dict[str, str]
+    time_s: float
+    address: str | None
+    asked_from: str | None
+    unseen: tuple[str, ...]
+    port: PositiveInt
+
+
+class Work(Record):
+    """A host's part of a training."""
+
+    folder: str
+    command: tuple[str, ...]
+    slots: PositiveInt
+    nodes: PositiveInt
+    node: int
+    endpoint: str
+    run_id: str
+    address: str
+    environment: dict[str, str] = Field(default_factory=dict)

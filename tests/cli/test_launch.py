@@ -1,0 +1,101 @@
+"""`outpace launch`, and what it has every rank run."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from outpace.cli.main import main
+
+TRAIN = ["--", "train", "--model", "gpt2", "--seq-len", "128"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_script_for_slurm_goes_on_by_itself(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["launch", "slurm", "--nodes=4", "--gpus-per-node=8", "--name=big"]
+    words.append("--sbatch=qos=high")
+    assert main([*words, *TRAIN]) == 0
+    assert (
+        capsys.readouterr().out == "big.sbatch: send it with sbatch big.sbatch, or with --submit\n"
+    )
+    text = (here / "big.sbatch").read_text()
+    assert "#SBATCH --ntasks-per-node=8\n" in text and "#SBATCH --qos=high\n" in text
+    assert f"#SBATCH --chdir={here}\n" in text
+    assert " outpace train --model gpt2 --seq-len 128 --out runs/big --auto-resume &\n" in text
+
+
+def test_it_is_sent(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(here / "nowhere"))
+    assert main(["launch", "slurm", "--submit", *TRAIN]) == 2
+    assert "there is no sbatch on this host" in capsys.readouterr().err
+    sbatch = here / "sbatch"
+    sbatch.write_text('#!/bin/sh\necho "$@" >&2; [ -n "$REFUSE" ] && exit 1; echo "712;main"\n')
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{here}:{path}")
+    assert main(["launch", "slurm", "--submit", "--json", *TRAIN]) == 0
+    assert json.loads(capsys.readouterr().out) == {"file": "outpace.sbatch", "job": "712"}
+    monkeypatch.setenv("REFUSE", "yes")
+    assert main(["launch", "slurm", "--submit", *TRAIN]) == 2
+    assert "sbatch did not take outpace.sbatch: --parsable -- outpace" in capsys.readouterr().err
+
+
+def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "kubernetes", "--nodes=2", "--gpus-per-node=8", "--image=x/y:1", "--file=k"]
+    assert main([*words, *TRAIN]) == 0
+    assert "kubectl apply -f k/outpace.trainjob.yaml" in capsys.readouterr().out
+    kinds = [
+        [one["kind"] for one in yaml.safe_load_all((here / "k" / name).read_text())]
+        for name in ("outpace.trainjob.yaml", "outpace.job.yaml")
+    ]
+    assert kinds == [["TrainJob"], ["Service", "Job"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["slurn", *TRAIN], "no scheduler 'slurn'. Did you mean 'slurm'"),
+        (["slurm"], "but there is none. Write outpace launch"),
+        (["slurm", "--", "plan"], "what every rank runs, not 'plan'"),
+        (["slurm", "--", "train", "--sequence", "3"], "outpace train has no option '--sequence'"),
+        (["slurm", "--", "train", "--nproc", "2"], "--nproc 2: the scheduler starts the ranks"),
+        (["slurm", "--name", "a b", *TRAIN], "small letters, digits and hyphens"),
+        (["slurm", "--time", "1:00 #", *TRAIN], "is not a time as sbatch takes it"),
+        (["slurm", "--sbatch", "a=b\n#SBATCH --c", *TRAIN], "is not of the form partition=gpu"),
+        (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
+        (["kubernetes", *TRAIN], "required: --image"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    words: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_what_is_begun_is_gone_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--print-config", "--json", "--auto-resume"]
+    assert main(words) == 2
+    assert "--auto-resume: which run?" in capsys.readouterr().err
+    assert main([*words, "--out=run"]) == 0
+    assert json.loads(capsys.readouterr().out)["resume"]["value"] is False
+    assert main(["train", "--print-config", "--out=run", "--resume"]) == 2
+    (here / "run").mkdir()
+    (here / "run" / "run.json").write_text(json.dumps({"settings": {"model": "gpt2"}}))
+    capsys.readouterr()
+    assert main([*words, "--out=run"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["resume"]["value"] is True and found["model"]["value"] == "gpt2"

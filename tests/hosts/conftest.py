@@ -1,0 +1,174 @@
+"""Hosts that are real to each other: a network, a name and an ssh server of their own each.
+
+All share this machine's files, but for folders that a host is told to lack. The first is where
+commands are typed.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+_SERVER = """
+Port 22
+ListenAddress {address}
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile {folder}/{name}.pid
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+"""
+_CLIENT = """
+IdentityFile {folder}/key
+UserKnownHostsFile {folder}/known
+StrictHostKeyChecking accept-new
+LogLevel ERROR
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.root)
+            item.add_marker(pytest.mark.gloo)
+
+
+def do(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no networks of one's own here: {' '.join(words)}: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class OneHost:
+    """A namespace of networks, a host's name, its address, and the device that has it."""
+
+    name: str
+    space: str
+    address: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, and a folder with what ssh needs."""
+
+    hosts: tuple[OneHost, ...]
+    folder: Path
+
+    def start(self, *words: object, cwd: Path) -> "subprocess.Popen[str]":
+        """A command of outpace, typed on the first host."""
+        first = self.hosts[0]
+        inside = ["ip", "netns", "exec", first.space, "unshare", "-u", "sh", "-c",
+                  'hostname "$0" && exec "$@"', first.name]  # fmt: skip
+        command = [*inside, sys.executable, "-m", "outpace", *map(str, words)]
+        path = f"{self.folder}:{os.environ['PATH']}"
+        return subprocess.Popen(
+            command, cwd=cwd, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1",
+                                    "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def left(self, cwd: Path) -> list[psutil.Process]:
+        """What still runs of outpace in a folder."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.cwd() == str(cwd) and "outpace" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def run(self, *words: object, cwd: Path) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
+        process = self.start(*words, cwd=cwd)
+        try:
+            output, errors = process.communicate(timeout=150)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            output, errors = process.communicate(timeout=60)
+            pytest.fail(f"it did not end:\n{output}\n{errors}")
+        return process.returncode, output, errors
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two hosts, host-a and host-b; host-b does not see the folder `unseen`."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    if shutil.which("ip") is None or SSHD is None:
+        pytest.skip("needs ip of iproute2 and sshd of openssh-server")
+    folder = tmp_path_factory.mktemp("cluster")
+    keys(folder)
+    hosts = tuple(
+        OneHost(
+            name, f"op-{os.getpid()}-{name}", f"10.214.0.{number}", f"op{os.getpid()}{name[-1]}"
+        )
+        for number, name in enumerate(("host-a", "host-b"), 1)
+    )
+    servers = []
+    try:
+        connect(hosts)
+        for host in hosts:
+            servers.append(serve(host, folder))
+        yield Cluster(hosts, folder)
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host.space], capture_output=True, check=False)
+
+
+def keys(folder: Path) -> None:
+    """Keys, and an `ssh` that uses them and knows hosts by their names."""
+    for name in ("key", "host_key"):
+        do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+    (folder / "unseen").mkdir()
+    ssh = folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+    ssh.chmod(0o755)
+
+
+def connect(hosts: tuple[OneHost, ...]) -> None:
+    for host in hosts:
+        do("ip", "netns", "add", host.space)
+    one, other = hosts
+    do("ip", "link", "add", one.device, "netns", one.space, "type", "veth",
+       "peer", "name", other.device, "netns", other.space)  # fmt: skip
+    for host in hosts:
+        do("ip", "-n", host.space, "addr", "add", f"{host.address}/24", "dev", host.device)
+        do("ip", "-n", host.space, "link", "set", "lo", "up")
+        do("ip", "-n", host.space, "link", "set", host.device, "up")
+
+
+def serve(host: OneHost, folder: Path) -> "subprocess.Popen[bytes]":
+    """An ssh server on a host of this name; all but the first lack what is in `unseen`."""
+    Path("/run/sshd").mkdir(exist_ok=True)
+    config = folder / f"{host.name}.conf"
+    config.write_text(_SERVER.format(address=host.address, folder=folder, name=host.name))
+    with (folder / "config").open("a") as file:
+        file.write(f"Host {host.name}\nHostName {host.address}\n" + _CLIENT.format(folder=folder))
+    hide = "" if host.name == "host-a" else f"mount -t tmpfs none {folder}/unseen; "
+    script = f"hostname {host.name}; {hide}exec {SSHD} -D -e -f {config}"
+    with (folder / f"{host.name}.log").open("w") as log:
+        server = subprocess.Popen(
+            ["ip", "netns", "exec", host.space, "unshare", "-um", "sh", "-c", script], stderr=log
+        )
+    deadline_s = time.monotonic() + 20
+    while not (folder / f"{host.name}.pid").exists():
+        if server.poll() is not None or time.monotonic() > deadline_s:
+            said = (folder / f"{host.name}.log").read_text()[-500:]
+            pytest.skip(f"sshd does not run here: {said}")
+        time.sleep(0.05)
+    return server

@@ -1,0 +1,138 @@
+"""`outpace train --hosts`: typed on one host, run on all."""
+
+import json
+import re
+import signal
+import time
+
+import pytest
+
+TINY = ("--model", "outpace-tiny", "--seq-len", 32, "--global-batch", 4, "--sample-tokens", 0,
+        "--eval-batches", 1)  # fmt: skip
+BOTH = "host-a:1,host-b:1"
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def begun(process, path):
+    """Wait until a file is there, with something in it."""
+    while not path.exists() or path.stat().st_size == 0:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def ended_everywhere(cluster, cwd):
+    deadline_s = time.monotonic() + 20
+    while cluster.left(cwd) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return not cluster.left(cwd)
+
+
+def test_two_hosts_train_as_two_processes_do(cluster, tmp_path):
+    words = ["train", *TINY, "--steps", 4]
+    code, output, errors = cluster.run(
+        *words, "--hosts", BOTH, "--out", "two", "--json", cwd=tmp_path
+    )
+    assert code == 0, errors
+    assert json.loads(output)["steps"] == 4
+    code, _, errors = cluster.run(*words, "--nproc", 2, "--out", "one", cwd=tmp_path)
+    assert code == 0, errors
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    (kept,) = (tmp_path / "runs").glob("output-*")
+    assert output.splitlines()[-1] in (kept / "rank-0.txt").read_text().splitlines()
+    assert ended_everywhere(cluster, tmp_path)
+
+
+def test_what_stands_against_it_is_said_of_every_host(cluster, tmp_path):
+    out = cluster.folder / "unseen" / "run"
+    code, _, errors = cluster.run(
+        "train", *TINY, "--hosts", f"{BOTH},host-c:1", "--out", out, cwd=tmp_path
+    )
+    assert code == 2
+    assert "the hosts are not ready, and nothing was started" in errors
+    assert f"host-b: it does not see {out}" in errors
+    assert "host-c: cannot be reached: ssh: Could not resolve hostname host-c" in errors
+    assert "host-a" not in errors
+    assert not (tmp_path / "runs").exists() and not out.exists()
+
+
+def test_an_output_that_cannot_be_is_said(cluster, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, errors = cluster.run("train", "--hosts", BOTH, "--out", "file/run", cwd=tmp_path)
+    assert code == 2 and "--out file/run: nothing can be written there" in errors
+
+
+def test_data_that_one_host_lacks_is_named(cluster, tmp_path):
+    data = cluster.folder / "unseen" / "text.txt"
+    data.write_text("a text " * 1000)
+    code, _, errors = cluster.run(
+        "train", *TINY, "--data", data, "--hosts", BOTH, "--out", "run", cwd=tmp_path
+    )
+    assert code == 2 and f"host-b: there is no {data}" in errors and "host-a" not in errors
+
+
+def test_a_rank_that_is_killed_is_named_with_its_host(cluster, tmp_path):
+    process = cluster.start(
+        "train", *TINY, "--steps", 500, "--hosts", "host-b:2", "--out", "run", cwd=tmp_path
+    )
+    begun(process, tmp_path / "run" / "metrics.jsonl")
+    ranks = [one for one in cluster.left(tmp_path) if one.environ().get("RANK") == "1"]
+    ranks[0].send_signal(signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert re.search(
+        "rank 1 on host-b was killed by SIGKILL .*; the other ranks were stopped", errors
+    )
+    assert ended_everywhere(cluster, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once_and_without_a_traceback(cluster, tmp_path):
+    code, _, errors = cluster.run(
+        "train", *TINY, "--hosts", BOTH, "--out", "run", "--strategy", "tp", "--tp", 3, cwd=tmp_path
+    )
+    assert code == 2 and "Traceback" not in errors and "tp 3, but there are 2" in errors
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_ends_it_everywhere(cluster, tmp_path):
+    process = cluster.start(
+        "train", *TINY, "--steps", 5000, "--hosts", BOTH, "--out", "run", cwd=tmp_path
+    )
+    begun(process, tmp_path / "run" / "metrics.jsonl")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert "--resume --out run" in errors, errors[-600:]
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert ended_everywhere(cluster, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_gone_leaves_nothing_behind(cluster, tmp_path):
+    process = cluster.start(
+        "train", *TINY, "--steps", 5000, "--hosts", BOTH, "--out", "run", cwd=tmp_path
+    )
+    begun(process, tmp_path / "run" / "metrics.jsonl")
+    process.kill()
+    process.communicate(timeout=60)
+    assert ended_everywhere(cluster, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--hosts", "a;rm -rf x:4"), "'a;rm -rf x' is not the name of a host"),
+        (("--hosts=-oProxyCommand=x:4",), "is not the name of a host"),
+        (("--hosts", "a"), "'a' does not say how many ranks; write a:4"),
+        (("--hosts", "a:0"), "'0' is not a number of ranks"),
+        (("--hosts", "a:1,a:1"), "names a twice"),
+        (("--hosts", "a:1", "--nproc", 2), "--hosts, and --nproc"),
+        (("--hostfile", "none.txt"), "cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_host_is_refused(cluster, tmp_path, words, said):
+    code, _, errors = cluster.run("train", *words, cwd=tmp_path)
+    assert code == 2 and said in errors
