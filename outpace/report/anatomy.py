@@ -61,7 +61,7 @@ def _by_part(account: MemoryAccount) -> dict[str, object]:
     ends = [*begins[1:], len(parts)]
     long = [(a, b) for a, b in zip(begins, ends, strict=True) if b - a > 0.06 * len(parts)]
     return {"tickvals": [(a + b) / 2 for a, b in long], "ticktext": [parts[a] for a, _ in long],
-            "showgrid": False, "zeroline": False, "automargin": True,
+            "showgrid": False, "zeroline": False,
             "title": {"text": "the step's operators, in order"}}  # fmt: skip
 
 

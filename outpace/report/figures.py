@@ -112,7 +112,7 @@ def rows_axis(names: Sequence[str], every: int = 1) -> dict[str, Any]:
     """
     places = list(range(0, len(names), every))
     return {"tickvals": places, "ticktext": [label(names[place]) for place in places],
-            "range": [len(names) - 0.5, -0.5], "automargin": True, "fixedrange": True,
+            "range": [len(names) - 0.5, -0.5], "fixedrange": True,
             "tickfont": {"size": 11}, "ticklabelstandoff": 6,
             "showgrid": False, "zeroline": False}  # fmt: skip
 
@@ -120,7 +120,7 @@ def rows_axis(names: Sequence[str], every: int = 1) -> dict[str, Any]:
 def axis(title: str, unit: Unit | None = None, **more: Any) -> dict[str, Any]:
     """An axis with a title and its unit."""
     words = f"{title} ({unit.name})" if unit is not None and unit.name else title
-    found: dict[str, Any] = {"title": {"text": words}, "automargin": True, **more}
+    found: dict[str, Any] = {"title": {"text": words}, **more}
     if unit is not None and unit.si:
         found["tickformat"] = "~s"
     return found

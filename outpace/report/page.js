@@ -27,7 +27,9 @@
   function layoutOf(figure) {
     const layout = { ...base, ...figure.layout };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis/.test(key))) {
-      layout[name] = { ...axis, ...layout[name] };
+      // Labels make room across their axis. Along it they would come and go with the room they take.
+      const automargin = name[0] === "x" ? "height" : "width";
+      layout[name] = { ...axis, automargin, ...layout[name] };
     }
     layout.legend = { ...base.legend, ...figure.layout.legend };
     return layout;
@@ -37,8 +39,18 @@
     const place = document.getElementById(`figure-${number}`);
     const figure = figures[number];
     await Plotly.newPlot(place, figure.traces, layoutOf(figure), config);
+    await makeRoom(place);
     shape(place);
     place.on("plotly_afterplot", () => shape(place));
+  }
+
+  // A legend gets half of a figure at most, and scrolls: on a phone the figure becomes higher.
+  async function makeRoom(place) {
+    const { height, legend } = place._fullLayout;
+    if (!legend || !(legend._height > height / 2)) return;
+    const more = Math.ceil(Math.max(height / 2, legend._height + 30) + legend._height);
+    place.style.height = `${more}px`;
+    await Plotly.relayout(place, { height: more });
   }
 
   // So that a printer may scale what was drawn for a screen.

@@ -127,11 +127,36 @@ def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport
         marks: plot.querySelectorAll(".plot path, .trace path, image, .points path").length,
         wide: plot.querySelector(".main-svg").getBoundingClientRect().width,
         room: plot.getBoundingClientRect().width,
+        scrolls: plot.querySelectorAll(".legend .scrollbar:not([width='0'])").length,
     }))""")
     assert len(drawn) == int(tab.run("document.documentElement.dataset.drawn")) >= 3
     assert all(one["marks"] > 0 and 200 < one["wide"] <= one["room"] + 1 for one in drawn), drawn
+    assert not any(one["scrolls"] for one in drawn), "a legend has no room"
     wide = tab.run("document.documentElement.scrollWidth")
     assert wide <= viewport["width"], f"{wide} px in {viewport['width']}: scrolls sideways"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("viewport", [WIDE, PHONE], ids=["wide", "phone"])
+def test_margins_settle_whatever_the_values(opened, viewport):
+    """Plotly gives up, and says so, where room for labels changes which labels there are."""
+    tab = opened("run", viewport)
+    tab.run("""async () => {
+        let state = 1;
+        const random = () => (state = (state * 48271) % 2147483647) / 2147483647;
+        for (const place of document.querySelectorAll(".plot")) {
+            const values = place.data.some((one) => one.orientation === "h") ? "x" : "y";
+            for (let round = 0; round < 40; round += 1) {
+                const size = 10 ** (8 * random() - 4);
+                const scaled = (one) => (typeof one === "number" ? one * size * random() : one);
+                const data = place.data.map((one) => (
+                    { ...one, [values]: Array.from(one[values] ?? [], scaled) }));
+                const layout = structuredClone(place.layout);
+                await Plotly.newPlot(place, data, layout, { responsive: true });
+            }
+        }
+    }""")
+    assert tab.said == []
 
 
 def test_what_is_in_view_is_drawn_first(opened, pages):
