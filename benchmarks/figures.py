@@ -18,6 +18,7 @@ from typing import Any
 
 import figures_accuracy
 import figures_compare
+import figures_faults
 import figures_levers
 import figures_probe
 import figures_seeds
@@ -26,8 +27,8 @@ from pages import stand, table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = (
-    "accuracy", "benchmarks", "compare", "folklore", "lora", "memory", "memory_formula", "offload",
-    "optimizers", "probe", "report", "seeds", "strategies", "tune",
+    "accuracy", "benchmarks", "clusters", "compare", "folklore", "lora", "memory",
+    "memory_formula", "offload", "optimizers", "probe", "report", "seeds", "strategies", "tune",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -216,6 +217,7 @@ def intermediate(result: dict[str, Any]) -> str:
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_accuracy.WRITERS,
     **figures_compare.WRITERS,
+    **figures_faults.WRITERS,
     **figures_levers.WRITERS,
     **figures_probe.WRITERS,
     **figures_seeds.WRITERS,

@@ -110,7 +110,10 @@ def add_settings(parser: Parser) -> None:
             options.update(nargs="+", action="extend")
         if holds.kind is not bool:
             options["metavar"] = _metavar(name, holds)
-        group.add_argument(flag(name), **options)
+        names = [flag(name)]
+        if name.endswith("_s"):
+            names.insert(0, flag(name.removesuffix("_s")))  # its unit is in the help
+        group.add_argument(*names, **options)
 
 
 def _metavar(name: str, holds: Shape) -> str:

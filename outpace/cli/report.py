@@ -15,6 +15,7 @@ from outpace.records.comparison import Comparison
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Plans
 from outpace.records.machine import Machine
+from outpace.records.standstill import Standstill
 from outpace.records.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 _ABOUT = "A run, comparison, tuning, plan, probe or certificate as a page that needs no network."
 _EPILOG = (
     "A PATH is a run's or a comparison's directory, comparison.json, tuning.json, machine.json of "
-    "outpace probe, certificate.json of outpace verify, or what outpace plan --json printed. "
-    "Several make one page; a probe among them is what runs are predicted from."
+    "outpace probe, certificate.json of outpace verify, standstill.json of a run whose ranks "
+    "waited in vain, or what outpace plan --json printed. Several make one page; a probe among "
+    "them is what runs are predicted from."
 )
 _FORMATS = ("html", "md", "csv", "png")
 _RUN = "run.json"
@@ -36,6 +38,7 @@ _RECORDS: Mapping[str, type[Any]] = {
     "plans": Plans,
     "verdicts": Certificate,
     "host_cores": Machine,
+    "ranks": Standstill,
 }
 
 
@@ -120,7 +123,7 @@ def _record(path: Path) -> Any:
         )
     raise BadInputError(
         f"{path} is none of what is reported on: comparison.json, tuning.json, machine.json, "
-        "certificate.json, what outpace plan --json printed, or a run's directory."
+        "certificate.json, standstill.json, what outpace plan --json printed, or a run's directory."
     )
 
 
@@ -154,6 +157,10 @@ def _document(subject: _Subject, probe: Machine | None) -> "Document":
         from outpace.report.certificate_document import certificate_document
 
         return certificate_document(record)
+    if isinstance(record, Standstill):
+        from outpace.report.standstill_document import standstill_document
+
+        return standstill_document(record)
     if record.probed is None:
         raise BadInputError(
             f"{subject.path} is a machine that was not probed. Probe it: outpace probe --out "

@@ -5,7 +5,7 @@ import atexit
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,18 @@ from typing import NoReturn
 
 from outpace.cli import options, resume
 from outpace.cli.main import end_at_once
-from outpace.cli.parser import Parser
+from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
+from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Measurement
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 _ABOUT = "Train a transformer. Without options: a small GPT on Python's own source, in minutes."
-_OF_HOSTS = ("--hosts", "--hostfile")
+# Of the command that starts ranks; these are not told.
+_OF_STARTING = ("--hosts", "--hostfile", "--min-nodes", "--max-nodes", "--max-restarts")
+_RESTARTS = 3  # with --min-nodes
 _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, saved, --resume works."
 
 
@@ -46,20 +49,25 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.print_config:
         print_config(asked.settings, asked.origins, arguments.json)
         return 0
-    ranks, handed = ranks_from(environ), argv
+    ranks, handed = ranks_from(environ), _without(argv, _OF_STARTING)
+    done = _done(asked.settings) if arguments.auto_resume else None
+    if done is not None:
+        if ranks is None or ranks.rank == 0:
+            show_measurement(done, arguments.json)
+        return 0
+    _check_starting(asked, arguments, ranks)
     if arguments.hosts is not None or arguments.hostfile is not None:
-        _on_hosts(asked, arguments, handed, ranks)
+        _on_hosts(asked, arguments, handed)
         return 0
     if asked.settings.plan is not None:
         asked = _planned(asked, ranks)
         handed = [*_hand_over(asked), *(["--json"] if arguments.json else [])]
-    settings = asked.settings
-    if ranks is None and (settings.nproc or 1) > 1:
-        from outpace.launch import local
-
-        local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "train", *handed])
+    if ranks is None and ((asked.settings.nproc or 1) > 1 or arguments.max_restarts):
+        _on_this_host(asked.settings, handed, arguments.max_restarts or 0)
         return 0
     ranks = ranks or Ranks()
+    asked = _refitted(asked, ranks) if arguments.auto_resume else asked
+    settings = asked.settings
     _check_nproc(settings, asked.origins, ranks)
     end = partial(end_at_once, arguments=argv, environ=environ)
     if asked.trial:
@@ -73,52 +81,120 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _on_hosts(
-    asked: _Asked, arguments: argparse.Namespace, handed: list[str], ranks: Ranks | None
-) -> None:
+def _check_starting(asked: _Asked, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
+    """Refuse options of starting ranks that contradict each other."""
+    given = _starting(arguments)
+    hosts = [name for name in given if name in ("--hosts", "--hostfile")]
+    if not given:
+        return
+    if ranks is not None:
+        raise BadInputError(
+            f"{given[0]}, and a launcher has started this: one of them starts ranks. Leave "
+            f"{given[0]} out, or start the command without a launcher."
+        )
+    if hosts and asked.settings.nproc is not None:
+        raise BadInputError(
+            "--hosts, and --nproc: one of them says where ranks run. Each host's number is behind "
+            "its name: --hosts a:4,b:4"
+        )
+    if len(hosts) > 1:
+        raise BadInputError("--hosts and --hostfile both name hosts; give one of them")
+    if not hosts and given[0] != "--max-restarts":
+        raise BadInputError(f"{given[0]} is about hosts: name them with --hosts or --hostfile.")
+    if {"--min-nodes", "--max-restarts"} & {*given} and asked.settings.out is None:
+        raise BadInputError(
+            "a training that begins again goes on with its run: name its directory with --out DIR"
+        )
+
+
+def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None:
+    """Start ranks here, again where one is lost, at most so often."""
+    from outpace.launch import local
+    from outpace.launch.restarts import Restarts
+
+    command = [sys.executable, "-m", "outpace", "train", *handed]
+    restarts = Restarts(most, settings.out, _say)
+    while True:
+        try:
+            return local.start(settings.nproc or 1, command)
+        except local.WorkerError as error:
+            restarts.count(error)
+            command = _again(command)
+
+
+def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -> None:
     """Train on all that --hosts or --hostfile names."""
     from outpace.launch import hosts
-    from outpace.records.hosts import parse_hosts, read_hosts
+    from outpace.records.hosts import Elastic, parse_hosts, read_hosts
 
     settings = asked.settings
-    if ranks is not None or settings.nproc is not None:
-        other = "a launcher has started this" if ranks is not None else "--nproc"
-        raise BadInputError(
-            f"--hosts, and {other}: one of them says where ranks run. Each host's number is "
-            "behind its name: --hosts a:4,b:4"
-        )
-    if arguments.hosts is not None and arguments.hostfile is not None:
-        raise BadInputError("--hosts and --hostfile both name hosts; give one of them")
     found = (
         read_hosts(arguments.hostfile) if arguments.hosts is None else parse_hosts(arguments.hosts)
     )
+    least, most = arguments.min_nodes or len(found), arguments.max_nodes or len(found)
+    if not least <= most <= len(found):
+        raise BadInputError(
+            f"--min-nodes {least}, --max-nodes {most}, and {len(found)} hosts: they must not be "
+            "smaller from one to the next"
+        )
+    restarts = arguments.max_restarts
+    if restarts is None:
+        restarts = 0 if arguments.min_nodes is None else _RESTARTS
     # What is there on this host is needed on all.
     named = [*settings.data, *(settings.eval_data or ()), settings.model, settings.tokenizer,
              settings.plan, arguments.config, arguments.handed_over]  # fmt: skip
-    paths = [str(one) for one in named if one is not None and Path(one).exists()]
-    command = [sys.executable, "-m", "outpace", "train", *_without_hosts(handed)]
-    hosts.start(found, command, paths, settings.out or Path("runs"))
+    command = [sys.executable, "-m", "outpace", "train", *handed]
+    training = hosts.Training(
+        command=command,
+        again=_again(command),
+        paths=[str(one) for one in named if one is not None and Path(one).exists()],
+        out=settings.out or Path("runs"),
+        elastic=Elastic(min_nodes=least, max_nodes=most, max_restarts=restarts),
+    )
+    hosts.start(found, training)
 
 
-def _without_hosts(argv: list[str]) -> list[str]:
+def _again(command: list[str]) -> list[str]:
+    """The command that goes on with the run where there is one."""
+    return command if "--auto-resume" in command else [*command, "--auto-resume"]
+
+
+def _without(argv: list[str], names: Sequence[str]) -> list[str]:
+    """Arguments but for these options and their values."""
     kept, words = [], iter(argv)
     for word in words:
-        if word in _OF_HOSTS:
+        if word in names:
             next(words, None)
-        elif word.partition("=")[0] not in _OF_HOSTS:
+        elif word.partition("=")[0] not in names:
             kept.append(word)
     return kept
+
+
+def _say(sentence: str) -> None:
+    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
 
 
 def _planned(asked: _Asked, ranks: Ranks | None) -> _Asked:
     """With the plan's settings; what is decided is said on standard error, by rank 0."""
     from outpace.launch.auto import settle
 
-    def say(line: str) -> None:
-        if ranks is None or ranks.rank == 0:
-            print(f"outpace: {line}", file=sys.stderr, flush=True)
-
+    say = _say if ranks is None or ranks.rank == 0 else _say_nothing
     settings, origins = settle(asked.settings, asked.origins, ranks, say)
+    return replace(asked, settings=settings, origins=origins)
+
+
+def _say_nothing(sentence: str) -> None:
+    """Rank 0 says it."""
+
+
+def _refitted(asked: _Asked, ranks: Ranks) -> _Asked:
+    """With a layout for the ranks there are, where the run that goes on had another number."""
+    if not asked.settings.resume or asked.trial:
+        return asked
+    from outpace.launch.refit import refit
+
+    say = _say if ranks.rank == 0 else _say_nothing
+    settings, origins = refit(asked.settings, asked.origins, ranks, say)
     return replace(asked, settings=settings, origins=origins)
 
 
@@ -164,7 +240,19 @@ def _train_here(
         restart=restart_count(environ),
         end=end,
         attempt=trier(environ),
+        explain=_explain,
     )
+
+
+def _explain(path: Path) -> None:
+    """A page beside a file that says how ranks stood, and where it is on standard error."""
+    from outpace.records.standstill import Standstill
+    from outpace.report.page import page
+    from outpace.report.standstill_document import standstill_document
+
+    shown = path.with_suffix(".html")
+    write_atomic(shown, page([standstill_document(Standstill.load(path))]))
+    _say(f"how all ranks stood: {shown}")
 
 
 def show_measurement(measurement: Measurement, as_json: bool) -> None:
@@ -224,6 +312,28 @@ def _parser() -> Parser:
         help="as --hosts, of a file with a line 'A slots=4' for each",
     )
     add(
+        "--min-nodes",
+        type=number_type(int, 1),
+        default=None,
+        metavar="N",
+        help="go on while so many of the hosts are left (default: all are needed)",
+    )
+    add(
+        "--max-nodes",
+        type=number_type(int, 1),
+        default=None,
+        metavar="N",
+        help="train on so many of the hosts at once (default: on all)",
+    )
+    add(
+        "--max-restarts",
+        type=number_type(int, 0),
+        default=None,
+        metavar="N",
+        help="go on from the last checkpoint so often when a rank or host is lost (default: "
+        f"{_RESTARTS} with --min-nodes, else not at all)",
+    )
+    add(
         "--auto-resume",
         action="store_true",
         default=False,
@@ -236,8 +346,17 @@ def _parser() -> Parser:
 
 
 def asked_of(argv: list[str]) -> TrainSettings:
-    """What these arguments come to, for who has them run elsewhere. Raises BadInputError."""
-    return _asked(_parser().read(argv), []).settings
+    """What these arguments come to, for who has ranks started elsewhere. Raises BadInputError."""
+    arguments = _parser().read(argv)
+    given = _starting(arguments)
+    if given:
+        raise BadInputError(f"{given[0]}: the cluster starts the ranks, and starts them again")
+    return _asked(arguments, []).settings
+
+
+def _starting(arguments: argparse.Namespace) -> list[str]:
+    """Options of starting ranks that were given."""
+    return [name for name in _OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
 
 
 def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
@@ -245,6 +364,9 @@ def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
+        if arguments.auto_resume:
+            begun = _has_begun({"": {"out": settings.out}})
+            settings = settings.model_copy(update={"resume": begun})
         return _Asked(**{"command": command, **handed, "settings": settings})
     layers = {options.COMMAND_LINE: options.from_flags(arguments)}
     if arguments.config is not None:
@@ -260,6 +382,22 @@ def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
     if not named:
         raise BadInputError("--auto-resume: which run? Name its directory with --out DIR")
     return (Path(str(named[0])) / options.RUN_FILE).is_file()
+
+
+def _done(settings: TrainSettings) -> Measurement | None:
+    """What came of the run that is gone on with, where no step of it is left."""
+    if not settings.resume or settings.out is None:
+        return None
+    from outpace.records.run import RunRecord
+    from outpace.train.run_dir import RESULT_FILE
+
+    path = settings.out / RESULT_FILE
+    if not path.is_file():
+        return None
+    record, found = RunRecord.load(settings.out / options.RUN_FILE), Measurement.load(path)
+    asked_for = ("steps", "tokens", "epochs")
+    same = all(getattr(settings, name) == getattr(record.settings, name) for name in asked_for)
+    return found if same and found.steps >= record.total_steps else None
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:

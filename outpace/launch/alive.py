@@ -1,52 +1,91 @@
-"""Which ranks are alive: asked when a collective has failed on one of them."""
+"""Who holds the others up: asked when an exchange fails on a rank, or takes too long.
 
+Every rank has a thread that keeps saying in the store that it lives, and answers there how it
+stands when one asks. So a rank is found that is gone, that was stopped, or that hangs in a line of
+Python while the others wait for it in a collective.
+"""
+
+import json
+import os
+import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import torch.distributed as dist
 
 from outpace.launch.group import Groups
-from outpace.records.errors import OutpaceError
+from outpace.launch.standing import process_state, standing
+from outpace.records.errors import EXIT_STANDSTILL, OutpaceError
+from outpace.records.standstill import Standing, Standstill
 
 _BEAT_S = 0.5
 # Several beats, so that a rank that waits for a core is not taken for dead.
 _LOOK_S = 4.0
-_VERDICT = "alive/verdict"
+# Of the time limit of exchanges: a step that takes longer is looked at, before the limit ends it.
+_LONG = 0.8
+# What the kernel calls a process that does nothing any more, in words.
+_GONE = "is gone: look at what it said last, and at its host"
+_UNSEEN = "is gone, or cannot be reached: look at what it said last, and at its host"
+_NOT_RUNNING = {
+    "stopped": "is stopped (by SIGSTOP, or a debugger)",
+    "tracing-stop": "is stopped (by a debugger)",
+    "gone": _GONE,
+    "zombie": _GONE,
+    "dead": _GONE,
+}
+_VERDICT, _ASKED = "alive/verdict", "alive/asked"
 # gloo raises plain RuntimeErrors; where its connections failed, this source is named in them.
 _CONNECTIONS = "gloo/transport/"
+_SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")  # which tells a person nothing
 
 
 class RankLostError(OutpaceError):
-    """A rank died, or did not answer in time, while others waited for it."""
+    """A rank died, or did not answer in time, while others waited for it.
+
+    `standing`: its process is there all the same.
+    """
+
+    def __init__(self, message: str, standing: bool) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_STANDSTILL if standing else 1
 
 
 @dataclass
 class Doing:
-    """What this rank is at, in words for a person."""
+    """What this rank is at, in words for a person.
+
+    `limited`: since when it is at something that takes no longer than exchanges may. `kept` is
+    given how all stand where ranks wait in vain, on one of them.
+    """
 
     what: str = "the beginning"
+    limited_s: float | None = None
+    kept: Callable[[Standstill], None] = lambda found: None
+
+    def at(self, what: str, limited: bool = False) -> None:
+        """Something else begins."""
+        self.what, self.limited_s = what, time.monotonic() if limited else None
 
 
 @contextmanager
-def watched(groups: Groups, doing: Doing) -> Iterator[None]:
-    """While ranks communicate: every rank keeps saying in the store that it lives.
+def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[None]:
+    """While ranks communicate: every rank keeps saying in the store that it lives, and how.
 
     Raises RankLostError in place of the backend's error where a rank is gone, or does not come to
     what the others wait for; it names that rank and what was being done. Any other error stays what
-    it is. The time limit of the process groups bounds the waiting. NCCL's path never ran, for lack
-    of a machine with two GPUs: there the waiting is `outpace.probe.ranks_clock.ended`'s, and what
-    NCCL's watchdog ends by itself (TORCH_NCCL_ASYNC_ERROR_HANDLING) says nothing of this.
+    it is. The time limit of the process groups, `timeout_s`, bounds the waiting. NCCL's path never
+    ran, for lack of a machine with two GPUs: there the waiting is
+    `outpace.probe.ranks_clock.ended`'s, and NCCL's watchdog ends
+    the process by itself, after the look that is made before the limit.
     """
-    ended = threading.Event()
-    store: Any = groups.store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
-    beating = threading.Thread(
-        target=_beat, args=(store, groups.ranks.rank, ended), name="alive", daemon=True
-    )
-    beating.start()
+    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident())
+    watcher.start()
     try:
         yield
     except RuntimeError as error:
@@ -54,20 +93,14 @@ def watched(groups: Groups, doing: Doing) -> Iterator[None]:
         # Of CUDA, and others that are no failure of communication, the class says so.
         if not lost and type(error) is not RuntimeError:
             raise
-        verdict = _verdict(groups, lost)
+        why = next(iter(_SOURCE.sub("", str(error)).strip().splitlines()), type(error).__name__)
+        verdict = watcher.verdict(lost, why)
         if verdict is None:
             raise
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RankLostError(f"{doing.what}: {verdict} ({why})") from error
+        standing = _GONE not in verdict and _UNSEEN not in verdict
+        raise RankLostError(f"{doing.what}: {verdict} ({why})", standing) from error
     finally:
-        ended.set()
-        beating.join()
-
-
-def _beat(store: Any, rank: int, ended: threading.Event) -> None:
-    with suppress(RuntimeError):  # without the store's rank, those that wait find out
-        while not ended.wait(_BEAT_S):
-            store.add(f"alive/{rank}", 1)
+        watcher.close()
 
 
 def _communication(error: RuntimeError) -> bool:
@@ -75,37 +108,170 @@ def _communication(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or _CONNECTIONS in str(error)
 
 
-def _verdict(groups: Groups, lost: bool) -> str | None:
-    """Who is gone. The first rank to ask says it to the others, before it is gone itself.
+@dataclass
+class _Watcher:
+    """The thread of a rank, and what the thread that trains asks when an exchange has failed."""
 
-    None where nobody is, and it is not known otherwise that something is `lost`.
-    """
-    ranks, store = range(groups.ranks.world_size), groups.store
-    try:
+    groups: Groups
+    doing: Doing
+    timeout_s: float
+    trains: int  # the thread
+    failed: str | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.rank = self.groups.ranks.rank
+        self.everyone = range(self.groups.ranks.world_size)
+        who = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.groups.store.set(f"alive/who/{self.rank}", json.dumps(who))
+        self.thread = threading.Thread(target=self._run, name="alive", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def close(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        """Beat, answer, and look around where a step takes long."""
+        store: Any = self.groups.store.clone()  # type: ignore[attr-defined]  # torch's stub
+        with suppress(RuntimeError):  # without the store's rank, those that wait find out
+            while not self.over.wait(_BEAT_S):
+                store.add(f"alive/{self.rank}", 1)
+                if store.check([_ASKED]):
+                    self._answer(store)
+                if self._long():
+                    self.doing.limited_s = None
+                    self._look_around(store, False)
+
+    def _long(self) -> bool:
+        since_s = self.doing.limited_s
+        return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
+
+    def _answer(self, store: Any) -> None:
+        """Say how this rank stands, once."""
+        key = f"alive/stands/{self.rank}"
+        if store.check([key]):
+            return
+        host, neighbours = socket.gethostname(), {}
+        for rank in self.everyone:
+            who = _who(store, rank)
+            if who.get("host") == host:
+                neighbours[rank] = int(who["pid"])
+        found = standing(self.rank, self.trains, self.doing.what, neighbours, self.failed)
+        store.set(key, found.model_dump_json())
+
+    def verdict(self, lost: bool, why: str) -> str | None:
+        """Who is to blame, where an exchange has failed here.
+
+        None where nobody is, and it is not known otherwise that something is `lost`.
+        """
+        self.failed = f"an exchange that failed: {why}"
+        try:
+            return self._look_around(self.groups.store, not lost)
+        except RuntimeError:
+            return f"rank 0 {_UNSEEN}"
+
+    def _look_around(self, store: Any, doubtful: bool) -> str | None:
+        """Ask all, and say who is to blame; the first to ask says it to the others.
+
+        None where all go on, or where it is `doubtful` and all are there.
+        """
         if store.check([_VERDICT]):
-            return store.get(_VERDICT).decode()
-        before = [store.add(f"alive/{rank}", 0) for rank in ranks]
-        time.sleep(_LOOK_S)
-        gone = [rank for rank in ranks if store.add(f"alive/{rank}", 0) == before[rank]]
+            return str(store.get(_VERDICT).decode())
+        found = self._asked_all(store)
         if store.check([_VERDICT]):
-            return store.get(_VERDICT).decode()
-        if not gone and not lost:
+            return str(store.get(_VERDICT).decode())
+        # An error that may be a rank's own is another's fault only where that one is gone.
+        blamed = [one for one in found if one.state == "silent"] if doubtful else _blamed(found)
+        if not blamed and (doubtful or not any(one.state == "waits" for one in found)):
             return None
-        verdict = _said(gone)
+        verdict = _said(blamed)
         store.set(_VERDICT, verdict)
-        if groups.ranks.rank == 0:
-            time.sleep(_LOOK_S)  # it has the store, which others still ask
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        with suppress(Exception):  # how all stand is worth less than an end in order
+            self.doing.kept(Standstill(sentence=verdict, when=when, ranks=tuple(found)))
+        if self.failed is not None and self.rank == 0:
+            time.sleep(_LOOK_S)  # it may have the store, which others still ask
         return verdict
-    except RuntimeError:
-        return "rank 0 is gone, or cannot be reached"
+
+    def _asked_all(self, store: Any) -> list[Standing]:
+        store.set(_ASKED, "1")
+        self._answer(store)  # its thread may be the one that asks
+        keys = {rank: f"alive/stands/{rank}" for rank in self.everyone}
+        until_s = time.monotonic() + _LOOK_S
+        missing = list(self.everyone)
+        while missing and time.monotonic() < until_s:
+            time.sleep(0.1)
+            missing = [rank for rank in missing if not store.check([keys[rank]])]
+            if all(_never(_who(store, rank)) for rank in missing):
+                break
+        found = {
+            rank: Standing.model_validate_json(store.get(keys[rank]))
+            for rank in self.everyone
+            if rank not in missing
+        }
+        for rank in missing:
+            found[rank] = _silent(rank, _who(store, rank), found.values())
+        return [found[rank] for rank in self.everyone]
 
 
-def _said(gone: list[int]) -> str:
-    if not gone:
+def _never(who: dict[str, Any]) -> bool:
+    """Whether a rank will not answer, as far as can be told from its process on this host."""
+    here = who.get("host") == socket.gethostname()
+    return here and process_state(int(who["pid"])) in _NOT_RUNNING
+
+
+def _who(store: Any, rank: int) -> dict[str, Any]:
+    key = f"alive/who/{rank}"
+    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
+    return found
+
+
+def _silent(rank: int, who: dict[str, Any], others: Iterable[Standing]) -> Standing:
+    """What those on its host say of the process of a rank that does not answer."""
+    host, pid = str(who.get("host", "")), int(who.get("pid", 0))
+    if host == socket.gethostname():
+        seen = process_state(pid)
+    else:
+        seen = next((one.processes[rank] for one in others if rank in one.processes), "unseen")
+    place = _NOT_RUNNING.get(seen, f"does not answer; its process is {seen}")
+    if seen == "unseen":
+        place = _UNSEEN
+    return Standing(rank=rank, host=host, pid=pid, state="silent", place=place)
+
+
+def _blamed(found: Sequence[Standing]) -> list[Standing]:
+    """Those that are silent; else those that have begun fewer exchanges than others, or none."""
+    silent = [one for one in found if one.state == "silent"]
+    if silent:
+        return silent
+    begun = [{each.group: each.number for each in one.exchanges} for one in found]
+    most: dict[str, int] = {}
+    for its in begun:
+        for group, number in its.items():
+            most[group] = max(most.get(group, 0), number)
+    behind = [
+        one
+        for one, its in zip(found, begun, strict=True)
+        if any(number < most[group] for group, number in its.items())
+    ]
+    if behind and len(behind) < len(found):
+        return behind
+    working = [one for one in found if one.state == "works"]
+    return working if len(working) < len(found) else []
+
+
+def _said(blamed: Sequence[Standing]) -> str:
+    if not blamed:
         return (
             "all ranks are alive, but not all came to it in time: one hangs, or a connection "
             "between two is broken"
         )
-    if len(gone) == 1:
-        return f"rank {gone[0]} is gone: look at what it said last, and at its host"
-    return f"ranks {', '.join(map(str, gone))} are gone: look at what they said last"
+    one = blamed[0]
+    who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")
+    more = f" (and {len(blamed) - 1} more)" if len(blamed) > 1 else ""
+    if one.state == "silent":
+        return f"{who}{more} {one.place}"
+    return f"{who}{more} does not come to it: in {one.doing}, it stands at {one.place}"

@@ -21,6 +21,7 @@ from outpace.launch.materials import build_objective, weights_of
 from outpace.launch.oom import Guard
 from outpace.launch.promise import Promised
 from outpace.launch.resolve import DEFAULT_EVAL_BATCHES, peak_flops_per_s
+from outpace.launch.stragglers import Stragglers
 from outpace.launch.tasks import step_costs
 from outpace.launch.utilisation import Recording
 from outpace.launch.weighing import Weighing
@@ -71,6 +72,7 @@ class Prepared:
     looker: "Looker | None"
     recording: Recording
     weighing: Weighing | None
+    stragglers: Stragglers
 
     def run(self) -> Measurement:
         """Train to the end and sum up."""
@@ -81,6 +83,7 @@ class Prepared:
         try:
             with memory_history(wanted, self.job.run_dir.path, rank):
                 for step in self.loop.iterate():
+                    self.stragglers.after(self.loop.ledger.gathered)
                     if self.weighing is not None:
                         self.weighing.after(step)
             train_s = time.perf_counter() - began_s
@@ -92,6 +95,7 @@ class Prepared:
         if self.looker is not None:
             self.looker.finish()
         tell(self.job.callbacks, "on_stage", "measuring the final loss")
+        self.job.doing.at("the final evaluation")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
 
@@ -169,6 +173,7 @@ def assemble(
         total_steps=job.total_steps,
         start_step=start_step,
         device=device,
+        at=job.doing.at,
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,
@@ -181,7 +186,10 @@ def assemble(
         loop.around = looker.around  # what is counted then would be looked at, too
     elif weighing is not None:
         loop.around = weighing.around
-    return Prepared(job, loop, parameters, initial, measure, looker, recording, weighing)
+    stragglers = Stragglers(job, recording)
+    return Prepared(
+        job, loop, parameters, initial, measure, looker, recording, weighing, stragglers
+    )
 
 
 def _optimizer(job: Job, layout: Layout, scratch: Scratch) -> torch.optim.Optimizer:

@@ -34,7 +34,7 @@ from outpace.records.tuning import TUNING_FILE, Tuning
 from outpace.records.units import show_bytes, show_seconds
 
 PROBE_FILE = Path("machine.json")
-_DEFAULT = "default"
+DEFAULT = "default"
 # Settings beside the plan that a step's time depends on.
 _OF_A_STEP = ("model", "task", "seq_len", "global_batch", "threads", "document_attention")
 _COUNT = 8  # plans that are tried, the fastest first
@@ -65,14 +65,16 @@ def settle(
             f"--plan {settings.plan}: outpace does not train it: {chosen.untrained}."
         )
     values = _values(chosen, settings)
+    if ranks is not None:
+        values["nproc"] = None  # they are there; of several hosts each has its own number
     if settings.plan != "auto" and settings.expect_step_time_s is None:
         path = Path(settings.plan).expanduser()
         values["expect_step_time_s"] = _promised(path, chosen, settings, say)
     where = f"plan {settings.plan}"
-    told = {name: where for name in values if origins.get(name) in (None, _DEFAULT)}
+    told = {name: where for name in values if origins.get(name) in (None, DEFAULT)}
     return (
         settings.model_copy(update={**values, "plan": None}),
-        {**origins, **told, "plan": _DEFAULT},
+        {**origins, **told, "plan": DEFAULT},
     )
 
 
@@ -133,7 +135,7 @@ def _check_file(
         asked = getattr(settings, name)
         if asked == -1 or LEVELS.get(asked, asked) == value:  # the rest; one of Apex's levels
             continue
-        if origins.get(name) not in (None, _DEFAULT) and asked != value and name != "nproc":
+        if origins.get(name) not in (None, DEFAULT) and asked != value and name != "nproc":
             raise BadInputError(
                 f"--{name.replace('_', '-')} {asked}, but --plan {settings.plan} has {value}. "
                 "Leave one of them out."
@@ -204,7 +206,7 @@ def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
     what = "classifiers" if settings.task == "classify" else None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)
-        if field is None or name in KEPT or origins.get(name, _DEFAULT) == _DEFAULT:
+        if field is None or name in KEPT or origins.get(name, DEFAULT) == DEFAULT:
             continue
         if getattr(settings, name) != field.default:
             what = f"--{name.replace('_', '-')}"
@@ -224,7 +226,7 @@ def question(
     cluster = _cluster(settings, machine, world)
     keep: dict[str, Any] = {"compile": settings.compile}
     for name in KEPT:
-        if name in TrainSettings.model_fields and origins.get(name, _DEFAULT) != _DEFAULT:
+        if name in TrainSettings.model_fields and origins.get(name, DEFAULT) != DEFAULT:
             keep[name] = getattr(settings, name)
     if keep.get("micro_batch") == "auto":
         del keep["micro_batch"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from outpace.launch.alive import Doing
 from outpace.launch.group import Groups
 from outpace.launch.materials import Materials
 from outpace.records.machine import Machine
@@ -28,3 +29,4 @@ class Job:
     total_steps: int
     run_dir: RunDir
     callbacks: list[Callback]
+    doing: Doing

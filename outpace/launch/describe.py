@@ -1,5 +1,6 @@
 """A job in writing: its run.json, and what is shown before the first step."""
 
+import math
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -166,6 +167,7 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         device=name,
         total_steps=job.total_steps,
         start_step=start_step,
+        hosts=math.ceil(job.ranks.world_size / job.ranks.local_world_size),
         hints=tuple(hints),
     )
 

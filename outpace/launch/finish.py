@@ -38,6 +38,7 @@ def finish(
 
     `seen`: fields of it that were measured around the loop.
     """
+    job.doing.at("writing the model")
     model = loop.layout.whole_model(job.ranks.rank == 0)
     seen = {**seen, "parts_by_rank": _parts_by_rank(job, loop)}
 

@@ -106,6 +106,28 @@ def _join(backend: str, store: Store, ranks: Ranks, timeout: timedelta) -> None:
     _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
 
 
+def _meet(ranks: Ranks, timeout: timedelta) -> Store:
+    """The store that all ranks share. Raises BadInputError where its port is another program's."""
+    url = meeting_url(os.environ)
+    try:
+        found: Store = next(rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout))[0]
+        return found
+    except dist.DistError as error:
+        where = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        at = f"{where[0]}, port {where[1]}" if all(where) else url.removeprefix("tcp://")
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise BadInputError(
+                f"the ranks cannot meet at {at}: another program listens there. Start them with "
+                "another MASTER_PORT."
+            ) from None
+        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise OutpaceError(
+            f"rank {ranks.rank} does not find the others at {at} within "
+            f"{timeout.total_seconds():.0f} s ({why}). Look whether all {ranks.world_size} were "
+            "started, and whether that host and port can be reached from here."
+        ) from None
+
+
 @contextmanager
 def process_groups(
     ranks: Ranks,
@@ -130,17 +152,19 @@ def process_groups(
         store: Store = HashStore()
         backend = "gloo"
     else:
-        url = meeting_url(os.environ)
-        joined = rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout)
-        store = PrefixStore(f"outpace-{restart}", next(joined)[0])
+        store = PrefixStore(f"outpace-{restart}", _meet(ranks, timeout))
     _join(backend, store, ranks, timeout)
     try:
         yield Groups(
             ranks,
             store=store,
-            control=dist.new_group(backend="gloo", timeout=timeout),
-            saving=dist.new_group(backend="gloo", timeout=max(timeout, _PATIENCE)),
-            patient=dist.new_group(backend="gloo", timeout=max(timeout, _PATIENCE)),
+            control=dist.new_group(backend="gloo", timeout=timeout, group_desc="control"),
+            saving=dist.new_group(
+                backend="gloo", timeout=max(timeout, _PATIENCE), group_desc="saving"
+            ),
+            patient=dist.new_group(
+                backend="gloo", timeout=max(timeout, _PATIENCE), group_desc="patient"
+            ),
         )
     finally:
         dist.destroy_process_group()

@@ -1,193 +1,213 @@
 """Trains on several hosts from one: over ssh, with torch's elastic agent on each of them.
 
-Each host is asked first, and what stands against a training is said of all of them at once. Nothing
-that a person typed is put into a remote command line: it goes through standard input.
+A training goes in rounds: each is one start on the hosts that are ready, and goes on from the last
+checkpoint of the one before. A rank or host that is lost ends a round, and so does one that comes
+back.
 """
 
-import json
 import os
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from outpace.launch import asking
 from outpace.launch.agent import MARK
-from outpace.launch.local import RANK_PREFIX, Ended, Report, WorkerError, conclude, signals_to
+from outpace.launch.asking import Answered
+from outpace.launch.local import (
+    RANK_PREFIX,
+    SAME_SIGNAL_S,
+    Ended,
+    Report,
+    WorkerError,
+    conclude,
+    signals_to,
+)
+from outpace.launch.restarts import Restarts
 from outpace.probe.versions import variables
-from outpace.records.errors import BadInputError
-from outpace.records.hosts import Facts, Host, Question, Work
+from outpace.records.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInputError
+from outpace.records.hosts import Elastic, Facts, Host, Work
 
-_SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
-        "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
-        "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
-_ANSWER_S = 90  # imports torch
-_CLOCK_S = 5.0
-# What must be the same everywhere, for ranks to talk to each other and to compute the same.
-_SAME = ("python", "outpace", "torch")
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
 # After the first host has ended in failure, the others have so long to find out by themselves.
 _LEFT_S = 30.0
+_LOOK_OUT_S = 30.0  # between looks at hosts that are away
+_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # where too few are left
 
 
-def start(hosts: Sequence[Host], command: list[str], paths: Sequence[str], out: Path) -> None:
-    """Run `command` on every host, once per slot, and wait for all of them.
+@dataclass(frozen=True)
+class Training:
+    """What is to be started.
 
-    `paths` must be there on all; `out` is where a shared folder must be. Raises BadInputError for
-    what stands against it, WorkerError with what the rank that failed first said.
+    `command`: of a rank; `again`: of one that goes on with the run. `paths` must be there on all
+    hosts; `out` is where the run lies, in a folder that they share.
     """
-    folder = Path.cwd()
-    facts = _asked(hosts, folder, paths, out)
-    at = [_address(one, facts) for one in facts]
+
+    command: list[str]
+    again: list[str]
+    paths: Sequence[str]
+    out: Path
+    elastic: Elastic
+    folder: Path = field(default_factory=Path.cwd)
+
+    def ask(self, hosts: Sequence[Host], like: Answered | None = None) -> list[Answered]:
+        """What the hosts say."""
+        return asking.ask(hosts, self.folder, self.paths, self.out, like)
+
+
+def start(hosts: Sequence[Host], training: Training) -> None:
+    """Train on the hosts, to the end.
+
+    Raises BadInputError for what stands against it, WorkerError with what the rank that failed
+    first said.
+    """
+    elastic = training.elastic
+    answers = training.ask(hosts)
+    _require_start(answers, elastic)
     kept = Path("runs") / f"output-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     kept.mkdir(parents=True)
-    print(
-        f"outpace: {len(hosts)} hosts answer; what each rank writes is in {kept}", file=sys.stderr
+    restarts, most, number = Restarts(elastic.max_restarts, training.out, _say), len(hosts), 0
+    while True:
+        using = [one for one in answers if one.ready][: min(most, elastic.max_nodes)]
+        away = [one.host for one in answers if not one.ready]
+        _say(f"{_of(using, hosts)}; what each rank writes is in {kept}")
+        try:
+            back = _round(using, away, training, number, kept)
+        except WorkerError as error:
+            unfit = number > 0 and error.exit_code == EXIT_BAD_INPUT
+            if unfit and elastic.min_nodes < len(using) < len(hosts):
+                most = len(using) - 1
+                _say(f"{error} Trying it with {most} of the hosts")
+            else:
+                restarts.count(error)
+        else:
+            if back is None:
+                return
+            most = len(hosts)
+            _say(f"{back} is back, and is taken in")
+        number += 1
+        answers = _asked_again(hosts, training)
+
+
+def _say(sentence: str) -> None:
+    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
+
+
+def _of(using: Sequence[Answered], hosts: Sequence[Host]) -> str:
+    names = ", ".join(one.host.name for one in using)
+    return (
+        f"{len(using)} hosts answer"
+        if len(using) == len(hosts)
+        else f"on {names} of {len(hosts)} hosts"
     )
-    first = f"[{at[0]}]" if ":" in at[0] else at[0]
-    run_id, endpoint = uuid.uuid4().hex, f"{first}:{facts[0].port}"
-    parts = [
-        _Part(host, Work(
-            folder=str(folder), command=tuple(command), slots=host.slots, nodes=len(hosts),
-            node=number, endpoint=endpoint, run_id=run_id, address=at[number],
-            environment=_passed_on(),
-        ), kept)
-        for number, host in enumerate(hosts)
-    ]  # fmt: skip
+
+
+def _require_start(answers: Sequence[Answered], elastic: Elastic) -> None:
+    """Raises BadInputError unless all are ready, or some are away and as many as needed are."""
+    problems = [one for answer in answers for one in answer.problems]
+    wrong = any(answer.against for answer in answers)
+    ready = sum(answer.ready for answer in answers)
+    if problems and (wrong or ready < elastic.min_nodes):
+        raise BadInputError(
+            "the hosts are not ready, and nothing was started:\n  " + "\n  ".join(problems)
+        )
+    for problem in problems:
+        _say(f"{problem}. Beginning without it")
+
+
+def _asked_again(hosts: Sequence[Host], training: Training) -> list[Answered]:
+    """As soon as enough are ready. Raises WorkerError where they do not become so."""
+    until_s, waited = time.monotonic() + _PATIENCE_S, False
+    while True:
+        answers = training.ask(hosts)
+        ready = sum(one.ready for one in answers)
+        if ready >= training.elastic.min_nodes:
+            return answers
+        problems = "\n  ".join(one for answer in answers for one in answer.problems)
+        few = f"{ready} of {len(hosts)} hosts are ready, and --min-nodes is "
+        few += f"{training.elastic.min_nodes}:\n  {problems}"
+        if time.monotonic() > until_s:
+            raise WorkerError(f"{few}\nGo on with --resume --out {training.out}", 1)
+        if not waited:
+            _say(f"waiting for hosts: {few}")
+        waited = True
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _round(
+    using: Sequence[Answered], away: Sequence[Host], training: Training, number: int, kept: Path
+) -> str | None:
+    """Start it on these hosts, and wait for its end.
+
+    Returns the name of a host that was away and is back, for which the ranks have saved and ended.
+    """
+    parts = _parts(using, training, number, kept)
 
     def pass_on(signum: int, _received: list[int]) -> None:
         for part in parts:
             part.say(signal.Signals(signum).name)
 
-    with signals_to(pass_on) as signals:
+    wanted = away if len(using) < training.elastic.max_nodes else ()
+    with signals_to(pass_on) as signals, _looking_out(wanted, training, using[0], parts) as back:
         _wait(parts)
-    _conclude(parts, signals)
+    try:
+        _conclude(parts, signals)
+    except WorkerError as error:
+        if back and not signals and error.exit_code == EXIT_INTERRUPTED:
+            return back[0]
+        raise
+    return None
+
+
+def _parts(using: Sequence[Answered], training: Training, number: int, kept: Path) -> "list[_Part]":
+    facts: list[Facts] = [one.facts for one in using if one.facts is not None]
+    at = asking.addresses(facts)
+    first = f"[{at[0]}]" if ":" in at[0] else at[0]
+    run_id, endpoint = uuid.uuid4().hex, f"{first}:{facts[0].port}"
+    command = training.again if number else training.command
+    return [
+        _Part(one.host, Work(
+            folder=str(training.folder), command=tuple(command), slots=one.host.slots,
+            nodes=len(using), node=place, endpoint=endpoint, run_id=run_id, address=at[place],
+            environment=_passed_on(),
+        ), kept)
+        for place, one in enumerate(using)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _looking_out(
+    away: Sequence[Host], training: Training, like: Answered, parts: "Sequence[_Part]"
+) -> Iterator[list[str]]:
+    """Ask the ranks to save and end when one of these hosts is ready again; yields its name."""
+    back: list[str] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not back and not over.wait(_LOOK_OUT_S):
+            ready = (one.host.name for one in training.ask(away, like) if one.ready)
+            back.extend(list(ready)[:1])
+        for part in parts if back else ():
+            part.say(signal.SIGTERM.name)
+
+    looking = threading.Thread(target=look, name="hosts away", daemon=True)
+    if away:
+        looking.start()
+    yield back
+    over.set()
 
 
 def _passed_on() -> dict[str, str]:
     """Variables that change how something computes, but for what each host has of its own."""
     return {name: value for name, value in variables(os.environ).items() if name not in _OWN}
-
-
-def _asked(hosts: Sequence[Host], folder: Path, paths: Sequence[str], out: Path) -> list[Facts]:
-    """What each says of itself. Raises BadInputError with all that stands against a training."""
-    with _token(out) as token:
-        question = Question(folder=str(folder), seen=(*paths, str(token))).model_dump_json()
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            answers = list(pool.map(lambda host: _ask(host, folder, question), hosts))
-    problems, own = [], None
-    for host, (answer, between) in zip(hosts, answers, strict=True):
-        if isinstance(answer, str):
-            problems.append(f"{host.name}: {answer}")
-            continue
-        own = own or (host, answer)
-        problems += [f"{host.name}: {one}" for one in _against(answer, own, between, str(token))]
-    if problems:
-        raise BadInputError(
-            "the hosts are not ready, and nothing was started:\n  " + "\n  ".join(problems)
-        )
-    return [answer for answer, _ in answers if isinstance(answer, Facts)]
-
-
-@contextmanager
-def _token(out: Path) -> Iterator[Path]:
-    """A file in this folder, to be seen by all who share it; nothing of it is left."""
-    new = not out.exists()
-    token = out / f".outpace-{uuid.uuid4().hex}"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        token.write_text("seen?")
-    except OSError as error:
-        raise BadInputError(
-            f"--out {out}: nothing can be written there: {error.strerror}"
-        ) from None
-    try:
-        yield token
-    finally:
-        token.unlink()
-        if new:
-            with suppress(OSError):  # another has written there meanwhile
-                out.rmdir()
-
-
-def _against(
-    answer: Facts, first: tuple[Host, Facts], between: tuple[float, float], token: str
-) -> Iterator[str]:
-    """What of a host's answer stands against a training."""
-    for name in _SAME:
-        its, other = answer.versions.get(name), first[1].versions.get(name)
-        if its != other:
-            yield f"it has {name} {its}, and {first[0].name} has {other}; install the same"
-    off = max(between[0] - answer.time_s, answer.time_s - between[1])
-    if off > _CLOCK_S:
-        yield f"its clock is {off:.0f} s off; set it by NTP"
-    for path in answer.unseen:
-        if path == token:
-            yield (
-                f"it does not see {Path(token).parent}, where the run is to be kept. Name a folder "
-                "that all hosts share with --out"
-            )
-        else:
-            yield f"there is no {path}"
-
-
-def _ask(host: Host, folder: Path, question: str) -> tuple[Facts | str, tuple[float, float]]:
-    """A host's answer or why there is none; times between which it was given."""
-    began_s = time.time()
-    try:
-        done = subprocess.run(
-            _remote(host, folder, "check"), input=question + "\n", capture_output=True, text=True,
-            env=_here(),
-            timeout=_ANSWER_S, check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return "there is no ssh on this host to reach it with", (began_s, began_s)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {_ANSWER_S} s", (began_s, began_s)
-    found = _marked(done.stdout)
-    if done.returncode == 0 and found is not None:
-        return Facts.parse(found, host.name), (began_s, time.time())
-    said = next(iter(reversed(done.stderr.strip().splitlines())), "it said nothing")
-    why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
-    return f"{why}: {said}", (began_s, began_s)
-
-
-def _remote(host: Host, folder: Path, what: str) -> list[str]:
-    """The command that starts the agent on a host; this one needs no ssh."""
-    words = [sys.executable, "-m", "outpace.launch.agent", what]
-    if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
-        return words
-    return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
-
-
-def _here() -> dict[str, str]:
-    """This process's environment, but for where a person has come from by ssh."""
-    return {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
-
-
-def _marked(output: str) -> dict[str, Any] | None:
-    """What an agent said last: a login may print what it likes before."""
-    lines = [line for line in output.splitlines() if line.startswith(MARK)]
-    with suppress(ValueError, IndexError):
-        found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
-        return found
-    return None
-
-
-def _address(one: Facts, facts: Sequence[Facts]) -> str:
-    """Of a host as the others reach it: of the one that asks, as those that were asked say."""
-    asking = next((other.asked_from for other in facts if other.asked_from), None)
-    return one.address or asking or "localhost"
 
 
 @dataclass
@@ -202,9 +222,9 @@ class _Part:
 
     def __post_init__(self) -> None:
         self.process = subprocess.Popen(
-            _remote(self.host, Path(self.work.folder), "run"), stdin=subprocess.PIPE,
+            asking.remote(self.host, Path(self.work.folder), "run"), stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            start_new_session=True, env=_here(),
+            start_new_session=True, env=asking.here(),
         )  # fmt: skip
         self.say(self.work.model_dump_json())
         outputs = ((self.process.stdout, sys.stdout), (self.process.stderr, sys.stderr))
@@ -238,7 +258,7 @@ class _Part:
     def _read(self, lines: IO[str], shown: IO[str]) -> None:
         for line in lines:
             if line.startswith(MARK):
-                self.ended = _marked(line)
+                self.ended = asking.marked(line)
             if line.startswith(MARK) or line == "\n":
                 continue
             rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
@@ -259,19 +279,30 @@ class _Part:
 
 
 def _wait(parts: Sequence[_Part]) -> None:
-    """Until all have ended; those that are left long after one has failed are asked to end."""
+    """Until all have ended; those that are left long after one has failed are ended.
+
+    They cannot save any more: a step needs all ranks.
+    """
     failed_s = None
     while any(part.process.poll() is None for part in parts):
         time.sleep(0.05)
         if failed_s is None and any(part.failed for part in parts):
             failed_s = time.monotonic()
         if failed_s is not None and time.monotonic() - failed_s > _LEFT_S:
-            for part in parts:
-                part.close()
             failed_s = float("inf")
+            _end(parts)
     for part in parts:
         for reader in part.readers:
             reader.join()
+
+
+def _end(parts: Sequence[_Part]) -> None:
+    """At once: a second signal is not waited for."""
+    for part in parts:
+        part.say(signal.SIGTERM.name)
+    time.sleep(2 * SAME_SIGNAL_S)
+    for part in parts:
+        part.say(signal.SIGTERM.name)
 
 
 def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
@@ -280,8 +311,9 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     if lost and not signals:
         said = lost[0].errors[-1] if lost[0].errors else "it said nothing"
         raise WorkerError(
-            f"{lost[0].host.name} was lost: {said}. The ranks of the other hosts were ended.", 1
-        )
+            f"{lost[0].host.name} was lost: {said}. The ranks of the other hosts were ended", 1,
+            lost=True,
+        )  # fmt: skip
     failures: dict[int, int] = {}
     reports: list[Report] = []
     names: dict[int, str] = {}
@@ -300,4 +332,4 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
         name = signal.Signals(signals[0]).name
         raise WorkerError(f"stopped by {name} before training began", 128 + signals[0])
     if errors:
-        raise WorkerError(errors[0], 1)
+        raise WorkerError(errors[0], 1, lost=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.launch import micro_batch
+from outpace.launch.alive import Doing, watched
 from outpace.launch.answer import Answer
 from outpace.launch.assemble import Prepared, assemble
 from outpace.launch.context import Job
@@ -38,11 +40,14 @@ from outpace.records.measurement import Measurement
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
 from outpace.train.guards import StopSignal
 from outpace.train.loggers import require_loggers
-from outpace.train.run_dir import RunDir
+from outpace.train.run_dir import STANDSTILL_FILE, RunDir
 from outpace.train.threads import set_threads
+
+Explain = Callable[[Path], None]
 
 
 def train(
@@ -56,13 +61,15 @@ def train(
     model: nn.Module | Callable[[], Any] | None = None,
     end: End | None = None,
     attempt: Try | None = None,
+    explain: Explain | None = None,
 ) -> Measurement:
     """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
 
     `model` is a live module or a function that builds one, in place of `settings.model`.
     `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise;
-    `attempt` tries settings in another. Raises BadInputError, DivergedError, InterruptedRunError,
-    OutOfMemoryError.
+    `attempt` tries settings in another; `explain` shows, of a file in the run's folder, how ranks
+    stood when some waited in vain. Raises BadInputError, DivergedError, InterruptedRunError,
+    OutOfMemoryError, RankLostError.
     """
     with prepared(
         settings,
@@ -74,6 +81,7 @@ def train(
         model=model,
         end=end,
         attempt=attempt,
+        explain=explain,
     ) as ready:
         return ready.run()
 
@@ -97,6 +105,7 @@ def prepared(
     model: nn.Module | Callable[[], Any] | None = None,
     end: End | None = None,
     attempt: Try | None = None,
+    explain: Explain | None = None,
     foresee: bool = True,
 ) -> Iterator[Prepared]:
     """Everything up to the first step, as `train` does it, for who drives the loop by hand.
@@ -134,7 +143,8 @@ def prepared(
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
-        with guard:
+        doing = Doing("the preparation")
+        with watched(groups, doing, settings.comm_timeout_s), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
@@ -149,9 +159,10 @@ def prepared(
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             _require_same(groups, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
+            doing.kept = partial(_keep, run_dir, explain)
             job = Job(
                 settings, ranks, groups, device, machine, plan, materials, total_steps, run_dir,
-                heard,
+                heard, doing,
             )  # fmt: skip
             answer = Answer(job, fitting, origins, command)
             guard.answer = answer.of
@@ -165,6 +176,14 @@ def prepared(
                 looker = Looker(job, fitting, tracer, stack)
             tracer.close()  # its memory is for training now
             yield assemble(job, origins, command, threads, stop, stack, guard, answer, looker)
+
+
+def _keep(run_dir: RunDir, explain: Explain | None, found: Standstill) -> None:
+    """Write down how ranks stood, where who resumes the run and who reports on it look."""
+    path = run_dir.path / STANDSTILL_FILE
+    found.save(path)
+    if explain is not None:
+        explain(path)
 
 
 def _require_possible(

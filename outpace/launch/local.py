@@ -24,6 +24,7 @@ import psutil
 
 from outpace.records.errors import (
     EXIT_INTERRUPTED,
+    EXIT_STANDSTILL,
     BadInputError,
     DivergedError,
     InterruptedRunError,
@@ -40,11 +41,15 @@ SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed. `exit_code` is that rank's."""
+    """A rank failed. `exit_code` is that rank's.
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    `lost`: nobody asked for it, and no setting is to blame: it may go well another time.
+    """
+
+    def __init__(self, message: str, exit_code: int, lost: bool = False) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+        self.lost = lost
 
 
 @dataclass(frozen=True)
@@ -266,23 +271,28 @@ def conclude(ended: Ended) -> None:
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
     # A crash makes its neighbours fail too (their connections break), and elastic ends the rest
-    # with SIGTERM: a rank that another signal killed comes first, then what was reported.
+    # with SIGTERM: a rank that another signal killed comes first, then what was reported. A rank
+    # that stood still did not heed SIGTERM, and was killed for it in the end.
     killed = {
         rank: -code for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM
     }
-    if killed:
+    stood = any(report.exit_code == EXIT_STANDSTILL for report in reports)
+    if killed and not stood:
         rank, signum = min(killed.items())
-        raise WorkerError(_killed_sentence(ended.who(rank), signum), 128 + signum)
+        sentence = _killed_sentence(ended.who(rank), signum)
+        raise WorkerError(sentence, 128 + signum, lost=not signals)
     if reports:
         first = min(reports, key=_blame)
-        raise WorkerError(_attributed(first, ended), first.exit_code)
+        lost = first.exit_code in (1, EXIT_STANDSTILL) and not signals
+        raise WorkerError(_attributed(first, ended), first.exit_code, lost)
     if not failures:
         return
     if signals:
         raise WorkerError(f"stopped by {_name(signals[0])} before training began", 128 + signals[0])
     rank, code = min(failures.items(), key=lambda item: item[1] < 0)
     code = 128 - code if code < 0 else code
-    raise WorkerError(f"{ended.who(rank)} ended with exit code {code} and said nothing", code)
+    sentence = f"{ended.who(rank)} ended with exit code {code} and said nothing"
+    raise WorkerError(sentence, code, lost=True)
 
 
 def _blame(report: Report) -> tuple[bool, float]:

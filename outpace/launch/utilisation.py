@@ -41,6 +41,11 @@ class Recording:
         job.callbacks.append(_Curves(job, self._recorder))
         self._recorder.start()
 
+    @property
+    def latest(self) -> Load | None:
+        """What this rank's host did of late; None on all but its first rank."""
+        return None if self._recorder is None else self._recorder.latest
+
     def close(self) -> None:
         """Write what was recorded, however the run ended."""
         if self._recorder is not None:

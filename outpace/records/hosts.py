@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveInt, StringConstraints
+from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
@@ -74,6 +74,14 @@ def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
     if twice is not None:
         raise BadInputError(f"{where} names {twice} twice; give it all its ranks at once")
     return tuple(hosts)
+
+
+class Elastic(Record):
+    """With how many hosts a training may begin and go on, and how often it may begin again."""
+
+    min_nodes: PositiveInt
+    max_nodes: PositiveInt
+    max_restarts: NonNegativeInt
 
 
 class Question(Record):

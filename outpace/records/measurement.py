@@ -45,6 +45,7 @@ class RunInfo(Record):
     device: str = Field(description="as a person knows it: cpu, or the GPU's name")
     total_steps: int
     start_step: int = Field(default=0, description="steps already done, when resumed")
+    hosts: int = 1
     hints: tuple[str, ...] = ()
 
 

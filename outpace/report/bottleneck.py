@@ -36,6 +36,7 @@ class Seen:
     processes: int
     loads: Sequence[Load] = ()
     mfu: float | None = None
+    hosts: int = 1
 
 
 def bottleneck(seen: Seen) -> Bottleneck | None:
@@ -55,7 +56,7 @@ def _losses(seen: Seen) -> Iterator[tuple[float, Bottleneck]]:
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
     yield data, _waiting_for_data(data)
-    yield communication, _communication(seen.strategy, communication)
+    yield communication, _communication(seen.strategy, communication, seen.hosts)
     yield optimizer, _optimizer(optimizer)
     if seen.device == "cpu":
         yield from _cores(seen, data + communication)
@@ -88,7 +89,7 @@ def _waiting_for_data(share: float) -> Bottleneck:
     )
 
 
-def _communication(strategy: Strategy | None, share: float) -> Bottleneck:
+def _communication(strategy: Strategy | None, share: float, hosts: int) -> Bottleneck:
     if strategy in SCHEDULES:
         return Bottleneck(
             f"waits for stages {_percent(share)}",
@@ -96,7 +97,7 @@ def _communication(strategy: Strategy | None, share: float) -> Bottleneck:
             "step (--pp-microbatches) or another schedule leave less idle.",
         )
     return Bottleneck(
-        f"communication {_percent(share)}",
+        f"{'network' if hosts > 1 else 'communication'} {_percent(share)}",
         f"Ranks exchange, and compute nothing, {_percent(share)} of the time: a larger "
         "--global-batch exchanges more rarely for a token, --compress-gradients sends less, and "
         "outpace compare tells which --strategy waits least.",

@@ -184,6 +184,7 @@ class Progress(Callback):
                 info.plan.world_size,
                 () if load is None else (load,),
                 self._latest[-1].mfu,
+                info.hosts,
             )
         )
         return "" if found is None else found.words

@@ -137,6 +137,7 @@ def _advice(measurement: Measurement) -> list[str]:
         measurement.world_size,
         measurement.utilisation,
         measurement.mfu,
+        len(measurement.utilisation),
     )
     found = bottleneck(seen)
     return [] if found is None else [found.advice]

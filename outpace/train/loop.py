@@ -38,6 +38,7 @@ class Loop:
     total_steps: int
     start_step: int
     device: torch.device
+    at: Callable[..., None] = lambda what, limited=False: None  # says what begins
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
     around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
 
@@ -71,6 +72,7 @@ class Loop:
 
     def _step(self, step: int) -> RawStep:
         settings = self.settings
+        self.at(f"step {step}", limited=True)
         self.stepper.begin()
         batches = next(self.steps)
         seed_step(settings.seed, step, self.random_rank, self.device)
@@ -94,10 +96,12 @@ class Loop:
         if due_eval or due_save:
             self._settle(waiting, 0)  # a state whose loss is no number is never saved
         if due_eval and not stopping:
+            self.at(f"the evaluation after step {step}")
             evaluation = self.evaluate(step)
             if evaluation is not None:
                 tell(self.callbacks, "on_eval", evaluation, False)
         if due_save and not settings.measure_only:
+            self.at(f"saving after step {step}")
             self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))
         else:
             self.checkpointer.poll()

@@ -16,6 +16,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
+STANDSTILL_FILE = "standstill.json"
 UTILISATION_FOLDER = "utilisation"
 # A run writes its metrics, a checkpoint and the model; below this it can write none of them.
 _LEAST_FREE_BYTES = 16 << 20

@@ -13,14 +13,17 @@ from outpace.optim.build import begin_step
 from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
 from outpace.train.memory import CacheFreer, peak_memory_bytes
-from outpace.train.timing import StepTimer
+from outpace.train.timing import OwnTime, StepTimer
 
 Batch = Any
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What all ranks said about a step: (world, 2) float64 with stop wish and peak memory."""
+    """What all ranks said about a step: (world, 3) float64.
+
+    Stop wish, peak memory in bytes, and the seconds that it took of the rank's own time.
+    """
 
     values: Tensor
 
@@ -34,6 +37,12 @@ class Gathered:
         """Of each rank, bytes; empty where a rank does not know."""
         peaks = self.values[:, 1]
         return tuple(map(int, peaks.tolist())) if bool((peaks >= 0).all()) else ()
+
+    @property
+    def own_s(self) -> tuple[float, ...]:
+        """Of each rank, without waiting for others; empty where a rank does not know."""
+        own = self.values[:, 2]
+        return tuple(own.tolist()) if bool((own >= 0).all()) else ()
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -95,6 +104,8 @@ class Stepper:
         # (x W / N: see docs/design).
         self._scale = layout.averages / expected_targets
         self._timer = StepTimer(device)
+        self._own_time = OwnTime(device)
+        self._marks_before: list[tuple[str, Any]] = []
         self._freer = CacheFreer(device) if plan.empty_cache else None
 
     def begin(self) -> None:
@@ -129,12 +140,13 @@ class Stepper:
         self._mark("optimizer")
         _wait(pending)
         timer.mark("communication")
+        self._marks_before = timer.take()
         return RawStep(
             step,
             lr,
             totals,
             grad_norm,
-            timer.take(),
+            self._marks_before,
             communication_s,
             gathered,
             loss_scale,
@@ -161,10 +173,13 @@ class Stepper:
     def _exchange(self, totals: Tensor, stop: bool) -> tuple[Gathered, list[Any]]:
         """Begin to sum the totals over ranks and to gather what each rank has to say."""
         peak = peak_memory_bytes(self._device)
-        said = torch.tensor([[float(stop), -1.0 if peak is None else peak]], dtype=torch.float64)
+        own_s = self._own_time.take(self._marks_before)
+        said = torch.tensor(
+            [[float(stop), -1.0 if peak is None else peak, own_s]], dtype=torch.float64
+        )
         if self._world_size == 1:
             return Gathered(said), []
-        heard = torch.empty(self._world_size, 2, dtype=torch.float64)
+        heard = torch.empty(self._world_size, said.shape[1], dtype=torch.float64)
         group = None if self._device.type == "cuda" else self._control
         works = [
             dist.all_reduce(totals, group=group, async_op=True),

@@ -54,6 +54,26 @@ def durations(marks: list[tuple[str, Any]]) -> dict[str, float]:
     return seconds
 
 
+@dataclass
+class OwnTime:
+    """What this rank spends on a step by itself, not waiting for others.
+
+    On a CPU all that its thread is busy with; on a GPU waiting for data and forwards, in which
+    replicas exchange nothing.
+    """
+
+    device: torch.device
+    _busy_s: float | None = None
+
+    def take(self, marks_before: list[tuple[str, Any]]) -> float:
+        """Seconds since it was taken last, on a GPU of the step before; -1 where not known."""
+        if self.device.type == "cuda":
+            parts = durations(marks_before)
+            return parts["data"] + parts["forward"] if "forward" in parts else -1.0
+        before, self._busy_s = self._busy_s, thread_busy_s()
+        return -1.0 if before is None else self._busy_s - before
+
+
 def thread_busy_s() -> float:
     """For how long this thread has run, or could have run if a core had been free.
 

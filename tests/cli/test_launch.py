@@ -75,6 +75,7 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
         (["slurm", "--time", "1:00 #", *TRAIN], "is not a time as sbatch takes it"),
         (["slurm", "--sbatch", "a=b\n#SBATCH --c", *TRAIN], "is not of the form partition=gpu"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
+        (["slurm", *TRAIN, "--max-restarts", "3"], "--max-restarts: the cluster starts the ranks"),
         (["kubernetes", *TRAIN], "required: --image"),
     ],
 )

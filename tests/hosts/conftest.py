@@ -80,6 +80,43 @@ class Cluster:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
+    def cut(self, name: str) -> None:
+        """Nothing reaches a host, and nothing leaves it."""
+        self._link(name, "down")
+
+    def mend(self, name: str) -> None:
+        """As before."""
+        self._link(name, "up")
+
+    def _link(self, name: str, state: str) -> None:
+        host = next(one for one in self.hosts if one.name == name)
+        do("ip", "-n", host.space, "link", "set", host.device, state)
+
+    def limit(self, rate: str | None) -> None:
+        """So many bits a second from each to the other; None: as many as go."""
+        for host in self.hosts:
+            change = ["tc", "-n", host.space, "qdisc"]
+            if rate is None:
+                do(*change, "delete", "dev", host.device, "root")
+            else:
+                do(*change, "add", "dev", host.device, "root", "tbf", "rate", rate, "burst",
+                   "256kb", "latency", "200ms")  # fmt: skip
+
+    def shift(self, name: str, by: str | None) -> bool:
+        """Have a host's clock show another time, by libfaketime; False where that is not there."""
+        library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+        if library is None:
+            return False
+        config = self.folder / f"{name}.conf"
+        plain = [line for line in config.read_text().splitlines() if "FAKETIME" not in line]
+        if by is not None:
+            plain.append(f"SetEnv LD_PRELOAD={library} FAKETIME={by}")
+        config.write_text("\n".join(plain) + "\n")
+        # It reads its configuration anew.
+        os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGHUP)
+        time.sleep(0.5)
+        return True
+
     def left(self, cwd: Path) -> list[psutil.Process]:
         """What still runs of outpace in a folder."""
         found = []

@@ -1,0 +1,172 @@
+"""Asks hosts, before a training is started on them, whether it can be.
+
+Nothing that a person typed is put into a remote command line: it goes through standard input.
+"""
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outpace.launch.agent import MARK
+from outpace.records.errors import BadInputError
+from outpace.records.hosts import Facts, Host, Question
+
+_SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
+        "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
+        "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
+_ANSWER_S = 90  # imports torch
+_CLOCK_S = 5.0
+# What must be the same everywhere, for ranks to talk to each other and to compute the same.
+_SAME = ("python", "outpace", "torch")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came back from a host: its facts, or in `away` why there are none.
+
+    `against`: what of the facts stands against a training there.
+    """
+
+    host: Host
+    facts: Facts | None
+    away: str = ""
+    against: tuple[str, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether ranks can run there."""
+        return self.facts is not None and not self.against
+
+    @property
+    def problems(self) -> list[str]:
+        """For a person."""
+        return [f"{self.host.name}: {one}" for one in (*self.against, self.away) if one]
+
+
+def ask(
+    hosts: Sequence[Host],
+    folder: Path,
+    paths: Sequence[str],
+    out: Path,
+    like: Answered | None = None,
+) -> list[Answered]:
+    """What each host says. `paths` must be there on all, and `out` be seen by all.
+
+    What must be the same is compared with `like`, or the first that answers. Raises BadInputError
+    where nothing can be written to `out`.
+    """
+    with _token(out) as token:
+        question = Question(folder=str(folder), seen=(*paths, str(token))).model_dump_json()
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            answers = list(pool.map(lambda host: _ask(host, folder, question), hosts))
+    found = []
+    first = None if like is None or like.facts is None else (like.host, like.facts)
+    for host, (answer, between) in zip(hosts, answers, strict=True):
+        if isinstance(answer, str):
+            found.append(Answered(host, None, away=answer))
+            continue
+        first = first or (host, answer)
+        against = tuple(_against(answer, first, between, str(token)))
+        found.append(Answered(host, answer, against=against))
+    return found
+
+
+@contextmanager
+def _token(out: Path) -> Iterator[Path]:
+    """A file in this folder, to be seen by all who share it; nothing of it is left."""
+    new = not out.exists()
+    token = out / f".outpace-{uuid.uuid4().hex}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        token.write_text("seen?")
+    except OSError as error:
+        raise BadInputError(
+            f"--out {out}: nothing can be written there: {error.strerror}"
+        ) from None
+    try:
+        yield token
+    finally:
+        token.unlink()
+        if new:
+            with suppress(OSError):  # another has written there meanwhile
+                out.rmdir()
+
+
+def _against(
+    answer: Facts, first: tuple[Host, Facts], between: tuple[float, float], token: str
+) -> Iterator[str]:
+    """What of a host's answer stands against a training."""
+    for name in _SAME:
+        its, other = answer.versions.get(name), first[1].versions.get(name)
+        if its != other:
+            yield f"it has {name} {its}, and {first[0].name} has {other}; install the same"
+    off = max(between[0] - answer.time_s, answer.time_s - between[1])
+    if off > _CLOCK_S:
+        yield f"its clock is {off:.0f} s off; set it by NTP"
+    for path in answer.unseen:
+        if path == token:
+            yield (
+                f"it does not see {Path(token).parent}, where the run is to be kept. Name a folder "
+                "that all hosts share with --out"
+            )
+        else:
+            yield f"there is no {path}"
+
+
+def _ask(host: Host, folder: Path, question: str) -> tuple[Facts | str, tuple[float, float]]:
+    """A host's answer or why there is none; times between which it was given."""
+    began_s = time.time()
+    try:
+        done = subprocess.run(
+            remote(host, folder, "check"), input=question + "\n", capture_output=True, text=True,
+            env=here(), timeout=_ANSWER_S, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return "there is no ssh on this host to reach it with", (began_s, began_s)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_ANSWER_S} s", (began_s, began_s)
+    found = marked(done.stdout)
+    if done.returncode == 0 and found is not None:
+        return Facts.parse(found, host.name), (began_s, time.time())
+    said = next(iter(reversed(done.stderr.strip().splitlines())), "it said nothing")
+    why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
+    return f"{why}: {said}", (began_s, began_s)
+
+
+def remote(host: Host, folder: Path, what: str) -> list[str]:
+    """The command that starts the agent on a host; this one needs no ssh."""
+    words = [sys.executable, "-m", "outpace.launch.agent", what]
+    if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
+        return words
+    return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
+
+
+def here() -> dict[str, str]:
+    """This process's environment, but for where a person has come from by ssh."""
+    return {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
+
+
+def marked(output: str) -> dict[str, Any] | None:
+    """What an agent said last: a login may print what it likes before."""
+    lines = [line for line in output.splitlines() if line.startswith(MARK)]
+    with suppress(ValueError, IndexError):
+        found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+        return found
+    return None
+
+
+def addresses(facts: Sequence[Facts]) -> list[str]:
+    """Of hosts as the others reach them: of the one that asks, as those that were asked say."""
+    asking = next((one.asked_from for one in facts if one.asked_from), None)
+    return [one.address or asking or "localhost" for one in facts]

@@ -1,0 +1,41 @@
+"""Beginning again, from the last checkpoint, when a rank or a host was lost."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outpace.launch.local import WorkerError
+
+
+@dataclass
+class Restarts:
+    """How often a training may begin again, and how often it has.
+
+    A person's mistake, a loss that is no number, memory that runs out and an end that was asked for
+    would come again: for these it does not. `say` tells a person; `out` is the run.
+    """
+
+    most: int
+    out: Path | None
+    say: Callable[[str], None]
+    done: int = 0
+
+    def count(self, error: WorkerError) -> None:
+        """One more, because of `error`; raises it where there may be none."""
+        if not error.lost or self.most == 0:
+            raise error
+        if self.done == self.most:
+            raise WorkerError(
+                f"{error}\nIt has begun again {self.done} times, which is all that --max-restarts "
+                f"{self.most} allows. Go on with --resume --out {self.out}",
+                error.exit_code,
+            )
+        self.done += 1
+        self.say(f"{_in_a_line(error)}. Going on from the last checkpoint "
+                 f"(restart {self.done} of {self.most})")  # fmt: skip
+
+
+def _in_a_line(error: WorkerError) -> str:
+    """Of a traceback who it was, and what it ended with."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

@@ -1,0 +1,114 @@
+"""How this rank stands: its threads' stacks, and its collectives by torch's flight recorder."""
+
+import json
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+from torch._C import _distributed_c10d
+
+from outpace.records.standstill import Exchange, Standing
+
+_LAST = 20  # exchanges that are kept
+_OPEN = "started"  # gloo's stay "scheduled", also when they are over
+# Where a thread is that waits for other ranks, or lets autograd do so.
+_WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/train/step.py")
+
+
+def standing(
+    rank: int, thread: int, doing: str, neighbours: Mapping[int, int], failed: str | None
+) -> Standing:
+    """Of this rank, whose thread `thread` trains.
+
+    `neighbours`: process numbers by rank of this host. `failed`: where an exchange has failed
+    already, in words.
+    """
+    frames = sys._current_frames()
+    exchanges = recorded()
+    at = traceback.extract_stack(frames[thread])[-1] if thread in frames else None
+    open_ones = [one for one in exchanges if one.state == _OPEN]
+    waits = at is not None and any(word in at.filename for word in _WAITING)
+    last = (open_ones or exchanges)[-1:]
+    if failed is not None:
+        place = failed
+    elif (waits or open_ones) and last:
+        place = f"{last[0].name}, number {last[0].number} of {last[0].group}"
+    else:
+        place = "its main thread has ended" if at is None else _line(at)
+    return Standing(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=psutil.Process().pid,
+        doing=doing,
+        state="waits" if failed is not None or waits or open_ones else "works",
+        place=place,
+        processes={one: process_state(pid) for one, pid in neighbours.items()},
+        stacks=_stacks(frames, thread),
+        exchanges=tuple(_latest(exchanges)),
+    )
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says: "running", "sleeping", "stopped", …; "gone"."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _line(at: traceback.FrameSummary) -> str:
+    """A place in the source, as a person would look for it."""
+    name = "/".join(Path(at.filename).parts[-2:])
+    return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
+
+
+def _latest(exchanges: list[Exchange]) -> list[Exchange]:
+    """The last ones, and of every group the last."""
+    last = {one.group: place for place, one in enumerate(exchanges)}
+    kept = {*last.values(), *range(len(exchanges))[-_LAST:]}
+    return [exchanges[place] for place in sorted(kept)]
+
+
+def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    said = []
+    for ident in sorted(frames, key=lambda one: one != main):
+        if ident == threading.get_ident() and ident != main:
+            continue
+        name = "the thread that trains" if ident == main else names.get(ident, "a thread")
+        said.append(f"{name}:\n{''.join(traceback.format_stack(frames[ident]))}")
+    return "\n".join(said)
+
+
+def recorded() -> list[Exchange]:
+    """What torch's flight recorder has of this rank; [] where it has nothing."""
+    found: list[Exchange] = []
+    # With CUDA there is one recorder for NCCL and one for the rest.
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        with suppress(ValueError, KeyError, TypeError, RuntimeError):
+            found += _parsed(json.loads(dump()).get("entries", ()) if dump is not None else ())
+    return found
+
+
+def _parsed(entries: Sequence[Mapping[str, Any]]) -> list[Exchange]:
+    return [
+        Exchange(
+            group=_group(*one["process_group"]),
+            number=int(one["p2p_seq_id"] if one["is_p2p"] else one["collective_seq_id"]),
+            name=str(one["profiling_name"]).partition(":")[2] or str(one["profiling_name"]),
+            state=str(one["state"]),
+        )
+        for one in entries
+    ]
+
+
+def _group(name: str, described: str) -> str:
+    return f"group {name}" if described in ("", "undefined") else described

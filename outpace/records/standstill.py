@@ -1,0 +1,42 @@
+"""What each rank was at when some waited in vain; standstill.json in a run's folder."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from outpace.records.base import Record
+
+State = Literal["waits", "works", "silent"]
+
+
+class Exchange(Record):
+    """A collective by torch's flight recorder. `number` counts those of its group, from 1."""
+
+    group: str
+    number: int
+    name: str
+    state: str
+
+
+class Standing(Record):
+    """A rank when it was asked. `silent`: it did not answer."""
+
+    rank: int
+    host: str
+    pid: int
+    doing: str = Field(default="", description="in words, as 'step 12'")
+    state: State
+    place: str = Field(description="what it waits in, its line of Python, or why it is silent")
+    processes: dict[int, str] = Field(
+        default={}, description="by rank of this host what the kernel says of its process"
+    )
+    stacks: str = Field(default="", description="of all its Python threads")
+    exchanges: tuple[Exchange, ...] = Field(default=(), description="the latest last")
+
+
+class Standstill(Record):
+    """Who holds the others up, and how all stand."""
+
+    sentence: str
+    when: str = Field(description="UTC, ISO 8601")
+    ranks: tuple[Standing, ...]

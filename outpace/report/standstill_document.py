@@ -1,0 +1,43 @@
+"""Who held the others up, and how every rank stood."""
+
+from outpace.records.standstill import Standing, Standstill
+from outpace.report.document import Code, Document, Number, Part, Section, Table
+
+_STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answer"}
+
+
+def standstill_document(found: Standstill) -> Document:
+    """All that the ranks said."""
+    sections = [Section("Ranks", (_ranks(found),))]
+    sections += [Section(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
+                 if one.stacks or one.exchanges]  # fmt: skip
+    return Document("standstill", "Ranks that waited in vain", (_sentence(found),),
+                    (("when", found.when), ("ranks", str(len(found.ranks)))),
+                    tuple(sections))  # fmt: skip
+
+
+def _sentence(found: Standstill) -> str:
+    return f"{found.sentence[:1].upper()}{found.sentence[1:].rstrip('.')}."
+
+
+def _ranks(found: Standstill) -> Table:
+    rows = tuple(
+        (Number(one.rank, str(one.rank)), one.host, Number(one.pid, str(one.pid)), one.doing,
+         _STATES[one.state], one.place)
+        for one in found.ranks
+    )  # fmt: skip
+    return Table("How they stood", ("rank", "host", "process", "in", "state", "at"), rows)
+
+
+def _parts(one: Standing) -> list[Part]:
+    parts: list[Part] = []
+    if one.exchanges:
+        rows = tuple(
+            (Number(each.number, str(each.number)), each.group, each.name, each.state)
+            for each in one.exchanges
+        )
+        parts.append(Table("Its latest exchanges, by torch's flight recorder",
+                           ("number", "group", "what", "state"), rows))  # fmt: skip
+    if one.stacks:
+        parts.append(Code("Its threads", one.stacks))
+    return parts

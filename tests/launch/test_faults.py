@@ -1,0 +1,229 @@
+"""What goes wrong on one host, done to real trainings: nothing is lost, and who it was is named."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outpace.records.standstill import Standstill
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import faults
+
+pytestmark = pytest.mark.gloo
+
+TINY = ("train", "--model", "outpace-tiny", "--seq-len", 32, "--global-batch", 8, "--eval-batches",
+        1, "--sample-tokens", 0, "--precision", "fp32", "--threads", 1)  # fmt: skip
+# A model of one's own, of which the second rank does something else at its tenth forward.
+ODD = """
+import os, time
+import torch
+
+class Odd(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(512, 16)
+        self.head = torch.nn.Linear(16, 512)
+        self.calls = 0
+    def forward(self, ids):
+        self.calls += 1
+        if os.environ.get("RANK") == "1" and self.calls >= 10:
+            {what}
+        return self.head(self.table(ids))
+
+def build():
+    return Odd()
+"""
+
+
+def start(*words, cwd, **more):
+    return subprocess.Popen(
+        [sys.executable, "-m", "outpace", *map(str, words)], cwd=cwd, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, **more,
+    )  # fmt: skip
+
+
+def run(*words, cwd, limit_s=240):
+    process = start(*words, cwd=cwd)
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"it did not end: {process.communicate()}")
+    return process.returncode, output, errors
+
+
+def odd(tmp_path, what):
+    (tmp_path / "odd.py").write_text(ODD.format(what=what))
+    return ("--model", "odd.py:build", "--nproc", 2)
+
+
+def steps(folder):
+    with suppress(FileNotFoundError):
+        return len((folder / "metrics.jsonl").read_text().splitlines())
+    return 0
+
+
+def at_step(process, folder, step):
+    while steps(folder) < step:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def rank_of(process, rank):
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.Error):
+            if child.environ().get("RANK") == str(rank):
+                return child
+    raise AssertionError(f"no rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "moments"),
+    [
+        pytest.param("ddp", faults.MOMENTS, id="ddp"),
+        pytest.param("zero3", ("saves", "waits"), id="zero3", marks=pytest.mark.slow),
+        pytest.param("1f1b", ("computes", "saves"), id="1f1b", marks=pytest.mark.slow),
+        pytest.param("tp", ("waits", "starts"), id="tp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_whose_ranks_are_killed_is_one_that_nothing_happened_to(tmp_path, strategy, moments):
+    alone = faults.undisturbed(strategy, tmp_path / "alone")
+    found, kills, said = faults.disturbed(strategy, tmp_path / "killed", moments, seed=3)
+    assert found == alone
+    assert alone.steps == tuple(range(1, faults.STEPS + 1))
+    assert [kill.moment for kill in kills] == list(moments)
+    assert f"(restart {len(moments)} of {len(moments)})" in said
+    assert "was killed by SIGKILL" in said
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, seed):
+    alone = faults.undisturbed("ddp", tmp_path / "alone")
+    row = faults._damaged(tmp_path / "cut", faults.random.Random(seed), alone)
+    assert row["said"] and row["same"], row
+
+
+def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
+    words = (*TINY, *odd(tmp_path, "raise RuntimeError('a broken fan')"), "--steps", 30)
+    code, _, errors = run(*words, "--max-restarts", 1, "--out", "run", cwd=tmp_path)
+    assert code == 1
+    assert "rank 1 failed: RuntimeError: a broken fan. Going on from the last checkpoint" in errors
+    assert "It has begun again 1 times, which is all that --max-restarts 1 allows" in errors
+    code, _, errors = run(
+        *TINY, "--nproc", 2, "--tp", 3, "--max-restarts", 3, "--out", "no", cwd=tmp_path
+    )
+    assert code == 2 and "Going on" not in errors
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    words = (*TINY, "--steps", 3, "--out", "run", "--auto-resume", "--json")
+    first = run(*words, cwd=tmp_path)
+    again = run(*words, cwd=tmp_path)
+    assert first[0] == again[0] == 0, again[2]
+    assert json.loads(first[1]) == json.loads(again[1])
+    code, _, errors = run(*TINY, "--steps", 5, "--out", "run", "--auto-resume", cwd=tmp_path)
+    assert code == 0, errors
+    assert steps(tmp_path / "run") == 5
+
+
+def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
+    words = (*TINY, "--steps", 4, "--nproc", 2, "--tp", 2, "--out", "run")
+    code, _, errors = run(*words, cwd=tmp_path)
+    assert code == 0, errors
+    more = (*TINY, "--steps", 8, "--nproc", 1, "--out", "run", "--auto-resume", "--json")
+    code, output, errors = run(*more, cwd=tmp_path)
+    assert code == 0, errors
+    assert "the run had 2 ranks and goes on with 1: it is planned anew" in errors
+    assert json.loads(output)["strategy"] == "single" and steps(tmp_path / "run") == 8
+    code, _, errors = run(*words, "--steps", 12, "--auto-resume", cwd=tmp_path)
+    assert code == 0, errors
+    assert "the run had 1 ranks and goes on with 2: the layout stays as it was asked for" in errors
+
+
+def test_a_rank_that_was_stopped_is_named(tmp_path):
+    process = start(*TINY, "--nproc", 2, "--steps", 5000, "--comm-timeout-s", 8, "--out", "run",
+                    cwd=tmp_path)  # fmt: skip
+    at_step(process, tmp_path / "run", 3)
+    rank_of(process, 1).suspend()
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 5
+    assert "rank 1 on" in errors and "is stopped (by SIGSTOP, or a debugger)" in errors
+    found = Standstill.load(tmp_path / "run" / "standstill.json")
+    assert [one.state for one in found.ranks] == ["waits", "silent"]
+    assert "step.py" in found.ranks[0].stacks
+    page = (tmp_path / "run" / "standstill.html").read_text()
+    assert "is stopped" in page and "how all ranks stood: run/standstill.html" in errors
+
+
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path):
+    words = (*TINY, *odd(tmp_path, "time.sleep(1000)"), "--steps", 30, "--comm-timeout-s", 8)
+    code, _, errors = run(*words, "--out", "run", cwd=tmp_path)
+    assert code == 5
+    assert "rank 1 on" in errors and "time.sleep(1000)" in errors and "in step 9" in errors
+    found = Standstill.load(tmp_path / "run" / "standstill.json")
+    assert [one.state for one in found.ranks] == ["waits", "works"]
+    assert "in forward" in found.ranks[1].place
+    assert any(one.state != "completed" for one in found.ranks[0].exchanges)
+
+
+def test_a_straggler_is_named_while_it_trains(tmp_path):
+    slow = "until = time.thread_time() + 0.02\n            while time.thread_time() < until: pass"
+    words = (*TINY, *odd(tmp_path, slow), "--steps", 130)
+    code, _, errors = run(*words, "--out", "run", cwd=tmp_path)
+    assert code == 0, errors
+    assert "rank 1 on" in errors and "is a straggler" in errors
+    assert "rank 0 on" not in errors
+
+
+def test_one_rank_whose_loss_is_no_number_ends_all(tmp_path):
+    words = (*TINY, *odd(tmp_path, "return self.head(self.table(ids)) * float('nan')"))
+    code, _, errors = run(*words, "--steps", 30, "--max-restarts", 2, "--out", "run", cwd=tmp_path)
+    assert code == 3 and "the loss became nan at step 9" in errors and "Going on" not in errors
+
+
+def test_two_trainings_at_once_do_not_meet(tmp_path):
+    both = [
+        start(*TINY, "--nproc", 2, "--steps", 8, "--out", f"run-{number}", cwd=tmp_path)
+        for number in range(2)
+    ]
+    for process in both:
+        _, errors = process.communicate(timeout=200)
+        assert process.returncode == 0, errors
+    one, other = (tmp_path / f"run-{n}" / "metrics.jsonl" for n in range(2))
+    losses = [[json.loads(line)["loss"] for line in path.read_text().splitlines()]
+              for path in (one, other)]  # fmt: skip
+    assert len(losses[0]) == 8 and losses[0] == losses[1]
+
+
+def test_a_port_that_is_taken_is_said(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        process = start(*TINY, "--steps", 4, "--comm-timeout-s", 20, cwd=tmp_path,
+                        env={**os.environ, **place})  # fmt: skip
+        _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2, errors
+    assert f"port {port}" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_who_is_asked_to_end_saves_first(tmp_path, whom):
+    process = start(*TINY, "--nproc", 2, "--steps", 5000, "--max-restarts", 2, "--out", "run",
+                    cwd=tmp_path)  # fmt: skip
+    at_step(process, tmp_path / "run", 3)
+    (process if whom == "launcher" else rank_of(process, 1)).send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 75 and "saved after step" in errors and "restart" not in errors
