@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -27,6 +27,7 @@ from outpace.records.errors import OutpaceError
 from outpace.records.hosts import Facts, Question, Work
 
 MARK = "outpace-agent: "
+_AT_ONCE_S = 15.0  # in which a second signal ends them
 _GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
 
 
@@ -73,11 +74,15 @@ def run(work: Work) -> NoReturn:
         error = str(found)
     except Exception as found:  # of the rendezvous, in torch's words
         error = f"{type(found).__name__}: {found}"
-    said = {**asdict(ended), "error": error}
+    _over({**asdict(ended), "error": error})
+
+
+def _over(said: dict[str, Any]) -> NoReturn:
+    """Say how it ended, and end: Python does not do so in order while a thread reads the input."""
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(said), flush=True)  # a rank may have died within a line
     sys.stderr.flush()
-    os._exit(0)  # Python does not end in order while a thread reads the input
+    os._exit(0)
 
 
 def _stay_on(address: str) -> None:
@@ -90,12 +95,23 @@ def _stay_on(address: str) -> None:
 
 def _listen() -> None:
     """Signals named by the lines of standard input go to this process, and on to the ranks."""
+    told = 0
     for line in sys.stdin:
         with suppress(KeyError):
             os.kill(os.getpid(), signal.Signals[line.strip()])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE_S)
-    os.kill(os.getpid(), signal.SIGTERM)  # the second ends them at once
+            told += 1
+        if told == 2:
+            break
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+    # The second ends them at once; but torch's agent may wait, deaf, for a host that is cut off.
+    time.sleep(_AT_ONCE_S)
+    for rank in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            rank.kill()
+    _over({"failures": {}, "reports": [], "signals": [], "error": "it had to be ended"})
 
 
 if __name__ == "__main__":

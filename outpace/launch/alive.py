@@ -131,7 +131,7 @@ class _Watcher:
 
     def close(self) -> None:
         self.over.set()
-        self.thread.join()
+        self.thread.join(_LOOK_S)  # or it waits for a host that is cut off
 
     def _run(self) -> None:
         """Beat, answer, and look around where a step takes long."""
@@ -168,10 +168,17 @@ class _Watcher:
         None where nobody is, and it is not known otherwise that something is `lost`.
         """
         self.failed = f"an exchange that failed: {why}"
-        try:
-            return self._look_around(self.groups.store, not lost)
-        except RuntimeError:
-            return f"rank 0 {_UNSEEN}"
+        said: list[str | None] = []
+
+        def look() -> None:
+            with suppress(RuntimeError):
+                said.append(self._look_around(self.groups.store, not lost))
+
+        # The store waits without limit for a host that is cut off.
+        looking = threading.Thread(target=look, name="looking around", daemon=True)
+        looking.start()
+        looking.join(4 * _LOOK_S)
+        return said[0] if said else f"the host where all meet {_UNSEEN}"
 
     def _look_around(self, store: Any, doubtful: bool) -> str | None:
         """Ask all, and say who is to blame; the first to ask says it to the others.

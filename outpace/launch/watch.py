@@ -9,6 +9,7 @@ from outpace.probe.limits import give_back_free
 
 # Allocating at 3 GB/s, a step of training takes some 60 MB between two looks.
 POLL_S = 0.02
+_JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ class Watch:
                 return
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, unless it waits for a host that is cut off."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
 
 
 def first_too_high(readings: Sequence[Reading]) -> Reading | None:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -66,6 +66,7 @@ class Cluster:
 
     hosts: tuple[OneHost, ...]
     folder: Path
+    started: "list[subprocess.Popen[str]]" = field(default_factory=list)
 
     def start(self, *words: object, cwd: Path) -> "subprocess.Popen[str]":
         """A command of outpace, typed on the first host."""
@@ -74,11 +75,20 @@ class Cluster:
                   'hostname "$0" && exec "$@"', first.name]  # fmt: skip
         command = [*inside, sys.executable, "-m", "outpace", *map(str, words)]
         path = f"{self.folder}:{os.environ['PATH']}"
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, cwd=cwd, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1",
                                     "SSH_CONNECTION": "192.0.2.1 1 192.0.2.2 22"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def close(self) -> None:
+        """What a failed test has left."""
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
     def cut(self, name: str) -> None:
         """Nothing reaches a host, and nothing leaves it."""
@@ -158,7 +168,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         connect(hosts)
         for host in hosts:
             servers.append(serve(host, folder))
-        yield Cluster(hosts, folder)
+        cluster = Cluster(hosts, folder)
+        yield cluster
+        cluster.close()
     finally:
         for server in servers:
             server.terminate()
