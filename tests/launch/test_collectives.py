@@ -1,6 +1,7 @@
 """Probing between ranks over gloo: what is measured, checked, and said when a rank dies."""
 
 import json
+import re
 import subprocess
 import sys
 from itertools import chain
@@ -97,8 +98,12 @@ def lost(how, folder):
 @pytest.mark.parametrize(
     ("how", "said_of_it"),
     [
-        ("die", "rank 2 is gone"),
-        pytest.param("hang", "one hangs, or a connection", marks=pytest.mark.slow),
+        ("die", "rank 2 on .* is gone: look at what it said last"),
+        pytest.param(
+            "hang",
+            "rank 2 on .* does not come to it: .* in deadly: time.sleep",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_lost_rank_is_said_by_the_others_with_what_they_were_at(how, said_of_it, tmp_path):
@@ -109,7 +114,7 @@ def test_a_lost_rank_is_said_by_the_others_with_what_they_were_at(how, said_of_i
     for said in found.values():
         assert said["text"].startswith("RankLostError: all-reduce"), said
         assert "over the axis all" in said["text"]
-        assert said_of_it in said["text"]
+        assert re.search(said_of_it, said["text"])
         assert said["after_s"] < 40
 
 
