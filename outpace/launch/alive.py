@@ -178,7 +178,9 @@ class _Watcher:
         looking = threading.Thread(target=look, name="looking around", daemon=True)
         looking.start()
         looking.join(4 * _LOOK_S)
-        return said[0] if said else f"the host where all meet {_UNSEEN}"
+        if said or not lost:
+            return said[0] if said else None
+        return f"the host where all meet {_UNSEEN}"
 
     def _look_around(self, store: Any, doubtful: bool) -> str | None:
         """Ask all, and say who is to blame; the first to ask says it to the others.
