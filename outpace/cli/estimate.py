@@ -38,7 +38,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.global_batch is None:
         batch = plan.samples_per_pass * plan.data_parallel
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))
-    planned = one(question, plan)
+    try:
+        planned = one(question, plan)
+    except BadInputError as error:
+        raise BadInputError(f"{arguments.plan}: {error}") from None
     if arguments.depth == "trace":
         from outpace.launch.traced import traced
 

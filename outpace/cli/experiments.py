@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from outpace.cli import options
-from outpace.records.base import write_atomic
+from outpace.records.base import read_toml, write_atomic
 from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.plan import Strategy
@@ -109,7 +109,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     whole = written[: written.rfind(b"\n") + 1]
     try:
         found = [json.loads(line) for line in whole.split(b"\n") if line]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is damaged: {error}. Use another --out.") from None
     if len(whole) < len(written):
         write_atomic(path, whole.decode())
@@ -182,7 +182,7 @@ def commands(lines: Sequence[str]) -> list[Arm]:
 
 def from_toml(path: Path) -> dict[str, Any]:
     """An experiment file's values, as Experiment has them. Raises BadInputError."""
-    table = options.read_toml(path)
+    table = read_toml(path)
     common = _settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])
     grid = table.pop("grid", {})

@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from outpace.cli.parser import Parser, whole_number
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.base import read_toml
+from outpace.records.errors import BadInputError, clipped, nearest, shown
 from outpace.records.settings import Size, TrainSettings
 from outpace.records.units import read_bytes
 
@@ -142,19 +143,6 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: convert(name, value, flag(name)) for name, value in given.items()}
 
 
-def read_toml(path: Path, option: str = "") -> dict[str, Any]:
-    """A TOML file's table. `option`: what it was given with. Raises BadInputError."""
-    import tomllib
-
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise BadInputError(f"cannot read {option}{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{path} is not TOML: {error}") from None
-
-
 def from_toml(path: Path) -> dict[str, Any]:
     """The settings that a TOML file gives, keys in kebab or snake case. Raises BadInputError."""
     values: dict[str, Any] = {}
@@ -191,7 +179,7 @@ def _at_commas(word: Any) -> list[Any]:
 def _convert_one(holds: Shape, value: Any, where: str) -> Any:
     if holds.choices and value not in holds.choices:
         raise BadInputError(
-            f"{where}: {value!r} is not one of {', '.join(holds.choices)}."
+            f"{where}: {shown(value)} is not one of {', '.join(holds.choices)}."
             f"{nearest(str(value), holds.choices)}"
         )
     if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
@@ -207,7 +195,7 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
     except ValueError:
         example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
         words = "".join(f", and not {word!r}" for word in holds.words)
-        raise BadInputError(f"{where}: {value!r} is not {example}{words}") from None
+        raise BadInputError(f"{where}: {shown(value)} is not {example}{words}") from None
 
 
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:
@@ -248,10 +236,11 @@ def _sentence(origins: Mapping[str, str], problem: Any) -> str:
     name = str(problem["loc"][0])
     origin = origins.get(name, DEFAULT)
     where = flag(name) if origin == COMMAND_LINE else f"{origin}: {name}"
-    message = problem["msg"]
+    message, value = problem["msg"], problem["input"]
     if problem["type"] == "extra_forbidden":
         return f"{origin}: unknown key {name!r}.{nearest(name, _fields())}"
-    return f"{where} {problem['input']}: {message[0].lower()}{message[1:]}"
+    said = clipped(value) if isinstance(value, str) else shown(value)
+    return f"{where} {said}: {message[0].lower()}{message[1:]}"
 
 
 def _fields() -> Any:

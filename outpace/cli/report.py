@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli.parser import Parser
-from outpace.records.base import write_atomic
+from outpace.records.base import read_json, write_atomic
 from outpace.records.certificate import Certificate
 from outpace.records.comparison import Comparison
 from outpace.records.errors import BadInputError
@@ -107,12 +107,7 @@ def _subject(path: Path) -> _Subject:
 
 
 def _record(path: Path) -> Any:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}.") from None
-    except ValueError as error:
-        raise BadInputError(f"{path} is not JSON: {error}.") from None
+    values = read_json(path)
     for name, kind in _RECORDS.items():
         if isinstance(values, dict) and name in values:
             return kind.parse(values, str(path))

@@ -64,7 +64,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise BadInputError(f"{path} is damaged: it holds no settings of a run") from None
     parsed = TrainSettings.parse(recorded, str(path))
     return {name: value for name, value in parsed if name not in _LEFT_OUT}

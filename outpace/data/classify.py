@@ -1,6 +1,5 @@
 """Texts and pairs of texts with a label, as GLUE's, to samples of a classifier."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from outpace.data.padded import Ragged, ragged
 from outpace.data.rows import Row, Table
 from outpace.data.tokenizer import Tokenizer
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, clipped, shown
 
 # Columns of texts by what benchmarks call them, pairs before single ones.
 _TEXTS = (
@@ -86,13 +85,14 @@ def _label(row: Row, name: str, classes: Sequence[str]) -> str:
         )
     if isinstance(value, str):
         return value
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value != int(value):
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int):
         raise BadInputError(
-            f"{row.where}: the label {value!r} is no class. --task classify learns one class for "
-            "each row: a name or a whole number, not a number on a scale or several."
+            f"{row.where}: the label {shown(value)} is no class. --task classify learns one class "
+            "for each row: a name or a whole number, not a number on a scale or several."
         )
-    number = int(value)
-    return classes[number] if 0 <= number < len(classes) else str(number)
+    return classes[value] if 0 <= value < len(classes) else clipped(str(int(value)))
 
 
 def label_names(

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from outpace.data.hashes import remembered_extent, remembered_fingerprint
+from outpace.data.index import Index
 from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
 from outpace.data.sources import Source, open_source
@@ -97,7 +98,7 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
     block_size_for(weights)
 
 
-def _choose(entry: Path, index: dict[str, object], split: Split, eval_fraction: float) -> Stream:
+def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
     """A split of an entry: documents by their hash, where that comes near the fraction asked for.
 
     With few documents it may be far off; then the end of all tokens is held out.

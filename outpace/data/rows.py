@@ -163,7 +163,7 @@ def _json_lines(file: Path) -> Iterator[Row]:
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", None) or getattr(error, "reason", "nested too deep")
+                reason = getattr(error, "msg", None) or getattr(error, "reason", None) or error
                 raise BadInputError(
                     f"{where} is not JSON: {reason}. Each line has to be an object."
                 ) from None
@@ -181,7 +181,7 @@ def _parquet(file: Path) -> Iterator[Row]:
     try:
         for number, values in enumerate(parquet.read_table(file).to_pylist(), 1):
             yield Row(values, f"{file}, row {number}")
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
 
 

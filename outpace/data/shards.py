@@ -8,7 +8,6 @@ folder gets its name. What is not whole was never there.
 import contextlib
 import errno
 import io
-import json
 import os
 import shutil
 from array import array
@@ -24,6 +23,7 @@ import xxhash
 from filelock import FileLock
 
 from outpace.data.helpers import Encoders
+from outpace.data.index import FORMAT, SPLITS, Index, documents_name, shard_name
 from outpace.data.sources import Source, check_unchanged
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer
@@ -33,9 +33,7 @@ from outpace.records.errors import BadInputError
 Progress = Callable[[str, int, int | None], None]
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
-FORMAT = 1
 INDEX = "index.json"
-SPLITS = ("train", "validation")
 SHARD_TOKENS = 256 << 20
 # Enough text at a time to be worth handing over, little enough that memory stays flat.
 _BATCH_CHARACTERS = 2 << 20
@@ -64,7 +62,7 @@ def ensure_entry(
     eval_fraction: float,
     processes: int,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Index:
     """Make the entry if it is not there or not whole; return its index.
 
     Processes that want the same entry wait for each other. Raises BadInputError.
@@ -93,20 +91,20 @@ def ensure_entry(
         raise BadInputError(f"the token cache {entry.parent} cannot be used: {error}") from None
 
 
-def read_index(entry: Path) -> tuple[dict[str, Any] | None, str | None]:
+def read_index(entry: Path) -> tuple[Index | None, str | None]:
     """The index of a whole entry, or what is wrong with one that is damaged."""
     if not entry.is_dir():
         return None, None
     try:
-        index: dict[str, Any] = json.loads((entry / INDEX).read_text())
-        check = sum(file["bytes"] for file in index["files"].values()) <= _CHECKED_BYTES
-        for name, file in index["files"].items():
+        index = Index.load(entry / INDEX)
+        check = sum(file.bytes for file in index.files.values()) <= _CHECKED_BYTES
+        for name, file in index.files.items():
             path = entry / name
-            if path.stat().st_size != file["bytes"]:
+            if path.stat().st_size != file.bytes:
                 return None, f"cached shard {name} has the wrong size"
-            if check and _checksum(path) != file["xxh3_128"]:
+            if check and _checksum(path) != file.xxh3_128:
                 return None, f"cached shard {name} has the wrong checksum"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, BadInputError) as error:
         return None, f"cached tokens are damaged ({error})"
     return index, None
 
@@ -127,7 +125,7 @@ def _build(
     eval_fraction: float,
     processes: int,
     progress: Progress,
-) -> dict[str, Any]:
+) -> Index:
     temporary = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
@@ -142,15 +140,10 @@ def _build(
             if piece.last:
                 current.write(np.array([tokenizer.eos_id], dtype=np.uint32))
         check_unchanged(source)
-        index = {
-            "format": FORMAT,
-            "dtype": dtype.str,
-            "splits": {split: writer.close() for split, writer in writers.items()},
-        }
-        index["files"] = {
-            name: file for writer in writers.values() for name, file in writer.files.items()
-        }
-        (temporary / INDEX).write_text(json.dumps(index, indent=1))
+        splits = {split: writer.close() for split, writer in writers.items()}
+        files = {name: file for writer in writers.values() for name, file in writer.files.items()}
+        index = Index.parse({"dtype": dtype.str, "splits": splits, "files": files}, INDEX)
+        index.save(temporary / INDEX)
         sync_folder(temporary)
         temporary.replace(entry)
         return index
@@ -245,7 +238,7 @@ class _SplitWriter:
 
     def _open_next(self) -> None:
         self._finish()
-        name = f"{self.split}-{len(self.shards):05d}.bin"
+        name = shard_name(self.split, len(self.shards))
         self._file = (self.folder / name).open("wb")
         self._digest = xxhash.xxh3_128()
         self.shards.append(name)
@@ -261,7 +254,7 @@ class _SplitWriter:
         """Finish the files; what the index says of this split."""
         self._flush()
         self._finish()
-        name = f"{self.split}-documents.npy"
+        name = documents_name(self.split)
         path = self.folder / name
         # numpy writes to files past Python, and hides why it could not.
         held = io.BytesIO()

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, shown
 
 Kind = Literal["text", "dataset", "nanogpt", "megatron"]
 
@@ -46,6 +46,15 @@ class Source:
 
 def open_source(reference: str) -> Source:
     """Find out what a --data argument means. Raises BadInputError when there is nothing there."""
+    try:
+        return _opened(reference)
+    except OSError as error:  # a folder that may not be looked into, a name longer than may be
+        raise BadInputError(
+            f"the data at {shown(reference)} cannot be found: {error.strerror}"
+        ) from None
+
+
+def _opened(reference: str) -> Source:
     if reference == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         return _text(reference, _library_files(root), root)
@@ -125,7 +134,7 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
     while folders:  # pathlib's own walk takes seconds where there are 100,000 files
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
-                if entry.name.startswith("."):
+                if entry.name.startswith(".") or _leads_nowhere(entry):
                     continue
                 if entry.is_dir():
                     if entry.name in left_out:
@@ -139,6 +148,11 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
                 elif entry.is_file():
                     found.append(entry.path)
     return sorted(map(Path, found))
+
+
+def _leads_nowhere(entry: "os.DirEntry[str]") -> bool:
+    """Whether it is a link to nothing, or to itself."""
+    return entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 (text at hand)
 
 
 def _library_files(root: Path) -> list[Path]:

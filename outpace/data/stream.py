@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from outpace.data.index import Index
 from outpace.records.errors import BadInputError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -108,12 +109,12 @@ def _stream(
     return Stream(tuple(shards), ends, 0, int(ends[-1]), document_starts, extent)
 
 
-def cached_stream(entry: Path, index: dict[str, Any], split: str) -> Stream:
+def cached_stream(entry: Path, index: Index, split: str) -> Stream:
     """One split of a cache entry."""
-    part = index["splits"][split]
-    shards = [Mapped(entry / name, index["dtype"]) for name in part["shards"]]
-    starts = np.load(entry / part["documents"], mmap_mode="r", allow_pickle=False)
-    return _stream(shards, np.asarray(starts), (0, part["largest"]))
+    part = index.splits[split]
+    shards = [Mapped(entry / name, index.dtype) for name in part.shards]
+    starts = np.load(entry / part.documents, mmap_mode="r", allow_pickle=False)
+    return _stream(shards, np.asarray(starts), (0, part.largest))
 
 
 def nanogpt_stream(path: Path) -> Stream:
@@ -145,6 +146,8 @@ def megatron_stream(path: Path) -> Stream:
         borders = np.frombuffer(header, "<i8", documents, 34 + 12 * sequences)
         dtype = np.dtype(_MEGATRON_DTYPES[code])
         starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        if (sizes < 0).any() or not len(sizes):
+            raise ValueError("it has no sequences, or some of less than no tokens")
         if (pointers != starts[:-1] * dtype.itemsize).any():
             raise ValueError("its sequences do not follow each other")
         if path.stat().st_size != starts[-1] * dtype.itemsize:
@@ -152,6 +155,6 @@ def megatron_stream(path: Path) -> Stream:
         if (borders < 0).any() or (np.diff(borders) < 0).any():
             raise ValueError("its documents do not follow each other")
         document_starts = starts[borders[:-1]]
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, IndexError, OverflowError) as error:
         raise BadInputError(f"{idx} is not a readable Megatron index: {error}") from None
     return _stream([Mapped(path, dtype.str)], document_starts)

@@ -141,7 +141,7 @@ def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int]]:
                     f"{error.start}. Convert it, or leave it out."
                 ) from None
             except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", "too deeply nested")
+                reason = getattr(error, "msg", error)
                 raise BadInputError(f"{where} is not JSON: {reason}") from None
             if not isinstance(record, dict) or field not in record:
                 there = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
@@ -167,7 +167,7 @@ def _parquet(file: Path, field: str) -> Iterator[tuple[str, int]]:
         texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
         for row, text in enumerate(texts, 1):
             yield _checked(text, f"{file}, row {row}", field), share
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
 
 

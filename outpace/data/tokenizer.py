@@ -12,12 +12,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.words import words_of
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, clipped, shown
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Merges learnt from this much text are as good as from more: counts of the frequent pairs settle.
 TRAINING_CHARACTERS = 32_000_000
+_MOST_IDS = 1 << 24
 # Names under which families keep the token that ends a text, best first.
 _END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "<|end|>", "<|eot_id|>",
@@ -41,7 +42,8 @@ class Tokenizer:
 
     `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text
     cut after a line break, before a letter or digit, or before the blank between two words, has
-    the ids of its parts. `config` is what a tokenizer_config.json says; `save` passes it on.
+    the ids of its parts. `chat_template` is that of conversations which came with it; of several
+    the default. `config` is what a tokenizer_config.json says; `save` passes it on.
     """
 
     def __init__(
@@ -57,6 +59,11 @@ class Tokenizer:
         if not vocab:
             raise BadInputError("the tokenizer has no tokens")
         self.vocab_size = max(vocab.values()) + 1
+        if self.vocab_size > _MOST_IDS:  # `tokenizers` would ask for memory for each of them
+            raise BadInputError(
+                f"its ids go up to {self.vocab_size - 1}, with {len(vocab)} tokens; the largest id "
+                f"may be {_MOST_IDS - 1}"
+            )
         self._vocab = vocab
         self._words = words_of(inner)
         self.cuts_texts = _cuts_texts(inner)
@@ -68,6 +75,7 @@ class Tokenizer:
         self.eos_id: int = vocab[self.eos_token]
         self._config = dict(config or {})
         self._roles = self._named()
+        self.chat_template = _template(self._config.get("chat_template"))
         self.mask_id, self.pad_id, self.cls_id, self.sep_id = (
             vocab.get(self._roles.get(f"{role}_token", ""))
             for role in ("mask", "pad", "cls", "sep")
@@ -86,15 +94,6 @@ class Tokenizer:
             if known is not None:
                 found.setdefault(role, known)
         return found
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template of conversations that came with it; of several the default."""
-        template = self._config.get("chat_template")
-        if isinstance(template, list):
-            named = {one["name"]: one["template"] for one in template}
-            template = named.get("default")
-        return template
 
     @property
     def roles(self) -> dict[str, str]:
@@ -129,6 +128,18 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self._roles, **kept}
         _write_json(directory / "tokenizer_config.json", config)
         _write_json(directory / "special_tokens_map.json", self._roles)
+
+
+def _template(told: Any) -> str | None:
+    """Of what a configuration says. Raises BadInputError."""
+    if isinstance(told, list) and all(isinstance(one, dict) for one in told):
+        told = next((one.get("template") for one in told if one.get("name") == "default"), None)
+    if told is None or isinstance(told, str):
+        return told
+    raise BadInputError(
+        f"its chat_template is {shown(told)}; it has to be a text, or a list of templates with "
+        "name and template"
+    )
 
 
 # Normalisations that never look across a line break.
@@ -201,6 +212,9 @@ def _at_most(documents: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
+_SAMPLE = "A text, 12 of\n them: é 中."
+
+
 def load_tokenizer(reference: str) -> Tokenizer:
     """Read a tokenizer from a Hugging Face directory, tokenizer.json, GPT-2's encoder.json with
     vocab.bpe (or vocab.json with merges.txt), or BERT's vocab.txt.
@@ -209,14 +223,24 @@ def load_tokenizer(reference: str) -> Tokenizer:
     """
     path = Path(reference)
     try:
-        return _load(path)
-    except BadInputError:
-        raise
-    except Exception as error:
-        raise BadInputError(f"the tokenizer {path} cannot be read: {error}") from None
+        found = _load(path)
+        if found is not None:
+            found.encode(_SAMPLE)  # some find out only then that a token is missing
+    except BaseException as error:
+        # What `tokenizers` panics with is no Exception, and can be imported from nowhere.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        said = clipped(str(error), 1000)
+        raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
+    if found is None:
+        raise BadInputError(
+            f"no tokenizer at {path}: expected tokenizer.json, encoder.json with vocab.bpe, "
+            "vocab.json with merges.txt, or vocab.txt"
+        )
+    return found
 
 
-def _load(path: Path) -> Tokenizer:
+def _load(path: Path) -> Tokenizer | None:
     if path.is_file() and path.name == "vocab.txt":
         return _word_pieces(path)
     if path.is_file() and path.suffix == ".json":
@@ -236,10 +260,7 @@ def _load(path: Path) -> Tokenizer:
             return _byte_pairs(path / vocab, path / merges)
     if (path / "vocab.txt").is_file():
         return _word_pieces(path / "vocab.txt")
-    raise BadInputError(
-        f"no tokenizer at {path}: expected tokenizer.json, encoder.json with vocab.bpe, "
-        "vocab.json with merges.txt, or vocab.txt"
-    )
+    return None
 
 
 def _config_of(directory: Path) -> dict[str, Any]:

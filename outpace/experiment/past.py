@@ -177,7 +177,7 @@ def latest_steps(path: Path) -> list[StepRecord]:
         return []
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is damaged: {error}") from None
 
 
@@ -209,7 +209,7 @@ def asked_settings(record: RunRecord) -> dict[str, Any]:
 def checkpoints(folder: Path) -> Sequence[Path]:
     """Whole ones, newest first."""
     whole = (folder / "checkpoints").glob("step-*/complete.json")
-    steps = [path.parent for path in whole if path.parent.name[5:].isdigit()]
+    steps = [path.parent for path in whole if path.parent.name[5:].isdecimal()]
     return sorted(steps, key=lambda path: int(path.name[5:]), reverse=True)
 
 

@@ -126,22 +126,27 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     Raises BadInputError where a line is no step.
     """
     path = run / METRICS_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
     found = []
     for number, line in enumerate(lines, 1):
         try:
             step = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise BadInputError(f"{path}, line {number}, is no JSON object.") from None
             break
         known = step if isinstance(step, dict) else {}
-        if not all(isinstance(known.get(name), int | float) for name in _OF_A_STEP):
+        if not all(_is_number(known.get(name)) for name in _OF_A_STEP):
             raise BadInputError(
                 f"{path}, line {number}, is no step: it needs {', '.join(_OF_A_STEP)}."
             )
         found.append(known)
     return found
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
 
 
 def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Curve]:

@@ -1,12 +1,12 @@
 """config.json of a Hugging Face model directory, read into a ModelSpec."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.base import read_object
+from outpace.records.errors import BadInputError, clipped, nearest
 from outpace.records.model import Family, ModelSpec
 
 CONFIG_FILE = "config.json"
@@ -39,15 +39,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise BadInputError(
             f"{directory} is no Hugging Face model directory: it has no config.json"
         )
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise BadInputError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
-    return values
+    return read_object(path)
 
 
 def spec_from_hf(directory: Path) -> ModelSpec:
@@ -87,7 +79,7 @@ def load_config(directory: Path, where: str) -> Any:
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        said = " ".join(str(error).split())
+        said = clipped(" ".join(str(error).split()), 1000)
         raise BadInputError(f"{where} is not understood by transformers: {said}") from None
 
 

@@ -1,7 +1,5 @@
 """What `--model` may name, opened."""
 
-import json
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,8 @@ from outpace.interop.own import OWN_FILE, read_own
 from outpace.interop.own_file import load_function
 from outpace.interop.peft import ADAPTER_CONFIG, base_of
 from outpace.interop.weights import has_weights
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.base import read_object, read_toml
+from outpace.records.errors import BadInputError, nearest, shown
 from outpace.records.model import ModelSpec
 
 _RUN_FILE = "run.json"
@@ -51,7 +50,7 @@ def open_model(reference: str) -> OpenedModel:
         return OpenedModel("preset", preset(reference), None, None, None, reference)
     if reference.rpartition(":")[0].endswith(".py"):
         return OpenedModel("own", None, None, None, load_function(reference), reference)
-    path = Path(reference).expanduser()
+    path = _place(reference)
     if path.is_dir():
         return _open_run(path) if (path / _RUN_FILE).is_file() else _open_huggingface(path)
     if path.suffix in (".toml", ".json") and path.is_file():
@@ -68,6 +67,17 @@ def open_model(reference: str) -> OpenedModel:
         f"no preset, directory or file named {reference!r}.{nearest(reference, PRESETS)} "
         f"Presets: {', '.join(PRESETS)}"
     )
+
+
+def _place(reference: str) -> Path:
+    """Where a reference leads, if it is a path. Raises BadInputError for what can be none."""
+    try:
+        path = Path(reference).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name; nobody's home
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadInputError(f"the model {shown(reference)} cannot be looked up: {why}") from None
+    return path
 
 
 def _open_huggingface(path: Path) -> OpenedModel:
@@ -117,26 +127,16 @@ def read_spec(path: Path) -> ModelSpec:
 
     Raises BadInputError for unknown keys (with the nearest right one) and bad values.
     """
-    values = _read(path)
+    values = read_toml(path) if path.suffix == ".toml" else read_object(path)
     if "model_type" in values or "architectures" in values:
         raise BadInputError(
             f"{path} is a Hugging Face config; name its directory: --model {path.parent}"
         )
     if values.get("family") not in FAMILIES:
-        said = f"unknown family {values['family']!r}" if "family" in values else "family is missing"
+        said = (
+            f"unknown family {shown(values['family'])}"
+            if "family" in values
+            else "family is missing"
+        )
         raise BadInputError(f"{path}: {said}; families: {', '.join(FAMILIES)}")
     return ModelSpec.parse(values, str(path))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        kind = path.suffix.removeprefix(".").upper()
-        raise BadInputError(f"{path} is not {kind}: {error}") from None
-    if not isinstance(values, dict):
-        raise BadInputError(f"{path} holds a {type(values).__name__}, not keys and values")
-    return values

@@ -22,7 +22,7 @@ from outpace.interop.config import (
 )
 from outpace.planner.outlines import outline
 from outpace.records.base import explain
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, nearest, shown
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
 
@@ -41,6 +41,8 @@ _OF_EXPERTS = (
     "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
     "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
 )  # fmt: skip
+# More is a slip of the pen.
+_MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
 
 
@@ -60,11 +62,16 @@ class _Values:
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             self.refuse(name, found, "it has to be a whole number, at least 1")
+        most = _MOST_LAYERS if name.endswith("layers") else _MOST
+        if found > most:
+            self.refuse(name, found, f"it has to be a whole number, at most {most}")
         return int(found)
 
     def refuse(self, name: str, found: Any, allowed: str) -> None:
         said = (
-            f"{self.where} has no {name}" if found is None else f"{self.where}: {name} = {found!r}"
+            f"{self.where} has no {name}"
+            if found is None
+            else f"{self.where}: {name} = {shown(found)}"
         )
         raise BadInputError(f"{said}; {allowed}")
 

@@ -28,8 +28,8 @@ from outpace.interop.weights import expected_shapes, fingerprint
 from outpace.nn.lora import PLACES, adapters
 from outpace.nn.nf4 import dequantize, quantize
 from outpace.nn.transformer import Transformer
-from outpace.records.base import Record
-from outpace.records.errors import BadInputError
+from outpace.records.base import Record, read_object
+from outpace.records.errors import BadInputError, clipped, shown
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Base, Plan
 
@@ -39,6 +39,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOTE = (
     "outpace.json",
 )
 _PREFIX = "base_model.model."
+_MOST_ALPHA = 1e9
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?weight")
 # What PEFT's config may ask for beyond LoRA's formula, with what it has otherwise.
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
@@ -169,17 +170,11 @@ def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The values of adapter_config.json. Raises BadInputError for what is not plain LoRA."""
     path = folder / ADAPTER_CONFIG
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise BadInputError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-        kind = values.get("peft_type") if isinstance(values, dict) else None
+    values = read_object(path)
+    if values.get("peft_type") != "LORA":
         raise BadInputError(
-            f"{path} describes an adapter of type {kind}; LORA is read here. Merge it into its "
-            "base model with peft (merge_and_unload)."
+            f"{path} describes an adapter of type {values.get('peft_type')}; LORA is read here. "
+            "Merge it into its base model with peft (merge_and_unload)."
         )
     for name, plain in _UNSUPPORTED.items():
         if values.get(name, plain) not in (plain, None, [], {}, False):
@@ -187,19 +182,48 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
                 f"{path}: {name} is {values[name]!r}, which is not read here. Merge the adapter "
                 "into its base model with peft (merge_and_unload)."
             )
+    _check_alphas(values, path)
     return values
+
+
+def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
+    """Raises BadInputError for what `_scale` cannot go by."""
+    patterns = values.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise BadInputError(
+            f"{path}: alpha_pattern is {shown(patterns)}; it has to be an object, of names of "
+            "modules with their alphas"
+        )
+    for name, alpha in {"lora_alpha": values.get("lora_alpha", 8), **patterns}.items():
+        if type(alpha) not in (int, float) or not abs(alpha) < _MOST_ALPHA:
+            raise BadInputError(f"{path}: {clipped(name)} is {shown(alpha)}, which is no alpha")
+    for name in patterns:
+        try:
+            re.compile(name)
+        except re.error as error:
+            raise BadInputError(
+                f"{path}: alpha_pattern has {shown(name)}, which is no pattern of names: {error}"
+            ) from None
 
 
 def base_of(folder: Path) -> Path:
     """The directory of the weights that an adapter belongs to. Raises BadInputError."""
     named = str(read_adapter_config(folder).get("base_model_name_or_path") or "")
-    base = Path(named).expanduser()
-    if not named or not base.is_dir():
+    base = _directory(named)
+    if base is None:
         raise BadInputError(
-            f"{folder} is an adapter of {named or 'a model that it does not name'}, which is no "
-            "directory here. Fetch that model, and merge with outpace merge --model DIR."
+            f"{folder} is an adapter of {clipped(named) or 'a model that it does not name'}, which "
+            "is no directory here. Fetch that model, and merge with outpace merge --model DIR."
         )
     return base
+
+
+def _directory(named: str) -> Path | None:
+    try:
+        path = Path(named).expanduser()
+        return path if named and path.is_dir() else None
+    except (OSError, RuntimeError):  # too long a name; nobody's home
+        return None
 
 
 def merge(
@@ -259,7 +283,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise BadInputError(f"{path} cannot be read: {error}") from None
+        raise BadInputError(f"{path} cannot be read: {clipped(str(error))}") from None
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         found = _KEY.fullmatch(key)

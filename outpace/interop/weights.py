@@ -18,13 +18,14 @@ from torch import Tensor
 from outpace.interop.config import CONFIG_FILE, read_config
 from outpace.interop.names import Naming, group, naming
 from outpace.nn.transformer import Transformer
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, clipped, shown
 from outpace.records.model import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5
+_BLOCK = "blocks.0."
 _SAMPLE_BYTES = 1 << 20
 
 
@@ -39,10 +40,25 @@ class Stored:
 
 
 def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the spec's model, ours."""
+    """Name and shape of every tensor of the spec's model, ours.
+
+    Its blocks are alike: one is built, however many there are.
+    """
     with torch.device("meta"):
-        model = Transformer(spec)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        model = Transformer(spec.model_copy(update={"layers": 1, "window_layers": None}))
+    one = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    block = {name: shape for name, shape in one.items() if name.startswith(_BLOCK)}
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in one.items():
+        if name not in block:
+            found[name] = shape
+        elif name not in found:
+            found |= {
+                f"blocks.{layer}.{inner.removeprefix(_BLOCK)}": of
+                for layer in range(spec.layers)
+                for inner, of in block.items()
+            }
+    return found
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
@@ -123,12 +139,17 @@ def _check_tied(
     embedding = found.get(used.stored_name("embed.tokens.weight"))
     if not spec.tied or head is None:
         return
-    if embedding is not None and not torch.equal(head.read(), embedding.read()):
+    if embedding is not None and not _equal(head, embedding):
         raise BadInputError(
             f"{directory / CONFIG_FILE} says that the head is tied to the embedding, but "
             f"{head.name} and {embedding.name} differ. Set tie_word_embeddings to false."
         )
     del found[used.tied_head]
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return alike and torch.equal(one.read(), other.read())
 
 
 def _check(
@@ -250,12 +271,13 @@ def _shards(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except OSError as error:
         raise BadInputError(f"cannot read {index}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInputError(f"{index} is corrupt: it has no weight_map of files") from None
-    outside = [name for name in names if Path(str(name)).name != name]
+    outside = [shown(name) for name in names if Path(str(name)).name != name]
     if outside:
         raise BadInputError(f"{index} names files outside of its directory: {_some(outside)}")
-    absent = [name for name in names if not (index.parent / name).is_file()]
+    there = {path.name for path in index.parent.iterdir() if path.is_file()}
+    absent = [clipped(name) for name in names if name not in there]
     if absent:
         raise BadInputError(
             f"{index} names {len(names)} files, but {len(absent)} of them are not there: "
@@ -269,7 +291,8 @@ def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
         file = stack.enter_context(safe_open(str(path), framework="pt"))
         return [_entry(file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise BadInputError(f"{path} is corrupt or cut short: {error}. Fetch it again.") from None
+        said = clipped(str(error))
+        raise BadInputError(f"{path} is corrupt or cut short: {said}. Fetch it again.") from None
 
 
 def _entry(file: Any, name: str) -> Stored:

@@ -296,7 +296,7 @@ class _Known:
         for figure in self.probed.figures:
             key, rate = figure.key, self.of(figure)
             if (key.kind, key.what) == ("loader", "tokens") and key.has(loader="outpace") and rate:
-                at_once = cores / max(1, int(key.of["workers"]))
+                at_once = cores / max(1, key.number("workers"))
                 found.append(rate * max(1.0, min(ranks, at_once)))
         return max(found, default=math.inf)
 
@@ -322,7 +322,7 @@ def _probed_device(machine: Machine, known: _Known, ranks: int, chip: Accelerato
             "machine.json, or outpace probe all."
         )
     copies = [f for f in known.probed.figures if (f.key.kind, f.key.what) == ("memory", "copy")]
-    largest = max(copies, key=lambda f: int(f.key.of.get("bytes", 0)), default=None)
+    largest = max(copies, key=lambda f: f.key.number("bytes"), default=None)
     memory = known.of(largest)
     if chip is not None:
         base = of_accelerator(chip)

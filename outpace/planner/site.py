@@ -146,7 +146,7 @@ class Site:
             if (figure.key.kind, figure.key.what) == ("memory", "copy")
         ]  # fmt: skip
         if copies:  # the largest: no cache holds it
-            return max(copies, key=lambda figure: int(figure.key.of.get("bytes", 0)))
+            return max(copies, key=lambda figure: figure.key.number("bytes"))
         if self.accelerator is None:
             raise BadInputError(
                 "the machine's memory bandwidth is not known. Measure it with outpace probe all "

@@ -116,7 +116,7 @@ def parse(text: str, source: str) -> Topology:
     for line in lines[at + 1 :]:
         name, _, rest = line.strip().partition("\t" if "\t" in line.strip() else " ")
         if name.split()[:1] and (name := name.split()[0]) in header.names:
-            rows[name], about[name] = _row(line, name, header, notes)
+            rows[name], about[name] = _row(line, name, header, notes, source)
         elif rows and rest and not line.strip().startswith("NIC"):
             break
     missing = [name for name in header.names if name.startswith("GPU") and name not in rows]
@@ -151,7 +151,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         found = list(_LABELS.finditer(expanded))
         # Where the first cell of the header is not left free, rows are further right than it.
         shift = _TAB if not line[:1].isspace() else 0
-        columns = tuple(re.sub(r"\s+", " ", match[0]) for match in found)
+        columns = tuple("".join(match[0].split()) for match in found)
         return at, _Header(names, columns, tuple(match.start() + shift for match in found))
     raise BadInputError(
         f"{source}: there is no matrix of GPUs in it. Save what `nvidia-smi topo -m` prints, from "
@@ -160,7 +160,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
 
 
 def _row(
-    line: str, name: str, header: _Header, notes: list[str]
+    line: str, name: str, header: _Header, notes: list[str], source: str
 ) -> tuple[list[str | None], dict[str, str]]:
     """A device's links by column, and what the row says of its place."""
     expanded = line.expandtabs(_TAB)
@@ -176,7 +176,8 @@ def _row(
     whole = len(cells) == len(header.names)
     if len(cells) > len(header.names):
         raise BadInputError(
-            f"row {name} has {len(cells)} links, but there are {len(header.names)} devices"
+            f"{source}: row {name} has {len(cells)} links, but there are {len(header.names)} "
+            "devices"
         )
     if not whole:
         unread = rest[0][0] if rest else "its end"
@@ -187,15 +188,15 @@ def _row(
 
 
 _FIELDS = {
-    "CPU Affinity": "cpu_affinity",
-    "NUMA Affinity": "numa_affinity",
-    "GPU NUMA ID": "gpu_numa_id",
+    "CPUAffinity": "cpu_affinity",
+    "NUMAAffinity": "numa_affinity",
+    "GPUNUMAID": "gpu_numa_id",
 }
 
 
 def _about(words: list[re.Match[str]], header: _Header, whole: bool) -> dict[str, str]:
     """The last columns by name. A tool leaves a cell empty where it knows nothing."""
-    names = [_FIELDS[re.sub(r"\s+", " ", column)] for column in header.columns]
+    names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
     if free > 0 and names and words:
         # The first cell is there if the first word is where its column begins, or left of it.

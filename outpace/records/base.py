@@ -7,7 +7,10 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, clipped, nearest, shown
+
+# Of what is wrong with a record, as many problems as a person reads.
+_MOST_PROBLEMS = 8
 
 
 class Record(BaseModel):
@@ -32,38 +35,69 @@ class Record(BaseModel):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read the record from a JSON file. Raises BadInputError."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError as error:
-            raise BadInputError(f"{path} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
-        return cls.parse(values, str(path))
+        return cls.parse(read_object(path), str(path))
 
     def save(self, path: Path) -> None:
         """Write the record as JSON, whole or not at all."""
         write_atomic(path, self.model_dump_json(indent=2) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises BadInputError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    except RecursionError:
+        raise BadInputError(f"{path} is not JSON that can be read: it is nested too deep") from None
+    except ValueError as error:
+        raise BadInputError(f"{path} is not JSON: {error}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The values of a JSON file by their keys. Raises BadInputError."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
+    return values
+
+
+def read_toml(path: Path, option: str = "") -> dict[str, Any]:
+    """A TOML file's table. `option`: what it was given with. Raises BadInputError."""
+    import tomllib
+
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise BadInputError(f"cannot read {option}{path}: {error.strerror}") from None
+    except RecursionError:
+        raise BadInputError(f"{path} is not TOML that can be read: it is nested too deep") from None
+    except ValueError as error:
+        raise BadInputError(f"{path} is not TOML: {error}") from None
+
+
 def explain(error: ValidationError, where: str, known: Any) -> str:
-    """Turn pydantic's list of problems into sentences for a person."""
+    """Turn pydantic's list of problems into sentences for a person: the first few of them."""
     problems = error.errors()
     # A misspelt or bad key leaves others underived: what is wrong is said, not what follows of it.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
-    sentences = []
-    for problem in wrong or problems:
-        name = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            sentences.append(f"{where}: unknown key {name!r}.{nearest(name, known)}")
-        elif problem["type"] == "value_error":
-            sentences.append(f"{where}: {name + ': ' if name else ''}{problem['ctx']['error']}")
-        elif problem["type"] == "missing":
-            sentences.append(f"{where}: {name} is missing")
-        else:
-            sentences.append(f"{where}: {name} = {problem['input']!r}: {problem['msg']}")
+    chosen = wrong or problems
+    sentences = [f"{where}: {_sentence(one, known)}" for one in chosen[:_MOST_PROBLEMS]]
+    if len(chosen) > _MOST_PROBLEMS:
+        sentences.append(f"{where}: and {len(chosen) - _MOST_PROBLEMS} more problems")
     return "\n".join(sentences)
+
+
+def _sentence(problem: Any, known: Any) -> str:
+    name = clipped(".".join(str(part) for part in problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {name!r}.{nearest(name, known)}"
+    if problem["type"] == "value_error":
+        return f"{name + ': ' if name else ''}{clipped(str(problem['ctx']['error']), 1000)}"
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name} = {shown(problem['input'])}: {clipped(problem['msg'], 1000)}"
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:

@@ -46,6 +46,19 @@ class InterruptedRunError(OutpaceError):
     exit_code = EXIT_INTERRUPTED
 
 
+def clipped(text: str, most: int = 200) -> str:
+    """The beginning of a text that is longer than a person reads."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def shown(value: object) -> str:
+    """A value as Python writes it, or its beginning."""
+    try:
+        return clipped(repr(value))
+    except (RecursionError, ValueError):  # nested as deep as Python goes; of too many digits
+        return f"a {type(value).__name__} that is too large to show"
+
+
 def nearest_of(word: str, choices: Iterable[str], shown: int = 6) -> str:
     """Many names for a sentence, those like `word` first: "a, b, c and 40 more"."""
     known = list(choices)

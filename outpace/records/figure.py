@@ -23,6 +23,11 @@ class Key(Record):
     def __str__(self) -> str:
         return " ".join([self.kind, self.what, *(f"{k}={v}" for k, v in self.of.items())])
 
+    def number(self, name: str) -> int:
+        """Of what it is, a number; 0 where that is not said."""
+        found = self.of.get(name, 0)
+        return found if isinstance(found, int) else 0
+
     def has(self, **wanted: str | int) -> bool:
         """Whether it is of all this."""
         return all(self.of.get(name) == value for name, value in wanted.items())

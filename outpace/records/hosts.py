@@ -7,10 +7,11 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints
 
 from outpace.records.base import Record
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, shown
 
 # What ssh takes for a host, with a user or without; nothing that it would take for an option.
 _NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_SLOTS = re.compile(r"0*[1-9][0-9]{0,5}")
 _LINE = re.compile(r"(\S+)(?:\s+(?:slots|max_slots)\s*=\s*(\S+))?\s*(?:max[-_]slots\s*=\s*\S+)?")
 
 
@@ -50,7 +51,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         matched = _LINE.fullmatch(words)
         if matched is None:
             raise BadInputError(
-                f"--hostfile {path}, line {number}: {words!r} is not 'HOST slots=4'"
+                f"--hostfile {path}, line {number}: {shown(words)} is not 'HOST slots=4'"
             )
         found.append(_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
     if not found:
@@ -61,10 +62,14 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 
 
 def _host(name: str, slots: str, where: str) -> Host:
-    if not slots.isdecimal() or int(slots) < 1:
-        raise BadInputError(f"{where}: {slots!r} is not a number of ranks, which begin at 1")
+    if not _SLOTS.fullmatch(slots):
+        raise BadInputError(
+            f"{where}: {shown(slots)} is not a number of ranks, from 1 to 999999 on a host"
+        )
     if not re.fullmatch(_NAME, name):
-        raise BadInputError(f"{where}: {name!r} is not the name of a host, as a, a.example or me@a")
+        raise BadInputError(
+            f"{where}: {shown(name)} is not the name of a host, as a, a.example or me@a"
+        )
     return Host(name=name, slots=int(slots))
 
 

@@ -18,8 +18,8 @@ class Device(Record):
 class Machine(Record):
     """The host at hand. Names no user, path or address: records are sent to colleagues."""
 
-    host_cores: PositiveInt
-    host_memory_bytes: PositiveInt
+    host_cores: PositiveInt = Field(le=2**24)
+    host_memory_bytes: PositiveInt = Field(lt=2**63)
     cpu: str
     cpu_features: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()

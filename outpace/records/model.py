@@ -1,10 +1,16 @@
 """ModelSpec: the dimensions and choices that determine a transformer."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from outpace.records.base import Record
+
+# Numbers beyond these are slips of the pen, whose products no integer of a tensor's size holds.
+Layers = Annotated[int, Field(gt=0, le=100_000)]
+Width = Annotated[int, Field(gt=0, le=2**24)]
+Heads = Annotated[int, Field(gt=0, le=2**16)]
+Rows = Annotated[int, Field(gt=0, le=2**32)]
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "bert"]
 
@@ -59,14 +65,14 @@ class ModelSpec(Record):
     """A transformer, wholly determined. What is not given follows from `family`."""
 
     family: Family
-    layers: PositiveInt = Field(description="transformer blocks")
-    hidden: PositiveInt = Field(description="width of the residual stream")
-    heads: PositiveInt = Field(description="query heads")
-    kv_heads: PositiveInt = Field(description="key and value heads (default: heads)")
-    head_dim: PositiveInt = Field(description="width of a head (default: hidden / heads)")
-    ffn: PositiveInt = Field(description="inner width of the MLP (default: 4 × hidden)")
-    vocab: PositiveInt = Field(description="rows of the embedding")
-    max_positions: PositiveInt = Field(description="longest sequence")
+    layers: Layers = Field(description="transformer blocks")
+    hidden: Width = Field(description="width of the residual stream")
+    heads: Heads = Field(description="query heads")
+    kv_heads: Heads = Field(description="key and value heads (default: heads)")
+    head_dim: Heads = Field(description="width of a head (default: hidden / heads)")
+    ffn: Width = Field(description="inner width of the MLP (default: 4 × hidden)")
+    vocab: Rows = Field(description="rows of the embedding")
+    max_positions: Rows = Field(description="longest sequence")
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: PositiveFloat
     norm_first: bool = Field(default=True, description="normalise before each sub-layer (GPT-2)")

@@ -22,7 +22,7 @@ LEGEND = {
 # Best first; NVLinks are before all of them.
 _ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 
-Link = Annotated[str, Field(pattern=r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9][0-9]*)$")]
+Link = Annotated[str, Field(pattern=r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9][0-9]{0,2})$")]
 
 
 def nvlinks(link: str | None) -> int:

@@ -60,6 +60,9 @@ class Tuning(Record):
         numbers = [trial.number for trial in self.trials]
         if numbers != list(range(1, len(numbers) + 1)):
             raise ValueError(f"trials are numbered 1, 2, …, not {numbers}")
+        for name, number in (("best", self.best), ("default", self.default)):
+            if number is not None and number > len(numbers):
+                raise ValueError(f"{name} is trial {number}, of {len(numbers)}")
         if self.best is not None and self.trial(self.best).step_time_s is None:
             raise ValueError(f"trial {self.best} failed: it cannot be the fastest")
         return self

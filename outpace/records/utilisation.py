@@ -1,14 +1,35 @@
 """How busy a host and its devices were while something trained: moments, and a series of them."""
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    model_validator,
+)
 
 from outpace.records.base import Record, write_atomic
 
 Values = tuple[int | float | None, ...]
+
+
+def _time(text: str) -> str:
+    try:
+        known = datetime.fromisoformat(text).tzinfo is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"{text!r} is no time with its zone, as in 2026-11-22T12:00:00+00:00")
+    return text
+
+
+Time = Annotated[str, AfterValidator(_time)]
 
 _UTILISATION = "share of time in which the device computed, 0 to 1"
 _OF_RUN = "of the run's own processes; None where they cannot be told from others"
@@ -154,7 +175,7 @@ class Utilisation(Record):
     """The time series of one host; a file of a run's folder. Averages are derived from it."""
 
     node: NonNegativeInt = Field(default=0, description="which host of the job")
-    started: str = Field(description="UTC, ISO 8601")
+    started: Time = Field(description="UTC, ISO 8601")
     period_s: PositiveFloat = Field(description="from point to point, as intended")
     ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point since the start")
     sampler_cpu_s: NonNegativeFloat = Field(description="processor time that the recording took")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _NAMES = (
     "step", "tokens", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_s", "mfu",
     "peak_memory_bytes", "skipped_steps", *(f"{part}_s" for part in PARTS),
 )  # fmt: skip
+_NEEDED = ("step", "step_time_s")
 _LINES_AT_ONCE = 4096
 _BYTES_AT_ONCE = 2**22
 
@@ -55,21 +57,39 @@ def read_steps(path: Path) -> Steps:
         columns = _line_by_line(path)
     for values in columns.values():
         values[~np.isfinite(values)] = np.nan
+    if any(np.isnan(columns.get(name, 0.0)).any() for name in _NEEDED):
+        raise BadInputError(
+            f"{path} holds lines that are no steps of a run: each needs {' and '.join(_NEEDED)}, "
+            "as numbers."
+        )
     return Steps(columns or {name: np.empty(0) for name in _NAMES})
 
 
 def _quickly(path: Path) -> dict[str, Floats] | None:
     """By all cores. None where a line is not as JSON's standard has it: cut short, or NaN in it."""
+    data = path.read_bytes()
+    if not _is_flat(data):
+        return None
     schema = pa.schema([(name, pa.float64()) for name in _NAMES])
     try:
         table = arrow_json.read_json(
-            path,
+            BytesIO(data),
             arrow_json.ReadOptions(block_size=_BYTES_AT_ONCE),
             arrow_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid:
         return None
     return {name: np.array(table[name].to_numpy()) for name in _NAMES}
+
+
+def _is_flat(data: bytes) -> bool:
+    """Whether each line is one object without others in it.
+
+    Arrow's parser ends the process where a line is null (pyarrow 26.0.1).
+    """
+    lines = data.count(b"\n")
+    ends = data.count(b"}\n") == data.count(b"}") == data.count(b"{") == lines
+    return ends and data.startswith(b"{") and data.count(b"\n{") == lines - 1
 
 
 def _line_by_line(path: Path) -> dict[str, Floats]:
@@ -109,5 +129,5 @@ def _numbers(rows: list[Any], path: Path) -> Floats:
     try:
         values = [[row.get(name) for name in _NAMES] for row in rows]
         return np.array(values, np.float64).reshape(-1, len(_NAMES))
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise BadInputError(f"{path} holds lines that are no steps of a run.") from None

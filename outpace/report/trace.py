@@ -62,11 +62,11 @@ def _last_pass(path: Path, accumulation: int) -> list[_Done]:
             document["traceEvents"],
             float(document.get("baseTimeNanoseconds", 0)) / 1e9,
         )
-    except (ValueError, KeyError, TypeError):
+        done = [one for event in events if (one := _done(event, base_s)) is not None]
+        steps = len({event["name"] for event in events
+                     if str(event.get("name", "")).startswith(_STEP)})  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return []  # a trace that a killed run left
-    done = [one for event in events if (one := _done(event, base_s)) is not None]
-    steps = len({event["name"] for event in events
-                 if str(event.get("name", "")).startswith(_STEP)})  # fmt: skip
     if not done or not steps:
         return []
     # On a GPU the annotations of its own clock say when the work was done, not when it was asked.

@@ -117,7 +117,7 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
             if _checksum(path) != entry["xxh3_128"]:
                 return f"{name} does not have the checksum it was written with"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{MARKER} cannot be read ({error})"
     return None
 
@@ -127,9 +127,13 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
+def _steps(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("step-*") if path.name[5:].isdecimal()]
+
+
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Folders with a marker, newest first; their contents are not verified."""
-    found = [p for p in directory.glob("step-*") if p.name[5:].isdigit() and (p / MARKER).is_file()]
+    found = [p for p in _steps(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -361,8 +365,8 @@ class Checkpointer:
 
 def remove_later(directory: Path, step: int) -> None:
     """Remove the checkpoints after `step`, from where training goes on: they are damaged."""
-    for folder in directory.glob("step-*"):
-        if folder.name[5:].isdigit() and step_of(folder) > step:
+    for folder in _steps(directory):
+        if step_of(folder) > step:
             _remove(folder)
 
 

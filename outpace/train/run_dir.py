@@ -6,6 +6,9 @@ import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from outpace.records.base import explain
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import Failure, RunRecord
@@ -102,7 +105,7 @@ class RunDir:
                 try:
                     if int(json.loads(line)["step"]) > step:
                         break
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                     break  # the last line of a killed run may be cut short
                 kept_bytes += len(line)
             os.truncate(path, kept_bytes)
@@ -115,9 +118,11 @@ class RunDir:
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation that was logged at `step`, None when there is none."""
         path = self.path / EVALS_FILE
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for line in lines:
-            found = Evaluation.model_validate_json(line)
+        for line in path.read_bytes().splitlines() if path.is_file() else ():
+            try:
+                found = Evaluation.model_validate_json(line)
+            except ValidationError as error:
+                raise BadInputError(explain(error, str(path), Evaluation.model_fields)) from None
             if found.step == step:
                 return found
         return None

@@ -158,7 +158,7 @@ def test_files_that_are_no_specs(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     assert "a.json is not JSON" in refusal(tmp_path / "a.json")
     (tmp_path / "b.json").write_text("[1]")
-    assert "holds a list, not keys and values" in refusal(tmp_path / "b.json")
+    assert "holds a JSON list, not an object" in refusal(tmp_path / "b.json")
     (tmp_path / "c.json").write_text('{"layers": 3}')
     assert "family is missing; families: gpt2, llama" in refusal(tmp_path / "c.json")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

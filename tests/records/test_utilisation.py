@@ -17,6 +17,7 @@ from outpace.records.utilisation import (
     series,
 )
 
+STARTED = "2026-01-01T00:00:00+00:00"
 SHARES = st.floats(0, 1)
 
 
@@ -68,7 +69,7 @@ def test_averages_weigh_by_time_and_leave_out_what_was_not_known():
 
 def test_a_series_comes_back_from_its_file(tmp_path: Path):
     loads = [load(0.25, 1.0, 7), load(0.75, 1.5, 9)]
-    made = series(loads, started="2026-01-01T00:00:00+00:00", period_s=1.0, sampler_cpu_s=0.01)
+    made = series(loads, started=STARTED, period_s=1.0, sampler_cpu_s=0.01)
     made.save(tmp_path / "a.json")
     read = Utilisation.load(tmp_path / "a.json")
     assert read == made and list(read.loads) == loads
@@ -77,7 +78,7 @@ def test_a_series_comes_back_from_its_file(tmp_path: Path):
 
 
 def test_a_series_of_before_clocks_were_recorded_is_read():
-    made = series([load(0.5)] * 3, started="x", period_s=1.0, sampler_cpu_s=0.0)
+    made = series([load(0.5)] * 3, started=STARTED, period_s=1.0, sampler_cpu_s=0.0)
     values = made.model_dump()
     del values["host"]["clock_hz"]
     read = Utilisation.parse(values, "a.json")
@@ -86,7 +87,7 @@ def test_a_series_of_before_clocks_were_recorded_is_read():
 
 
 def test_series_of_unequal_lengths_are_refused(tmp_path: Path):
-    made = series([load(0.5)] * 3, started="x", period_s=1.0, sampler_cpu_s=0.0)
+    made = series([load(0.5)] * 3, started=STARTED, period_s=1.0, sampler_cpu_s=0.0)
     values = made.model_dump()
     values["host"]["run_cores"] = (0.1, 0.2)
     with pytest.raises(BadInputError, match=r"series of \[2, 3\] values for 3 points"):

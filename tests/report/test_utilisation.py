@@ -57,7 +57,12 @@ def test_the_whole_device_and_the_run_stand_beside_each_other_in_80_columns():
 
 
 def test_the_closing_table_has_the_course_and_what_the_watching_took():
-    seen = series([load(0.0), load(0.5), load(1.0)], started="x", period_s=1.0, sampler_cpu_s=0.003)
+    seen = series(
+        [load(0.0), load(0.5), load(1.0)],
+        started="2026-01-01T00:00:00+00:00",
+        period_s=1.0,
+        sampler_cpu_s=0.003,
+    )
     text = shown(closing(seen, 100), 100)
     assert "▁▅█" in text and "50.0 %" in text
     assert "over 3.00 s, a sample each 1.00 s; watching took 0.10 % of one core" in text

@@ -1,0 +1,129 @@
+"""Whether a file can make any reader of it fail, and how much of each reader was reached in trying.
+
+    python benchmarks/fuzz.py [--cases 1000] [--bytes-s 20]
+
+`tests/fuzz` breaks valid files in so many ways for each reader; each has to be taken, or refused in
+a sentence that names the file, in time and with nothing written. coverage.py follows the branches
+of the functions that do the reading, by reader. Then atheris (libFuzzer) looks for bytes that lead
+further into those readers that take bytes apart themselves, for so many seconds each.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import coverage
+from recording import save
+
+HERE = Path(__file__).resolve().parent
+FUZZ = HERE.parent / "tests" / "fuzz"
+WANTED = 0.9
+# What libFuzzer says at its end, and when it has found something.
+_RUNS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
+_EDGES = re.compile(r"cov: (\d+)")
+_RAISED = re.compile(r"LawError: .*")
+
+
+def by_cases(cases: int) -> dict[str, dict[str, Any]]:
+    """Each reader on as many broken trees, and the branches of its functions that they reached."""
+    followed = coverage.Coverage(
+        branch=True, source=["outpace"], data_file=None, config_file=False, messages=False
+    )
+    followed.start()
+    sys.path.insert(0, str(FUZZ))
+    from law import LawError, fuzz
+    from readers import READERS
+
+    found: dict[str, dict[str, Any]] = {}
+    for reader in READERS.values():
+        reader.trees()  # what makes them is not what reads them
+        followed.switch_context(reader.name)
+        began, broke = time.perf_counter(), None
+        try:
+            tried = fuzz(reader, cases)
+        except LawError as error:
+            tried, broke = 0, str(error)
+        seconds = time.perf_counter() - began
+        followed.switch_context("")
+        found[reader.name] = {"cases": tried, "seconds": seconds, "failure": broke}
+        print(f"{reader.name}: {tried} cases, {seconds:.0f} s, {broke or 'nothing found'}")
+    followed.stop()
+    for reader in READERS.values():
+        found[reader.name] |= _reached(followed, reader)
+    return found
+
+
+def _reached(followed: coverage.Coverage, reader: Any) -> dict[str, Any]:
+    """Branches of the reader's functions, and those that no case took."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        followed.json_report(
+            outfile=file.name, contexts=[f"^{re.escape(reader.name)}$"],
+            include=[f"*/{_path(module)}" for module in reader.code],
+        )  # fmt: skip
+        files = json.loads(Path(file.name).read_text())["files"]
+    branches = covered = 0
+    missed = []
+    for module, names in reader.code.items():
+        of = files[_path(module)]["functions"]
+        for name, one in of.items():
+            if name and (not names or name in names):
+                branches += one["summary"]["num_branches"]
+                covered += one["summary"]["covered_branches"]
+                missed += [f"{module}:{name} {a} → {b}" for a, b in one["missing_branches"]]
+    return {"branches": branches, "covered": covered, "missed": missed}
+
+
+def _path(module: str) -> str:
+    return f"{module.replace('.', '/')}.py"
+
+
+def by_bytes(seconds: float) -> dict[str, dict[str, Any]]:
+    """Coverage-guided, in a process for each reader: libFuzzer ends the one that it is in."""
+    sys.path.insert(0, str(HERE))
+    from fuzz_bytes import GUIDED
+
+    found = {}
+    for name in GUIDED:
+        command = [sys.executable, str(HERE / "fuzz_bytes.py"), name, f"{seconds:g}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        runs, edges = _RUNS.search(done.stderr), _EDGES.findall(done.stderr)
+        broke = _RAISED.search(done.stdout + done.stderr)
+        found[name] = {
+            "cases": int(runs[1]) if runs else None,
+            "edges": int(edges[-1]) if edges else None,
+            "failure": broke[0] if broke else None if done.returncode == 0 else done.stderr[-500:],
+        }
+        print(name, found[name])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=1000, help="for each reader")
+    parser.add_argument("--bytes-s", type=float, default=20.0, help="of atheris for each reader")
+    arguments = parser.parse_args()
+    readers = by_cases(arguments.cases)
+    guided = by_bytes(arguments.bytes_s) if arguments.bytes_s else {}
+    shares = {name: one["covered"] / one["branches"] for name, one in readers.items()}
+    result = {
+        "readers": readers,
+        "guided": guided,
+        "cases": sum(one["cases"] for one in readers.values()),
+        "least_share_of_branches": min(shares.values()),
+        "failures": sum(
+            one["failure"] is not None for one in [*readers.values(), *guided.values()]
+        ),
+    }
+    for name, share in shares.items():
+        print(f"{name:14} {share:6.1%} of {readers[name]['branches']} branches")
+    print("saved", save("fuzz", result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The index of an entry of the token cache: which files it has, and what they hold."""
+
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import NonNegativeInt, model_validator
+
+from outpace.records.base import Record
+
+FORMAT: Literal[1] = 1
+SPLITS = ("train", "validation")
+
+
+def shard_name(split: str, number: int) -> str:
+    """The file of a split's token ids; numbers begin at 0."""
+    return f"{split}-{number:05d}.bin"
+
+
+def documents_name(split: str) -> str:
+    """The file of the places where a split's documents begin."""
+    return f"{split}-documents.npy"
+
+
+class File(Record):
+    """A file as it was written."""
+
+    bytes: NonNegativeInt
+    xxh3_128: str
+
+
+class Split(Record):
+    """What is read one file after the other; of the token ids the largest, −1 without any."""
+
+    tokens: NonNegativeInt
+    largest: int
+    shards: tuple[str, ...]
+    documents: str
+
+
+class Index(Record):
+    """All of an entry; index.json."""
+
+    format: Literal[1] = FORMAT
+    dtype: Literal["<u2", "<u4"]
+    splits: dict[str, Split]
+    files: dict[str, File]
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if set(self.splits) != set(SPLITS):
+            raise ValueError(f"it has the splits {', '.join(self.splits)}, not those of an entry")
+        names = set()
+        for name, split in self.splits.items():
+            own = [shard_name(name, number) for number in range(len(split.shards))]
+            if [*split.shards, split.documents] != [*own, documents_name(name)]:
+                raise ValueError(f"{name} has other files than those of an entry")
+            names |= {*own, documents_name(name)}
+        if names != set(self.files):
+            raise ValueError("its splits have other files than are listed")
+        for name, split in self.splits.items():
+            held = sum(self.files[shard].bytes for shard in split.shards)
+            if held != split.tokens * np.dtype(self.dtype).itemsize:
+                raise ValueError(f"{name} has {split.tokens} tokens in {held} bytes")
+        return self

@@ -1,0 +1,309 @@
+"""Every reader of what people and other programs wrote, by its public door."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import documents
+import results
+import xxhash
+from trees import Tree
+
+from outpace.records.errors import BadInputError
+
+
+@dataclass(frozen=True)
+class Reader:
+    """`read` takes the folder in which one of the trees lies, broken.
+
+    `code` is what of outpace does the reading: functions by their modules, all of a module where
+    none is named. `keeps`: nothing in the folder may be changed.
+    """
+
+    name: str
+    trees: Callable[[], Sequence[Tree]]
+    read: Callable[[Path], object]
+    code: Mapping[str, Sequence[str]]
+    keeps: bool = True
+
+
+def _config(folder: Path) -> None:
+    from outpace.cli.options import build, from_toml
+
+    path = folder / "config.toml"
+    build({str(path): from_toml(path)})
+
+
+def _experiment(folder: Path) -> None:
+    from outpace.cli.experiments import from_toml
+    from outpace.records.comparison import Experiment
+
+    path = folder / "experiment.toml"
+    Experiment.parse(from_toml(path), str(path))
+
+
+def _spec(folder: Path) -> None:
+    from outpace.interop.models import open_model
+
+    (path,) = folder.iterdir() if any(folder.iterdir()) else (folder / "model.json",)
+    open_model(str(path))
+
+
+def _plan(folder: Path) -> None:
+    from outpace.cli import estimate
+
+    words = ["--model", "gpt2", "--machine", "hgx-h100", "--json"]
+    estimate.run([*words, "--plan", str(folder / "plan.json")], {})
+
+
+def _machine(folder: Path) -> None:
+    from outpace.launch.planning import Asked, job
+
+    job(Asked(model="gpt2", machine=str(folder / "machine.json")))
+
+
+def _hosts(folder: Path) -> None:
+    from outpace.records.hosts import parse_hosts, read_hosts
+
+    found = read_hosts(folder / "hosts")
+    assert parse_hosts(",".join(f"{one.name}:{one.slots}" for one in found)) == found
+
+
+def _topology(folder: Path) -> None:
+    from outpace.cli import topology
+
+    topology.run(["--from", str(folder / "topology.txt"), "--json"], {})
+
+
+def _tokens(folder: Path) -> None:
+    from outpace.data.corpus import prepare
+
+    told = {**results.prepared(), "tokenizer": None, "cache_dir": folder.with_suffix(".cache")}
+    corpus = prepare((str(folder / "tokens.bin"),), **told)
+    for stream in corpus.streams:
+        stream.read(0, len(stream))
+        if stream.document_starts is not None:
+            stream.documents(0, len(stream))
+
+
+def _cache(folder: Path) -> None:
+    """What is damaged is made again: whatever there was, the tokens are those of the text."""
+    from outpace.data.corpus import prepare
+
+    (data := folder / "data.jsonl").write_bytes(results.texts())
+    told = {**results.prepared(), "cache_dir": folder / "cache"}
+    (stream,) = prepare((str(data),), **told).streams
+    assert stream.read(0, len(stream)).tolist() == _ids()
+    stream.documents(0, len(stream))
+
+
+@cache
+def _ids() -> list[int]:
+    tokenizer = documents.tokenizer()
+    texts = [json.loads(line)["text"] for line in results.texts().splitlines()]
+    return [one for text in texts for one in (*tokenizer.encode(text), tokenizer.eos_id)]
+
+
+def _data(folder: Path) -> Path:
+    return next((path for path in folder.iterdir()), folder / "data.jsonl")
+
+
+def _text(folder: Path) -> None:
+    from outpace.data.sources import open_source
+    from outpace.data.text import pieces
+
+    for piece in pieces(open_source(str(_data(folder))), "text"):
+        piece.text.encode()
+
+
+def _rows(folder: Path) -> None:
+    """As tasks read them: conversations where there are such, else texts with labels."""
+    from outpace.data.chat import messages_of
+    from outpace.data.classify import columns_of, examples_of
+    from outpace.data.rows import fingerprint, read_table
+
+    table = read_table(str(_data(folder)))
+    fingerprint(table.rows)
+    if {"messages", "conversations", "instruction"} & set(table.columns):
+        for row in table.rows:
+            messages_of(row)
+    else:
+        examples_of(table.rows, columns_of(table, None, None))
+
+
+def _checkpoint(folder: Path) -> None:
+    """Without markers they are marked as they are: their contents are looked at, too."""
+    from outpace.train.checkpoint import MARKER, newest_intact
+
+    if not any(folder.glob(f"*/{MARKER}")):
+        for step in (one for one in folder.glob("step-*") if one.is_dir()):
+            (step / MARKER).write_text(json.dumps(_marks(step)))
+    found = newest_intact(folder, lambda _: None)
+    if found is not None:
+        results.saver(folder).load(found, *results.small())
+
+
+def _marks(folder: Path) -> dict[str, Any]:
+    return {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes()),
+        }
+        for path in folder.iterdir()
+        if path.is_file()
+    }
+
+
+def _model(folder: Path) -> None:
+    from outpace.interop.huggingface import read_weights
+    from outpace.interop.models import open_model
+
+    opened = open_model(str(folder))
+    if opened.weights is not None and opened.spec is not None:
+        read_weights(opened.weights, opened.spec)
+
+
+def _outline(folder: Path) -> None:
+    from outpace.launch.outlines import find_outline
+
+    find_outline(str(folder))
+
+
+def _adapter(folder: Path) -> None:
+    from outpace.interop.huggingface import read_weights, spec_from_hf
+    from outpace.interop.peft import base_of, merge
+
+    with suppress(BadInputError):  # it may name a folder that is not here
+        base_of(folder)
+    base = folder / "base"
+    spec = spec_from_hf(base)
+    merge(read_weights(base, spec), folder, spec, base)
+
+
+def _tokenizer(folder: Path) -> None:
+    from outpace.data.tokenizer import load_tokenizer
+
+    found = load_tokenizer(str(folder))
+    assert isinstance(found.chat_template, str | None)
+    found.decode(found.encode("Hello, 12 of\n them: é 中."))
+
+
+def _report(folder: Path) -> None:
+    from outpace.cli import report
+
+    answer = folder / "plans.json"
+    report.run([str(answer if answer.exists() else folder), "--format", "md"], {})
+
+
+def _runs(folder: Path) -> None:
+    from outpace.cli import runs
+
+    runs.run([str(folder.parent), "--json"], {})
+
+
+def _shown(folder: Path) -> None:
+    from outpace.cli import runs
+
+    runs.run(["show", str(folder), "--json"], {})
+
+
+def _resumed(folder: Path) -> None:
+    from outpace.cli.resume import settings_of
+    from outpace.train.run_dir import RunDir
+
+    settings_of(folder)
+    run = RunDir(folder)
+    run.require_run()
+    run.finished_at()
+    run.evaluation(5)
+    run.cut_metrics(3)
+
+
+def _past(folder: Path) -> None:
+    """As `outpace compare --runs` takes it, beside itself."""
+    from outpace.experiment.stored import arms_of, outcomes_of
+
+    both = [folder, folder / ".." / folder.name]
+    experiment = arms_of(both)
+    outcomes_of(both, experiment)
+
+
+_RECORDS = {"outpace.records.base": ("Record.load", "Record.parse", "explain")}
+
+READERS: Mapping[str, Reader] = MappingProxyType({
+    one.name: one
+    for one in (
+        Reader("config", documents.configs, _config, {
+            "outpace.cli.options": ("read_toml", "from_toml", "convert", "_convert_one",
+                                    "_at_commas", "build", "_one_length", "_sentence", "shape")}),
+        Reader("experiment", documents.experiments, _experiment, {
+            "outpace.cli.experiments": ("from_toml", "_arm", "_settings", "_setting", "_crossed",
+                                        "_boolean", "_plain", "_name")}),
+        Reader("spec", documents.specs, _spec, {
+            "outpace.interop.models": ("read_spec", "_read"), "outpace.records.model": ()}),
+        Reader("plan", documents.plans, _plan, _RECORDS),
+        Reader("machine", documents.machines, _machine, {
+            "outpace.planner.machines": ("of_probe", "_probed_fabric", "_Known.of",
+                                         "_Known.products", "_Known.loader_tokens_per_s",
+                                         "_probed_device")}),
+        Reader("hosts", documents.hostfiles, _hosts, {
+            "outpace.records.hosts": ("parse_hosts", "read_hosts", "_host", "_distinct")}),
+        Reader("topology", documents.topologies, _topology, {
+            "outpace.probe.topology": ("parse", "_find_header", "_row", "_about", "_mirrored")}),
+        Reader("tokens", documents.token_files, _tokens, {
+            "outpace.data.stream": ("nanogpt_stream", "megatron_stream"),
+            "outpace.data.sources": ("_of_file", "_found", "_state")}),
+        Reader("cache", results.caches, _cache, {
+            "outpace.data.shards": ("read_index", "ensure_entry"),
+            "outpace.data.stream": ("cached_stream",)}, keeps=False),
+        Reader("text", documents.tables, _text, {"outpace.data.text": ()}),
+        Reader("rows", documents.tables, _rows, {
+            "outpace.data.rows": ("read_table", "_of_files", "_json_list", "_json_lines",
+                                  "_parquet", "_delimited", "_tabbed", "_quoted", "_is_cola",
+                                  "fingerprint", "_content", "_plain"),
+            "outpace.data.chat": ("messages_of", "_listed", "_message", "_text", "_show")}),
+        Reader("checkpoint", results.checkpoints, _checkpoint, {
+            "outpace.train.checkpoint": ("damage", "step_of", "whole_checkpoints", "newest_intact",
+                                         "_checksum", "_reason", "Checkpointer.load")},
+               keeps=False),
+        Reader("model", documents.models, _model, {
+            "outpace.interop.config": ("read_config", "spec_from_hf", "load_config"),
+            "outpace.interop.weights": ("read_weights", "_taken", "_by_canonical_name",
+                                        "_check_tied", "_check", "_stored_shape", "_convert",
+                                        "_stored", "has_weights", "weight_files", "_shards",
+                                        "_open_safetensors", "_entry", "_open_bin")}),
+        Reader("outline", documents.configs_of_models, _outline, {
+            "outpace.interop.outline": (), "outpace.interop.config": ()}),
+        Reader("adapter", documents.adapters, _adapter, {
+            "outpace.interop.peft": ("read_adapter_config", "base_of", "merge", "_note",
+                                     "_read_pairs", "_scale")}),
+        Reader("tokenizer", documents.tokenizers, _tokenizer, {
+            "outpace.data.tokenizer": ("load_tokenizer", "_load", "_config_of", "_content",
+                                       "_byte_pairs", "_word_pieces", "Tokenizer.__init__",
+                                       "Tokenizer._named", "Tokenizer.chat_template"),
+            "outpace.data.words": ("words_of", "_pattern_of")}),
+        Reader("report", results.reported, _report, {
+            "outpace.cli.report": ("_subject", "_record", "_document")}),
+        Reader("run", results.runs, _report, {
+            "outpace.report.run_source": (), "outpace.report.steps": ("read_steps", "_quickly",
+                "_line_by_line", "_parsed", "_up_to_the_cut", "_numbers"),
+            "outpace.report.trace": ("measured", "_last_pass", "_done")}),
+        Reader("runs", results.runs, _runs, {
+            "outpace.experiment.past": ("find", "_places", "read", "result_of", "_failure",
+                                        "_of_steps", "latest_steps", "is_run")}),
+        Reader("shown run", results.runs, _shown, {
+            "outpace.experiment.past": ("is_run", "checkpoints", "sizes", "_bytes")}),
+        Reader("resumed run", results.runs, _resumed, {
+            "outpace.cli.resume": ("settings_of",),
+            "outpace.train.run_dir": ("RunDir.require_run", "RunDir.finished_at",
+                                      "RunDir.evaluation", "RunDir.cut_metrics")}, keeps=False),
+        Reader("past run", results.runs, _past, {
+            "outpace.experiment.stored": ("arms_of", "outcomes_of"),
+            "outpace.experiment.results": ("steps_of",)}),
+    )
+})  # fmt: skip

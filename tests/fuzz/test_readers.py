@@ -1,0 +1,39 @@
+"""Whatever a file holds, its reader takes it or says in a sentence what is wrong with it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+# What the benchmark uses, too; there is no package of tests.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from found import FOUND, Found
+from law import checked, fuzz
+from readers import READERS
+
+# Cases of each reader: a share each time, and what issue 8 asks for with the slow tests.
+QUICK, ALL = 50, 1000
+each_reader = pytest.mark.parametrize("name", READERS)
+
+
+@each_reader
+def test_what_is_whole_is_taken(name: str) -> None:
+    assert [checked(READERS[name], tree) for tree in READERS[name].trees()].count(None)
+
+
+@each_reader
+def test_what_is_broken_is_taken_or_refused_in_a_sentence(name: str) -> None:
+    fuzz(READERS[name], QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@each_reader
+def test_that_of_many_more(name: str) -> None:
+    fuzz(READERS[name], ALL)
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda found: f"{found.reader}: {found.raised[:60]}")
+def test_what_once_broke_a_reader_does_not_again(found: Found) -> None:
+    checked(READERS[found.reader], found.tree)
