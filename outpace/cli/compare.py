@@ -24,6 +24,7 @@ from outpace.cli.experiments import (
 )
 from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, number_type
+from outpace.interop.own_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError
@@ -101,7 +102,8 @@ def _compared(
     run = arms.run_command if own else arms.run_training
     ended, interrupt = _rounds(experiment, folder, run, before, quiet)
     took_s = time.monotonic() - began_s
-    command = ("outpace", "compare", str(folder / RESULT))
+    trusted = ("--trusted",) if _code_of(experiment) else ()
+    command = ("outpace", "compare", str(folder / RESULT), *trusted)
     comparison = _judged(experiment, folder, ended, took_s, started, command)
     if interrupt is not None:
         comparison.save(folder / RESULT)
@@ -181,8 +183,9 @@ def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison |
     values: dict[str, Any] = {}
     words = arguments.arm
     if len(words) == 1 and words[0].endswith(".json"):
-        _refuse(arguments, ("arm", "out", "resume"), f"{words[0]} is repeated as it was")
+        _refuse(arguments, ("arm", "out", "resume", "trusted"), f"{words[0]} is repeated as it was")
         stored = Comparison.load(Path(words[0]))
+        _require_trust(stored.experiment, Path(words[0]), arguments.trusted)
         return {**stored.experiment.model_dump(mode="json"), "in_turn": True}, stored
     if len(words) == 1 and words[0].endswith(".toml"):
         values = from_toml(Path(words[0]))
@@ -198,6 +201,26 @@ def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison |
         if getattr(arguments, name) is not None:
             values[key] = getattr(arguments, name)
     return values, None
+
+
+def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
+    """Refuse to run what a file says, which may be anyone's, unless a person has said so."""
+    for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
+        require_named(str(settings.get("model", "")), path)
+    asked = _code_of(experiment)
+    if asked and not trusted:
+        raise BadInputError(
+            f"{path} would have this run on your machine:\n  "
+            + "\n  ".join(asked)
+            + "\nIf it is yours, or you have read it, add --trusted."
+        )
+
+
+def _code_of(experiment: Experiment) -> list[str]:
+    """Commands, and variables, which can make a program do anything."""
+    found = [arm.command for arm in experiment.arms if arm.command is not None]
+    pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
+    return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]
 
 
 def _plainly(value: Any) -> Any:
@@ -256,6 +279,8 @@ def _parser() -> Parser:
         help="a smaller difference is as good as none (default: 0.015)")  # fmt: skip
     add("--price", type=number_type(float, 0), default=None, metavar="X",
         help="of a device (on a CPU: the host) and hour: what a million tokens cost")  # fmt: skip
+    add("--trusted", action="store_true", default=False,
+        help="run the commands of a comparison.json, which may be anyone's")  # fmt: skip
     add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
         help="compare what was already run")  # fmt: skip
     options.add_settings(parser)

@@ -27,9 +27,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         }
         print(json.dumps(said, indent=2), flush=True)
     else:
-        from rich.console import Console
-
         from outpace.report.doctor import examination_text
+        from outpace.report.terminal import Console
 
         Console(highlight=False).print(examination_text(examination))
     return 1 if arguments.strict and examination.findings else 0

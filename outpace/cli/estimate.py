@@ -49,9 +49,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.json:
         print(planned.model_dump_json(indent=2), flush=True)
         return 0
-    from rich.console import Console
-
     from outpace.report.plan import one_plan
+    from outpace.report.terminal import Console
 
     of = (
         f"of {question.outline.name} with sequences of {question.wanted.seq_len:,} and a global "

@@ -29,9 +29,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.json:
         print(evaluation.model_dump_json(indent=2))
         return 0
-    from rich.console import Console
-
     from outpace.report.summary import evaluation_table
+    from outpace.report.terminal import Console
 
     Console().print(evaluation_table(evaluation))
     return 0

@@ -68,8 +68,9 @@ def now() -> str:
 
 def show(result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]) -> None:
     """Print a result, where it is kept, and a command by itself, in a line that can be copied."""
-    from rich.console import Console
     from rich.text import Text
+
+    from outpace.report.terminal import Console
 
     console = Console()
     console.print(result)

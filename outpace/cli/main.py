@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import outpace
-from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, OutpaceError, nearest
+from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, OutpaceError, harmless, nearest
 
 # command -> one line of help; its module has the command's name.
 COMMANDS = {
@@ -125,7 +125,8 @@ def _fail(message: str, exit_code: int, arguments: list[str], environ: Mapping[s
     if rank == "0" or not environ.get("RANK"):
         if "--handed-over" not in arguments:  # else outpace.train raises it
             who = "" if rank == "0" else f"rank {rank}: "
-            print(message if exit_code == 1 else f"outpace: {who}{message}", file=sys.stderr)
+            said = harmless(message)
+            print(said if exit_code == 1 else f"outpace: {who}{said}", file=sys.stderr)
         if "--json" in arguments and rank == "0":
             print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code

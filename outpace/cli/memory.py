@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError
 from outpace.records.memory import MemoryAccount
+from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -34,7 +34,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.measure and ranks is None and (settings.nproc or 1) > 1:
         from outpace.launch import local
 
-        local.start(settings.nproc or 1, [sys.executable, "-m", "outpace", "memory", *argv])
+        local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", "memory", *argv])
         return 0
     from outpace.launch.memory import question, worst
 
@@ -134,7 +134,7 @@ def _show(
     if as_json:
         print(text, flush=True)
         return
-    from rich.console import Console
+    from outpace.report.terminal import Console
 
     about = step_in_words(asked.plan, asked.global_batch, asked.ask.seq_len)
     Console().print(memory_table(asked.plan, traced, measured, asked.ask.accelerator, about))

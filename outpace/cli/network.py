@@ -178,9 +178,8 @@ def _show(answered: Answer, as_json: bool) -> None:
     if as_json:
         print(answered.model_dump_json(indent=2), flush=True)
         return
-    from rich.console import Console
-
     from outpace.report.network import network_text
+    from outpace.report.terminal import Console
 
     Console().print(network_text(answered))
 

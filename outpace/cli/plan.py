@@ -55,9 +55,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.json:
         print(answer.model_dump_json(indent=2), flush=True)
         return 0
-    from rich.console import Console
-
     from outpace.report.plan import explained, plans_text
+    from outpace.report.terminal import Console
 
     text = plans_text(answer) if arguments.explain is None else explained(answer, number)
     Console().print(text)
@@ -115,9 +114,8 @@ def _compare(arguments: argparse.Namespace, asked: "Asked") -> int:
         batch = question.wanted.global_batch
         print(json.dumps({"global_batch": batch, "scaling": document}, indent=2), flush=True)
         return 0
-    from rich.console import Console
-
     from outpace.report.plan import scaling
+    from outpace.report.terminal import Console
 
     notes = (*question.outline.notes, *question.cluster.notes)
     Console().print(scaling(rows, question.wanted.global_batch, notes))
@@ -140,9 +138,8 @@ def _what_if(arguments: argparse.Namespace, asked: "Asked") -> int:
                 for name, found in (("now", before), ("then", after))}  # fmt: skip
         print(json.dumps(said, indent=2), flush=True)
         return 0
-    from rich.console import Console
-
     from outpace.report.plan import compared
+    from outpace.report.terminal import Console
 
     best = [found if isinstance(found, str) else found.plans[0] for found in (before, after)]
     Console().print(compared(best[0], best[1], arguments.what_if))

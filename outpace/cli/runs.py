@@ -80,9 +80,8 @@ def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None
         names = ", ".join(map(str, folders)) or f"any folder {', '.join(_FOLDERS)} of this one"
         print(f"none of the {of} runs in {names} is so" if of else f"no runs in {names}")
         return
-    from rich.console import Console
-
     from outpace.report.runs import runs_table
+    from outpace.report.terminal import Console
 
     Console().print(runs_table([one.row for one in runs]))
 
@@ -107,9 +106,8 @@ def _show(folder: Path, as_json: bool) -> int:
         }
         print(json.dumps(document, indent=2))
         return 0
-    from rich.console import Console
-
     from outpace.report.runs import run_text
+    from outpace.report.terminal import Console
 
     console = Console(highlight=False)
     console.print(run_text(past, files))

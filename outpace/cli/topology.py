@@ -130,9 +130,9 @@ def _draw(
 
 def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
     """How each GPU is now; why that is not known where there are GPUs."""
-    from rich.console import Console
     from rich.text import Text
 
+    from outpace.report.terminal import Console
     from outpace.report.topology import gpu_line
 
     console = Console(highlight=False)
@@ -145,9 +145,9 @@ def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
 def _show(
     topology: Topology | None, placement: Placement | None, cpu: CpuTopology | None, why: str | None
 ) -> None:
-    from rich.console import Console
     from rich.text import Text
 
+    from outpace.report.terminal import Console
     from outpace.report.topology import cpu_text, topology_text
 
     console = Console(highlight=False)

@@ -14,10 +14,12 @@ from typing import NoReturn
 from outpace.cli import options, resume
 from outpace.cli.main import end_at_once
 from outpace.cli.parser import Parser, number_type
+from outpace.interop.own_file import require_named
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Measurement
+from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -112,7 +114,7 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
-    command = [sys.executable, "-m", "outpace", "train", *handed]
+    command = [*PYTHON, "-m", "outpace", "train", *handed]
     restarts = Restarts(most, settings.out, _say)
     while True:
         try:
@@ -143,7 +145,7 @@ def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -
     # What is there on this host is needed on all.
     named = [*settings.data, *(settings.eval_data or ()), settings.model, settings.tokenizer,
              settings.plan, arguments.config, arguments.handed_over]  # fmt: skip
-    command = [sys.executable, "-m", "outpace", "train", *handed]
+    command = [*PYTHON, "-m", "outpace", "train", *handed]
     training = hosts.Training(
         command=command,
         again=_again(command),
@@ -260,9 +262,8 @@ def show_measurement(measurement: Measurement, as_json: bool) -> None:
     if as_json:
         print(measurement.model_dump_json(indent=2), flush=True)
         return
-    from rich.console import Console
-
     from outpace.report.summary import summary
+    from outpace.report.terminal import Console
 
     Console().print(summary(measurement))
 
@@ -274,9 +275,8 @@ def print_config(settings: TrainSettings, origins: dict[str, str], as_json: bool
         table = {name: {"value": values[name], "origin": origins[name]} for name in values}
         print(json.dumps(table, indent=2))
         return
-    from rich.console import Console
-
     from outpace.report.config import config_table
+    from outpace.report.terminal import Console
 
     Console().print(config_table(settings, origins))
 
@@ -410,4 +410,6 @@ def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str
     run = Path(str(asked["out"]))
     of_run = resume.settings_of(run)
     resume.check_unchanged(asked, of_run, run)
+    if "model" not in asked:
+        require_named(of_run["model"], run)
     return options.build({**layers, options.RUN_FILE: of_run})

@@ -1,6 +1,5 @@
 """`outpace verify`."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -12,6 +11,7 @@ from outpace.records.errors import BadInputError, OutpaceError, nearest
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import Precision
 from outpace.records.plan import Plan, Strategy
+from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
 
@@ -39,7 +39,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         from outpace.launch import local
 
         nproc = arguments.nproc if proved is None else proved.plan.world_size
-        local.start(nproc, [sys.executable, "-m", "outpace", "verify", *argv])
+        local.start(nproc, [*PYTHON, "-m", "outpace", "verify", *argv])
         return 0
     import torch
 
@@ -130,9 +130,8 @@ def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
     if as_json:
         print(certificate.model_dump_json(indent=2), flush=True)
         return
-    from rich.console import Console
-
     from outpace.report.certificate import certificate_table
+    from outpace.report.terminal import Console
 
     Console().print(certificate_table(certificate))
 

@@ -15,9 +15,8 @@ from outpace.records.units import show_count
 from outpace.records.utilisation import Utilisation
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outpace.probe.utilisation import Sampler
+    from outpace.report.terminal import Console
     from outpace.report.utilisation import View
 
 _ABOUT = "How busy devices and cores are while something trains; averages at the end."
@@ -37,9 +36,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     words, command = argv[:at], argv[at + 1 :]
     arguments = _parser().read(words)
     _check(arguments, command, at < len(argv))
-    from rich.console import Console
-
     from outpace.probe.utilisation import Sampler, open_nvml, training_in
+    from outpace.report.terminal import Console
     from outpace.report.utilisation import View
 
     folder: Path | None = arguments.run
@@ -140,8 +138,7 @@ def _finish(
     watching: _Watching, arguments: Namespace, console: "Console", command: bool = False
 ) -> None:
     """Write the files, then the table or the document."""
-    from rich.console import Console
-
+    from outpace.report.terminal import Console
     from outpace.report.utilisation import closing
 
     seen = watching.seen
@@ -195,8 +192,7 @@ def _recorded(folder: Path, arguments: Namespace) -> int:
     if arguments.json:
         _print_json(seen)
         return 0
-    from rich.console import Console
-
+    from outpace.report.terminal import Console
     from outpace.report.utilisation import closing
 
     console = Console(highlight=False)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, Self
 
-from rich.console import Console
 from rich.text import Text
 
 from outpace.records.errors import BadInputError
+from outpace.report.terminal import Console
 
 _CHUNK = 1 << 14
 

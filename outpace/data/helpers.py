@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 
 from outpace.data.tokenizer import Tokenizer
+from outpace.records.python import PYTHON
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -78,7 +79,7 @@ class _Helper:
         self._process: subprocess.Popen[bytes] | None = None
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                [*PYTHON, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
             self._send(sys.path)
             self._send((tokenizer.inner.to_str(), tokenizer.eos_token))

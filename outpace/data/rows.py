@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from outpace.data.sources import Source, open_dataset, open_source, readable
+from outpace.data.sources import Source, numbered_lines, open_dataset, open_source, readable
 from outpace.records.errors import BadInputError
 
 _TABLES = {".tsv": "\t", ".txt": "\t", ".csv": ","}
@@ -155,23 +155,20 @@ def _json_list(file: Path) -> list[Row] | None:
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
-    with readable(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", None) or getattr(error, "reason", None) or error
-                raise BadInputError(
-                    f"{where} is not JSON: {reason}. Each line has to be an object."
-                ) from None
-            if not isinstance(values, dict):
-                raise BadInputError(
-                    f"{where} holds a {type(values).__name__}; each line has to be an object"
-                )
-            yield Row(values, where)
+    for number, line in numbered_lines(file):
+        where = f"{file}, line {number}"
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", None) or getattr(error, "reason", None) or error
+            raise BadInputError(
+                f"{where} is not JSON: {reason}. Each line has to be an object."
+            ) from None
+        if not isinstance(values, dict):
+            raise BadInputError(
+                f"{where} holds a {type(values).__name__}; each line has to be an object"
+            )
+        yield Row(values, where)
 
 
 def _parquet(file: Path) -> Iterator[Row]:

@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -16,6 +17,8 @@ from outpace.records.errors import BadInputError, shown
 Kind = Literal["text", "dataset", "nanogpt", "megatron"]
 
 _BLOCK_BYTES = 1 << 20
+# JSON can make thirty times as much of it in memory.
+_LINE_BYTES = 64 << 20
 # Parts of the standard library that are no prose about Python: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
@@ -227,6 +230,25 @@ def _dataset_name(reference: str) -> tuple[str, str, str]:
         raise BadInputError(f"{reference!r}: expected hf:NAME[:CONFIG[:SPLIT]]")
     config, split = (*rest, "", "")[:2]
     return name, config, split or "train"
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, and their numbers from 1.
+
+    Raises BadInputError for a file that cannot be read, and for a line that memory should not hold.
+    """
+    with readable(file) as stream:
+        for number in count(1):
+            line = stream.readline(_LINE_BYTES + 1)
+            if not line:
+                return
+            if len(line) > _LINE_BYTES:
+                raise BadInputError(
+                    f"{file}, line {number} is longer than {_LINE_BYTES >> 20} MiB, and a line is "
+                    "held in memory whole. Divide it, or give a long text as a file of its own."
+                )
+            if line.strip():
+                yield number, line
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from outpace.data.sources import Source, open_dataset, readable
+from outpace.data.sources import Source, numbered_lines, open_dataset, readable
 from outpace.records.errors import BadInputError
 
 # A longer text is handed on in pieces, so that memory stays flat.
@@ -128,27 +128,24 @@ def _checked(text: Any, where: str, field: str) -> str:
 
 
 def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    with readable(file) as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                record = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise BadInputError(
-                    f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
-                    f"{error.start}. Convert it, or leave it out."
-                ) from None
-            except (ValueError, RecursionError) as error:
-                reason = getattr(error, "msg", error)
-                raise BadInputError(f"{where} is not JSON: {reason}") from None
-            if not isinstance(record, dict) or field not in record:
-                there = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
-                raise BadInputError(
-                    f"{where} has no field {field!r}, but {there}. Name it with --text-field."
-                )
-            yield _checked(record[field], where, field), len(line)
+    for number, line in numbered_lines(file):
+        where = f"{file}, line {number}"
+        try:
+            record = json.loads(line)
+        except UnicodeDecodeError as error:
+            raise BadInputError(
+                f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
+                f"{error.start}. Convert it, or leave it out."
+            ) from None
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)
+            raise BadInputError(f"{where} is not JSON: {reason}") from None
+        if not isinstance(record, dict) or field not in record:
+            there = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
+            raise BadInputError(
+                f"{where} has no field {field!r}, but {there}. Name it with --text-field."
+            )
+        yield _checked(record[field], where, field), len(line)
 
 
 def _parquet(file: Path, field: str) -> Iterator[tuple[str, int]]:

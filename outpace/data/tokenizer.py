@@ -253,7 +253,18 @@ def _load(path: Path) -> Tokenizer | None:
         # The class knows how its family cuts texts, which the files do not say.
         from transformers import AutoTokenizer
 
-        slow = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        try:
+            slow = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise BadInputError(
+                f"the tokenizer {path} is code of its own (auto_map), which outpace does not run. "
+                "If you trust it, have transformers write what it does as tokenizer.json: load it "
+                "there with trust_remote_code=True, and save it with save_pretrained."
+            ) from None
         return Tokenizer(slow.backend_tokenizer, slow.eos_token, config)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():

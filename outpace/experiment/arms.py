@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from outpace.experiment.past import read, with_going_on
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, Measurement
+from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 from outpace.train.run_dir import RESULT_FILE
 
@@ -85,12 +85,14 @@ def train_once(
     limit_s: float | None = None,
 ) -> Measurement | Failed:
     """Train in processes of their own with settings by way of a file; or why it failed."""
-    if run.exists():
+    if run.is_symlink():
+        run.unlink()  # and nothing of what it leads to
+    elif run.exists():
         _require_left(run)
         shutil.rmtree(run)  # what was interrupted in it is begun anew
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
-    words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--json"]
+    words = [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]
     code, said = _run(words, environment, limit_s)
     if code is None:
         return Failed(None, f"it was stopped after {limit_s:.0f} s")

@@ -171,7 +171,7 @@ def latest_steps(path: Path) -> list[StepRecord]:
         with path.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(begin)
-            lines = file.read().split(b"\n")[bool(begin) : -1]
+            lines = file.read(_TAIL_BYTES).split(b"\n")[bool(begin) : -1]
         return [StepRecord.parse(json.loads(line), str(path)) for line in lines]
     except FileNotFoundError:
         return []

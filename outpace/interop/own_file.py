@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -14,11 +15,15 @@ from outpace.records.errors import BadInputError, nearest
 
 
 def load_function(reference: str) -> Callable[[], Any]:
-    """The function that 'file.py:function' names. Runs the file. Raises BadInputError."""
+    """The function that 'file.py:function' names. Runs the file. Raises BadInputError.
+
+    For a name that a person has given: from now on `require_named` knows the file.
+    """
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
     if not path.is_file():
         raise BadInputError(f"there is no file {file} (from {reference!r})")
+    _remember(path.resolve())
     module = _run_file(path.resolve())
     functions = [
         key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
@@ -31,6 +36,41 @@ def load_function(reference: str) -> Callable[[], Any]:
         )
     found: Callable[[], Any] = build
     return found
+
+
+def require_named(reference: str, where: Path) -> None:
+    """Refuse code that a file names, and no person has on this machine. Raises BadInputError.
+
+    Runs are handed around, and what is in `where` may be anyone's.
+    """
+    file = Path(reference.rpartition(":")[0]).expanduser()
+    if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _named():
+        return
+    raise BadInputError(
+        f"{where} names code to be run, {file.resolve()}, which you have not named on this machine "
+        f"yet. If it is yours, or you have read it, name it: with --model {reference}, or once, as "
+        f"in outpace memory --model {reference}"
+    )
+
+
+def _list() -> Path:
+    return Path.home() / ".cache" / "outpace" / "named-code.txt"
+
+
+def _named() -> set[str]:
+    try:
+        return set(_list().read_text(encoding="utf-8").splitlines())
+    except OSError:
+        return set()
+
+
+def _remember(path: Path) -> None:
+    if str(path) in _named() or not str(path).isprintable():
+        return
+    with suppress(OSError):  # a home that cannot be written to: it is named again then
+        _list().parent.mkdir(parents=True, exist_ok=True)
+        with _list().open("a", encoding="utf-8") as file:
+            file.write(f"{path}\n")
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from outpace.interop.folder import whole_folder
-from outpace.interop.own_file import failure, load_function
+from outpace.interop.own_file import failure, load_function, require_named
 from outpace.interop.weights import SINGLE
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError, nearest
@@ -198,7 +198,10 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
 
 def read_own(directory: Path) -> Callable[[], OwnModel]:
-    """What builds the module that `write_own` wrote, with its weights. Raises BadInputError."""
+    """What builds the module that `write_own` wrote, with its weights.
+
+    Raises BadInputError, also for code that no person has named.
+    """
     path = directory / OWN_FILE
     try:
         reference = json.loads(path.read_text(encoding="utf-8"))["reference"]
@@ -209,6 +212,7 @@ def read_own(directory: Path) -> Callable[[], OwnModel]:
             f"{directory} holds a model that was built in Python ({reference!r}), not by a file; "
             f"load {directory / SINGLE} into it with safetensors.torch.load_model"
         )
+    require_named(reference, path)
     build = load_function(reference)
 
     def restored() -> OwnModel:

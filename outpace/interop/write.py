@@ -54,7 +54,9 @@ def special_ids(folder: Path) -> dict[str, int | None]:
     """The ids of the tokenizer in `folder` as transformers understands them."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
     return {
         "eos_id": tokenizer.eos_token_id,
         "bos_id": tokenizer.bos_token_id,

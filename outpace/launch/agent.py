@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 
 from outpace.launch.environment import free_port
+from outpace.launch.interfaces import variables_for
 from outpace.probe.versions import versions
 from outpace.records.errors import OutpaceError
 from outpace.records.hosts import Facts, Question, Work
@@ -63,9 +64,9 @@ def run(work: Work) -> NoReturn:
 
     os.chdir(work.folder)
     os.environ.update(work.environment)
-    _stay_on(work.address)
+    os.environ.update(variables_for(work.address, os.environ))
     threading.Thread(target=_listen, daemon=True).start()
-    meeting = local.Meeting(work.nodes, work.node == 0, work.endpoint, work.run_id, work.address)
+    meeting = local.Meeting(work.nodes, work.node, work.endpoint, work.run_id, work.address)
     error = None
     ended = local.Ended({}, [], [])
     try:
@@ -83,14 +84,6 @@ def _over(said: dict[str, Any]) -> NoReturn:
     print("\n" + MARK + json.dumps(said), flush=True)  # a rank may have died within a line
     sys.stderr.flush()
     os._exit(0)
-
-
-def _stay_on(address: str) -> None:
-    """Have gloo and NCCL use the interface of this address, unless a person has said which."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _listen() -> None:

@@ -8,7 +8,6 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from outpace.launch.agent import MARK
+from outpace.launch.interfaces import LOOPBACK
 from outpace.records.errors import BadInputError
 from outpace.records.hosts import Facts, Host, Question
+from outpace.records.python import PYTHON
 
 _SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
         "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
@@ -146,7 +147,7 @@ def _ask(host: Host, folder: Path, question: str) -> tuple[Facts | str, tuple[fl
 
 def remote(host: Host, folder: Path, what: str) -> list[str]:
     """The command that starts the agent on a host; this one needs no ssh."""
-    words = [sys.executable, "-m", "outpace.launch.agent", what]
+    words = [*PYTHON, "-m", "outpace.launch.agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
     return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
@@ -169,4 +170,4 @@ def marked(output: str) -> dict[str, Any] | None:
 def addresses(facts: Sequence[Facts]) -> list[str]:
     """Of hosts as the others reach them: of the one that asks, as those that were asked say."""
     asking = next((one.asked_from for one in facts if one.asked_from), None)
-    return [one.address or asking or "localhost" for one in facts]
+    return [one.address or asking or LOOPBACK for one in facts]

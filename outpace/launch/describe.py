@@ -111,7 +111,9 @@ def run_record(
         machine=job.machine,
         device=str(job.device.type),
         threads=threads,
-        environment=variables(os.environ),
+        environment=variables(
+            {k: v for k, v in os.environ.items() if k not in job.groups.variables}
+        ),
         load_before=psutil.getloadavg()[0],
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import rendezvous
 
 from outpace.launch.environment import meeting_url
+from outpace.launch.interfaces import LOOPBACK, listening, staying_on
+from outpace.launch.meeting import store_on
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
 
@@ -26,7 +28,8 @@ class Groups:
     """`control` carries small host messages of each step; `saving` is for checkpoints alone.
 
     `patient` waits for what rank 0 does alone, however long its disk takes; so does `saving`. The
-    death of a rank ends the others' waiting at once all the same. `store` is where they met.
+    death of a rank ends the others' waiting at once all the same. `store` is where they met, and
+    `variables` those of the environment that were set for as long as these groups live.
     """
 
     ranks: Ranks
@@ -34,6 +37,7 @@ class Groups:
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     patient: dist.ProcessGroup
+    variables: frozenset[str] = frozenset()
 
     def once(self, action: Callable[[], Result]) -> Result:
         """Do `action` on rank 0 and give its result to all; its OutpaceError is raised on all."""
@@ -106,26 +110,48 @@ def _join(backend: str, store: Store, ranks: Ranks, timeout: timedelta) -> None:
     _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
 
 
-def _meet(ranks: Ranks, timeout: timedelta) -> Store:
-    """The store that all ranks share. Raises BadInputError where its port is another program's."""
+def _meet(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
+    """Where the ranks met: at their launcher's store, or at one that rank 0 has.
+
+    Rank 0 listens on MASTER_ADDR alone, as far as it is clear which address that is to the others.
+    Raises BadInputError where its port is another program's.
+    """
     url = meeting_url(os.environ)
     try:
+        if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            host, port = _place(url)
+            # Where the port is taken: by these ranks' own groups from before, which torch shares,
+            # or by another, as torch says.
+            with suppress(OSError):
+                bound = listening(host, port, apart)
+                if bound is not None:
+                    return store_on(bound, host, timeout)
         found: Store = next(rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout))[0]
         return found
     except dist.DistError as error:
-        where = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        at = f"{where[0]}, port {where[1]}" if all(where) else url.removeprefix("tcp://")
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise BadInputError(
-                f"the ranks cannot meet at {at}: another program listens there. Start them with "
-                "another MASTER_PORT."
-            ) from None
-        why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise OutpaceError(
-            f"rank {ranks.rank} does not find the others at {at} within "
-            f"{timeout.total_seconds():.0f} s ({why}). Look whether all {ranks.world_size} were "
-            "started, and whether that host and port can be reached from here."
-        ) from None
+        raise _not_met(error, url, ranks, timeout) from None
+
+
+def _not_met(error: Exception, url: str, ranks: Ranks, timeout: timedelta) -> OutpaceError:
+    host, port = _place(url)
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return BadInputError(
+            f"the ranks cannot meet at {host}, port {port}: another program listens there. Start "
+            "them with another MASTER_PORT."
+        )
+    why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return OutpaceError(
+        f"rank {ranks.rank} does not find the others at {host}, port {port} within "
+        f"{timeout.total_seconds():.0f} s ({why}). Look whether all {ranks.world_size} were "
+        "started, and whether that host and port can be reached from here."
+    )
+
+
+def _place(url: str) -> tuple[str, int]:
+    if url == "env://":
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 @contextmanager
@@ -148,13 +174,16 @@ def process_groups(
         )
     timeout = timedelta(seconds=timeout_s)
     backend = backend or resolve_backend("auto", device)
+    apart = ranks.world_size > ranks.local_world_size
     if ranks.world_size == 1:
         store: Store = HashStore()
         backend = "gloo"
     else:
-        store = PrefixStore(f"outpace-{restart}", _meet(ranks, timeout))
-    _join(backend, store, ranks, timeout)
-    try:
+        store = PrefixStore(f"outpace-{restart}", _meet(ranks, timeout, apart))
+    with ExitStack() as stack:
+        own = frozenset[str]() if apart else stack.enter_context(staying_on(LOOPBACK))
+        _join(backend, store, ranks, timeout)
+        stack.callback(dist.destroy_process_group)
         yield Groups(
             ranks,
             store=store,
@@ -165,6 +194,5 @@ def process_groups(
             patient=dist.new_group(
                 backend="gloo", timeout=max(timeout, _PATIENCE), group_desc="patient"
             ),
+            variables=own,
         )
-    finally:
-        dist.destroy_process_group()

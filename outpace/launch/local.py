@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 
+from outpace.launch.interfaces import LOOPBACK
 from outpace.records.errors import (
     EXIT_INTERRUPTED,
     EXIT_STANDSTILL,
@@ -32,6 +33,7 @@ from outpace.records.errors import (
     OutpaceError,
 )
 from outpace.records.measurement import Measurement
+from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 
 RUN_ID_PREFIX = "outpace-"
@@ -84,13 +86,13 @@ class Meeting:
     """A host's place among several: where all meet, and its own address there."""
 
     nodes: int
-    first: bool
+    place: int
     endpoint: str
     run_id: str
     local_addr: str
 
 
-_ALONE = Meeting(1, True, "localhost:0", "", "localhost")
+_ALONE = Meeting(1, 0, f"{LOOPBACK}:0", "", LOOPBACK)
 
 
 def start(nproc: int, command: list[str], told: Callable[[], None] = lambda: None) -> None:
@@ -115,8 +117,11 @@ def run_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from outpace.launch import meeting as rendezvous
+
     # What elastic would log, `conclude` says in a sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    rendezvous.register()
     several = meeting is not _ALONE
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
     with folder as logs, signals_to(_to_workers(told)) as signals:
@@ -126,9 +131,9 @@ def run_ranks(
             max_nodes=meeting.nodes,
             nproc_per_node=nproc,
             run_id=f"{RUN_ID_PREFIX}{meeting.run_id or uuid.uuid4().hex}",
-            rdzv_backend="c10d",
+            rdzv_backend=rendezvous.NAME,
             rdzv_endpoint=meeting.endpoint,
-            rdzv_configs={"is_host": meeting.first} if several else {},
+            rdzv_configs={"place": meeting.place},
             local_addr=meeting.local_addr,
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
@@ -161,7 +166,7 @@ def start_settings(
             "command": sys.argv,
         }
         handed_over.write_text(json.dumps(values), encoding="utf-8")
-        command = [sys.executable, "-m", "outpace", "train", "--json"]
+        command = [*PYTHON, "-m", "outpace", "train", "--json"]
         output, code = _run_to_end([*command, "--handed-over", str(handed_over)])
     document = _last_document(output)
     if code != 0:

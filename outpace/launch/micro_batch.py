@@ -9,7 +9,6 @@ exchange that another has left.
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from outpace.launch.group import Groups
 from outpace.planner.cost import Predict
 from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemoryError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
+from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
 
@@ -145,7 +145,7 @@ def trier(environ: Mapping[str, str]) -> Try:
             handed_over = Path(folder) / "settings.json"
             handed_over.write_text(json.dumps(document), encoding="utf-8")
             done = subprocess.run(
-                [sys.executable, "-m", "outpace", "train", "--json", "--handed-over", handed_over],
+                [*PYTHON, "-m", "outpace", "train", "--json", "--handed-over", handed_over],
                 env={"MASTER_ADDR": "127.0.0.1", **kept, "MASTER_PORT": str(port)},
                 capture_output=True,
                 text=True,

@@ -1,7 +1,6 @@
 """`outpace probe`: its sections in turns, on one process or on all ranks of a job."""
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,7 @@ from outpace.probe.versions import versions
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.probed import Probed, SectionName, Shown, Steadiness
+from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.train.threads import set_threads
 
@@ -213,7 +213,7 @@ def _started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[Sec
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         given, out = Path(folder) / "settings.json", Path(folder) / "machine.json"
         given.write_text(settings.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "outpace", "probe", *names]
+        command = [*PYTHON, "-m", "outpace", "probe", *names]
         command += ["--handed-over", str(given), "--out", str(out)]
         command += ["--budget", str(sum(wishes.budget_s(name) for name in names))]
         local.start(nproc, command + ["--quick"] * wishes.quick, shown.stopping)

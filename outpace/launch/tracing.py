@@ -15,6 +15,7 @@ from outpace.records.hardware import Accelerator
 from outpace.records.memory import Kind, MemoryAccount
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
+from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 
 
@@ -61,7 +62,7 @@ class Tracer:
             self.close()
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [*PYTHON, "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from typing import Any
 
 from outpace.probe.topology import ToolError, run_tool
 from outpace.records.inventory import GpuState
+from outpace.records.python import PYTHON
 from outpace.records.topology import cpu_list
 
 # nvml.h, nvmlClocksEventReason*: what holds the clocks down. Idleness is no trouble.
@@ -46,7 +47,7 @@ def query(
     `command` is what prints them as `main` does. Never raises for the driver's sake.
     """
     try:
-        text = run_tool(command or [sys.executable, "-m", "outpace.probe.nvml"], timeout_s)
+        text = run_tool(command or [*PYTHON, "-m", "outpace.probe.nvml"], timeout_s)
     except ToolError as error:
         return (), f"NVML: {error}"
     for line in text.splitlines():

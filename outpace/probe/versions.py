@@ -64,7 +64,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 def changes() -> str | None:
     """A hash of all that is not committed; None: nothing, or no repository."""
-    found = _git("diff", "--no-ext-diff", "HEAD")
+    found = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
 
 
@@ -80,8 +80,8 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, errors="replace", timeout=10,
-            check=True,
+            ["git", "-c", "core.fsmonitor=false", *arguments], capture_output=True, text=True,
+            errors="replace", timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

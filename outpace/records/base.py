@@ -12,6 +12,8 @@ from outpace.records.errors import BadInputError, clipped, nearest, shown
 # Of what is wrong with a record, as many problems as a person reads.
 _MOST_PROBLEMS = 8
 
+_MOST_BYTES = 64 << 20  # of a record; a file from elsewhere may be without end
+
 
 class Record(BaseModel):
     """An immutable value with a JSON form. Unknown keys and bad values are refused."""
@@ -43,9 +45,13 @@ class Record(BaseModel):
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises BadInputError."""
+    """What a JSON file holds. Raises BadInputError, also where memory should not hold it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise BadInputError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, as no record is")
+        return json.loads(content)
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
     except RecursionError:
@@ -105,7 +111,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link of that name
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

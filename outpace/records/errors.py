@@ -5,6 +5,7 @@ prints the message alone, with no traceback, and ends with the error's `exit_cod
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 EXIT_BAD_INPUT = 2
@@ -14,6 +15,7 @@ EXIT_STANDSTILL = 5  # a rank was stopped, or did not come to what the others wa
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
 # Of a run that was out of memory: it said so, or the system killed it, or one of its ranks.
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
 
 class OutpaceError(Exception):
@@ -71,3 +73,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean …?' for the closest choices, or '' when nothing is close."""
     close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def harmless(text: str) -> str:
+    """A text for a terminal, without what would command it."""
+    return _CONTROL.sub("\ufffd", text)

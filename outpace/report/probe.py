@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +14,7 @@ from outpace.records.machine import Machine
 from outpace.records.probed import Probed, Shown, Steadiness
 from outpace.records.units import show_bytes, show_seconds
 from outpace.report.probe_tables import figure_tables, links_table
+from outpace.report.terminal import Console
 
 
 class _Lines:

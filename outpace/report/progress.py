@@ -8,7 +8,6 @@ from collections import Counter, deque
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
@@ -28,6 +27,7 @@ from outpace.records.utilisation import Load
 from outpace.report.bottleneck import Seen, bottleneck
 from outpace.report.memory import memory_table
 from outpace.report.summary import show_whole, shown_metrics
+from outpace.report.terminal import Console
 from outpace.train.callbacks import Callback
 
 # Seconds between lines where nobody watches live.

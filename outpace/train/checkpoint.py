@@ -34,6 +34,7 @@ from outpace.optim.build import fill_state
 from outpace.records.base import Record, sync_folder, sync_paths, write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
+from outpace.train.restricted import Planner, Reader
 
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20
@@ -107,10 +108,14 @@ def _require_files(folder: Path, metadata: Metadata) -> None:
 
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint that has a marker, or None."""
+    if folder.is_symlink():
+        return "it is a link"
     try:
         entries = json.loads((folder / MARKER).read_text())
         for name, entry in entries.items():
             path = folder / name
+            if path.parent != folder or path.is_symlink():
+                return f"{name} is not a file of its own in there"
             if not path.is_file():
                 return f"{name} is missing"
             if path.stat().st_size != entry["bytes"]:
@@ -351,10 +356,16 @@ class Checkpointer:
         model: nn.Module | None,
         optimizer: torch.optim.Optimizer | None,
     ) -> Progress:
-        """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it."""
+        """Fill model and optimizer from a checkpoint, whatever number of ranks wrote it.
+
+        Raises BadInputError for one of something else, or one that would run code.
+        """
+        reader = Reader(folder)
         state = _state(model, optimizer, self._options)
         try:
-            load_distributed(state, checkpoint_id=folder, process_group=self._group)
+            load_distributed(
+                state, storage_reader=reader, planner=Planner(), process_group=self._group
+            )
         except (Exception, CheckpointException) as error:
             raise BadInputError(
                 f"checkpoint {folder} does not fit this model and optimizer: {_reason(error)}"
@@ -371,7 +382,13 @@ def remove_later(directory: Path, step: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The marker goes first, so that a kill in between leaves no marked half."""
+    """The marker goes first, so that a kill in between leaves no marked half.
+
+    Of a link only the link goes: what it leads to was not written here.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
     (folder / MARKER).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -55,7 +55,20 @@ class RunDir:
             raise BadInputError(
                 f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start."
             )
+        self._require_own_files()
         return RunRecord.load(self.path / RUN_FILE)
+
+    def _require_own_files(self) -> None:
+        """Refuse links out of the run, which may be anyone's: it writes and removes by names."""
+        root = self.path.resolve()
+        for folder, below, files in os.walk(self.path):
+            for path in (Path(folder, name) for name in (*below, *files)):
+                if path.is_symlink() and not path.resolve().is_relative_to(root):
+                    raise BadInputError(
+                        f"{path} is a link out of the run, to {path.resolve()}: to go on would "
+                        "write or remove there. Put in its place what it leads to; a run on "
+                        "another disk is a link as a whole."
+                    )
 
     def begin(self, record: RunRecord) -> None:
         """Write run.json, the first file of a run; nothing is left behind when it can't be.

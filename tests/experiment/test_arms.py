@@ -41,7 +41,8 @@ time.sleep(200)
 
 
 def instead_of_outpace(program, folder, monkeypatch):
-    monkeypatch.chdir(folder)  # where python -m looks first
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     (folder / "outpace").mkdir()
     (folder / "outpace" / "__init__.py").touch()
     (folder / "outpace" / "__main__.py").write_text(program)

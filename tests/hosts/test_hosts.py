@@ -3,7 +3,9 @@
 import json
 import re
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +110,35 @@ def test_ctrl_c_saves_and_ends_it_everywhere(cluster, tmp_path):
     assert "--resume --out run" in errors, errors[-600:]
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert ended_everywhere(cluster, tmp_path)
+
+
+def listening(process):
+    """Addresses on which something listens where a process is, but for ssh."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
+            (address, port), state = line.split()[1].split(":"), line.split()[3]
+            if state == "0A" and int(port, 16) != 22:
+                four = address.removeprefix("0000000000000000FFFF0000")
+                found.add(socket.inet_ntoa(bytes.fromhex(four)[::-1]) if len(four) == 8 else four)
+    return found
+
+
+def test_each_host_listens_on_its_own_address_alone_whatever_the_folder(cluster, tmp_path):
+    folder = tmp_path / "a 'b\" $(touch hacked);touch hacked"
+    folder.mkdir()
+    process = cluster.start(
+        "train", *TINY, "--steps", 5000, "--hosts", BOTH, "--out", "run", cwd=folder
+    )
+    begun(process, folder / "run" / "metrics.jsonl")
+    ranks = [one for one in cluster.left(folder) if "RANK" in one.environ()]
+    seen = {one.environ()["RANK"]: listening(one) for one in ranks}
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert seen == {"0": {cluster.hosts[0].address}, "1": {cluster.hosts[1].address}}
+    assert not list(tmp_path.rglob("hacked"))
+    assert ended_everywhere(cluster, folder)
 
 
 @pytest.mark.slow

@@ -115,6 +115,7 @@ def test_a_run_of_a_persons_model_is_a_warm_start(
     (run / "run.json").write_text("{}")
     trained = torch.nn.Linear(4, 3)
     write_own(run / "model", trained, "my_model.py:build")
+    open_model("my_model.py:build")  # as whoever trained it has
     monkeypatch.chdir("/")
     opened = open_model(str(run))
     assert opened.kind == "run" and opened.build is not None

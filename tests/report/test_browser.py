@@ -1,9 +1,11 @@
 """Pages in a real browser: everything is drawn, nothing is fetched, nothing that was named runs."""
 
+import json
 import shutil
 
 import pytest
 
+from outpace.cli.main import main
 from outpace.records.comparison import Comparison
 from outpace.records.estimate import Plans
 from outpace.records.machine import Machine
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 KINDS = ("run", "pipeline", "comparison", "plans", "probe", "tuning")
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
+EVIL = '"><img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>'
 
 
 # Of the others what is drawn is alike; all of them with scripts/test --all.
@@ -248,6 +251,26 @@ def test_names_are_shown_and_never_run(opened, evil):
         "[...document.querySelectorAll('.legendtext')].map((one) => one.dataset.unformatted)"
     )
     assert any("&lt;script&gt;" in legend for legend in legends)
+
+
+def test_a_run_of_an_evil_name_is_shown_by_the_command_and_runs_nothing(run, browser, tmp_path):
+    folder = tmp_path / "<img src=x onerror=window.hacked=1><script>window.hacked=1;"
+    shutil.copytree(run, folder)
+    changed = {"command": [EVIL], "commit": EVIL, "environment": {EVIL: EVIL}, "tokenizer": EVIL}
+    record = json.loads((folder / "run.json").read_text()) | changed
+    record["settings"] |= {"model": EVIL, "data": [EVIL]}
+    record["versions"][EVIL] = EVIL
+    (folder / "run.json").write_text(json.dumps(record))
+    result = json.loads((folder / "result.json").read_text()) | {"sample": EVIL, "run": EVIL}
+    (folder / "result.json").write_text(json.dumps(result))
+    assert main(["report", str(folder), "--json"]) == 0
+    context = browser.new_context(viewport=WIDE, offline=True)
+    tab = Tab(context, folder / "report.html")
+    assert tab.run("window.hacked") is None and tab.said == []
+    assert tab.run("document.querySelectorAll('img, main script').length") == 0
+    assert tab.run("(name) => document.body.textContent.includes(name)", EVIL)
+    assert tab.run("(name) => document.body.textContent.includes(name)", folder.name)
+    context.close()
 
 
 def test_tables_sort_by_value_and_back(opened):

@@ -1,0 +1,72 @@
+"""The interface on which ranks listen for each other, and no other.
+
+gloo and NCCL take its name from the environment. Left alone, gloo listens where this host's own
+name leads: for most hosts an address that others reach.
+"""
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+
+LOOPBACK = "127.0.0.1"
+# NCCL takes a name for the beginning of one, but after an equals sign.
+_TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+
+
+def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What has gloo and NCCL use this address's interface, unless a person has said which."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
+    return {}
+
+
+@contextmanager
+def staying_on(address: str) -> Iterator[frozenset[str]]:
+    """Meanwhile groups are made on this address's interface; yields variables set for that."""
+    own = variables_for(address, os.environ)
+    os.environ.update(own)
+    try:
+        yield frozenset(own)
+    finally:
+        for variable in own:
+            os.environ.pop(variable, None)
+
+
+def listening(host: str, port: int, apart: bool) -> socket.socket | None:
+    """A socket bound to the address of `host`, which is this one, as other ranks find it.
+
+    None where that is open: `apart` are ranks of other hosts, who may find another address by this
+    name, or by a name that is loopback here. Raises OSError where the port is taken.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    places = sorted({(entry[0], entry[4]) for entry in found}, key=lambda place: -place[0])
+    if apart and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
+        return None
+    # torch's clients try IPv6 first, and go on to IPv4 only where there is no such address.
+    for family, place in places:
+        try:
+            return _bound(family, place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return None
+
+
+def _bound(family: int, place: tuple[object, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(place)
+    except OSError:
+        made.close()
+        raise
+    return made
