@@ -231,8 +231,9 @@ def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str
 
 
 def _sentence(origins: Mapping[str, str], problem: Any) -> str:
-    if not problem["loc"]:
-        return str(problem["ctx"]["error"])
+    if not problem["loc"]:  # of several settings together
+        files = dict.fromkeys(one for one in origins.values() if one != COMMAND_LINE)
+        return ": ".join([*([", ".join(files)] if files else []), str(problem["ctx"]["error"])])
     name = str(problem["loc"][0])
     origin = origins.get(name, DEFAULT)
     where = flag(name) if origin == COMMAND_LINE else f"{origin}: {name}"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from trees import Tree, toml
 
+from outpace.data.words import PATTERNS
 from outpace.records.base import Record
 from outpace.records.machine import Device, Machine
 from outpace.records.plan import Plan
@@ -45,14 +46,16 @@ def of_record(record: Record) -> bytes:
 def configs() -> Sequence[Tree]:
     """Of `outpace train --config`."""
     plain = {name: value for name, value in SETTINGS.items() if name != "betas"}
-    return [{"config.toml": toml(plain)}, {"config.toml": b"steps = 10\n"}]
+    others = ({"steps": 1, "tokens": 2}, {"micro-batch": 1, "micro_batch": 2}, {"steps": 10})
+    return [{"config.toml": toml(one)} for one in (plain, *others)]
 
 
 @cache
 def experiments() -> Sequence[Tree]:
     """Of `outpace compare`."""
     arms = {"arm": [{"strategy": "ddp", "bucket-mib": 1}, {"name": "b", "environment": {"A": 1}}],
-            "common": {"model": "gpt2", "steps": 5}, "rounds": 3, "price": 2.5}  # fmt: skip
+            "common": {"model": "gpt2", "compile": "on", "lora-targets": "q,v"},
+            "rounds": 3, "price": 2.5}  # fmt: skip
     grid = {"grid": {"strategy": ["ddp", "zero3"], "micro_batch": [1, 2], "A_B": ["x", "y"]},
             "within": 0.1}  # fmt: skip
     command = {"arm": [{"command": "true"}, {"command": "false"}], "metric": "([0-9.]+)"}
@@ -77,6 +80,7 @@ def specs() -> Sequence[Tree]:
         {"model.json": json.dumps(LLAMA).encode()},
         {"model.json": json.dumps(GPT2).encode()},
         {"model.toml": toml(LLAMA)},
+        {"model.json": b'{"model_type": "gpt2"}'},
     ]
 
 
@@ -127,6 +131,10 @@ def _parquet(rows: Sequence[Mapping[str, Any]], **options: Any) -> bytes:
     return out.getvalue()
 
 
+# So often that a text is handed on in pieces.
+_LONG = 90_000
+
+
 @cache
 def tables() -> Sequence[Tree]:
     """Data of texts and of rows, in every form that is read."""
@@ -136,6 +144,7 @@ def tables() -> Sequence[Tree]:
         ['one "word"', "two, or three", "1"],
         ["a", "", "0"],
     ]
+    long = json.dumps({"text": "A line.\nMore words " * _LONG}).encode()
     cola = b"gj04\t1\t\tIt is so.\ngj04\t0\t*\tSo is.\n"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     pairs = [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]},
@@ -150,6 +159,8 @@ def tables() -> Sequence[Tree]:
                                for row in cells).encode()},
         {"data.tsv": "\n".join("\t".join(row) for row in cells).encode()},
         {"data.tsv": cola},
+        {"data.jsonl": lines + b"\n" + long},
+        {"data.txt": b"A line.\nMore words " * _LONG},
         {"text/a.txt": "Some text.\nAnd more — é.\n".encode() * 3, "text/b.txt": b"x"},
     ]  # fmt: skip
 
@@ -163,13 +174,21 @@ def tokenizer() -> Any:
     return train_tokenizer([(library / "heapq.py").read_text(encoding="utf-8")], 320)
 
 
+# How Qwen 2's cuts texts.
+_QWEN2: Mapping[str, Any] = {"type": "Sequence", "pretokenizers": [
+    {"type": "Split", "pattern": {"Regex": PATTERNS[1]}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+]}  # fmt: skip
+
+
 @cache
 def tokenizers() -> Sequence[Tree]:
     """In every form that is read."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer().save(Path(name))
         whole = files_of(Path(name))
-    model = json.loads(whole["tokenizer.json"])["model"]  # type: ignore[arg-type]
+    told = json.loads(whole["tokenizer.json"])  # type: ignore[arg-type]
+    model = told["model"]
     vocab = json.dumps(model["vocab"]).encode()
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]).encode()
     config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 64, "chat_template": [
@@ -183,6 +202,8 @@ def tokenizers() -> Sequence[Tree]:
         {"vocab.json": vocab, "merges.txt": merges,
          "tokenizer_config.json": b'{"tokenizer_class": "GPT2Tokenizer"}'},
         {"vocab.txt": pieces},
+        {"tokenizer.json": json.dumps({**told, "pre_tokenizer": _QWEN2}).encode()},
+        {"tokenizer_config.json": b"{}"},
     ]  # fmt: skip
 
 
@@ -203,16 +224,19 @@ def model_of(spec: Mapping[str, Any], most_bytes: int) -> Tree:
 def models() -> Sequence[Tree]:
     """One file, sharded, of a form of outpace's own, and of torch's pickles."""
     import torch
-    from safetensors.torch import load
+    from safetensors.torch import load, save
 
     plain = {name: value for name, value in LLAMA.items() if "window" not in name}
     gpt2, llama = model_of(GPT2, 2**30), model_of(plain, 4000)
     out = io.BytesIO()
-    torch.save(load(gpt2["model.safetensors"]), out)  # type: ignore[arg-type]
     bert = {**GPT2, "family": "bert", "segments": 2}
     own = {**GPT2, "activation": "silu"}
+    weights = load(gpt2["model.safetensors"])  # type: ignore[arg-type]
+    torch.save(weights, out)
+    twice = save({**weights, "lm_head.weight": weights["transformer.wte.weight"].clone()})
     return [
-        gpt2, llama, model_of(bert, 2**30), model_of(own, 2**30),
+        gpt2, llama, model_of(bert, 2**30), model_of({**bert, "tied": False}, 2**30),
+        model_of(own, 2**30), {**gpt2, "model.safetensors": twice},
         {"config.json": gpt2["config.json"], "pytorch_model.bin": out.getvalue()},
     ]  # fmt: skip
 
@@ -228,7 +252,19 @@ def configs_of_models() -> Sequence[Tree]:
     for family in READERS:
         values = AutoConfig.for_model(family).to_diff_dict()
         found.append({"config.json": json.dumps({**values, "model_type": family}).encode()})
-    return found
+    of = dict(zip(READERS, found, strict=True))
+    for family, change in (
+        ("gpt2", {"activation_function": "relu"}), ("bert", {"hidden_act": "relu"}),
+        ("bert", {"is_decoder": True}), ("gpt2", {"add_cross_attention": True, "n_inner": 9}),
+        ("opt", {"word_embed_proj_dim": 512}), ("opt", {"do_layer_norm_before": False}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+        ("vit", {"image_size": [32, 32], "patch_size": 64}),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
+    ):  # fmt: skip
+        values = json.loads(of[family]["config.json"])
+        found.append({"config.json": json.dumps({**values, **change}).encode()})
+    spec = {"model_type": "outpace", "spec": GPT2}
+    return [*found, {"config.json": json.dumps(spec).encode()}, {"config.json": b"{}"}]
 
 
 @cache
@@ -251,7 +287,15 @@ def adapters() -> Sequence[Tree]:
         for file, content in model_of(GPT2, 2**30).items():
             (Path(name) / file).write_bytes(content)  # type: ignore[arg-type]
         note = {"base": "nf4", "fingerprint": fingerprint(Path(name))}
-    return [tree, {**tree, "outpace.json": json.dumps(note).encode()}]
+    dora = {"adapter_config.json": json.dumps({**config, "use_dora": True}).encode()}
+    half = save({f"{prefix}.lora_A.weight": torch.ones(2, 16)})
+    other = save({"head.weight": torch.ones(2, 16)})
+    return [
+        tree, {**tree, "outpace.json": json.dumps(note).encode()},
+        {**tree, "outpace.json": json.dumps({**note, "fingerprint": "x"}).encode()},
+        {**tree, **dora}, {**tree, "adapter_model.safetensors": half},
+        {**tree, "adapter_model.safetensors": other},
+    ]  # fmt: skip
 
 
 MACHINE = Machine(
@@ -302,8 +346,18 @@ def probed_machine() -> Machine:
 @cache
 def machines() -> Sequence[Tree]:
     """Of `outpace plan --machine`: of processors, and of an accelerator."""
-    card = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=85 * 10**9)
+    whole = probed_machine()
+    assert whole.probed is not None
+    cards = [Device(name=name, memory_bytes=85 * 10**9) for name in ("NVIDIA H100 80GB HBM3", "?")]
+    none = whole.probed.model_copy(update={"figures": ()})
+    shaky = [one.model_copy(update={"value": None, "unstable": "it drifted"})
+             for one in whole.probed.figures]  # fmt: skip
+    steps = (*shaky, _figure("step", "time", 0.1, reference="gpt-small", ranks=1, device="cpu"))
     return [
         {"machine.json": of_record(one)}
-        for one in (probed_machine(), probed_machine().model_copy(update={"devices": (card,)}))
-    ]
+        for one in (
+            whole, *(whole.model_copy(update={"devices": (card,)}) for card in cards), MACHINE,
+            whole.model_copy(update={"probed": none}),
+            whole.model_copy(update={"probed": none.model_copy(update={"figures": steps})}),
+        )
+    ]  # fmt: skip

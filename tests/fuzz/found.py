@@ -55,6 +55,8 @@ def _nested() -> Iterator[Found]:
     for name, file in (("config", "config.toml"), ("experiment", "experiment.toml")):
         yield Found(name, "RecursionError", {file: b"steps = " + _DEEP})
         yield Found(name, "ValueError: over 4300 digits", {file: b"steps = " + _DIGITS})
+    both = {"config.toml": b"steps = 1\ntokens = 2\n"}
+    yield Found("config", "no file was named", both)
     yield Found("config", "5,000 characters", {"config.toml": b"strategy = '" + _LONG + b"'"})
     yield Found("spec", "5,000 characters", {"model.json": b'{"family": "' + _LONG + b'"}'})
     yield Found("hosts", "50,000 characters", {"hosts": _DEEP + b" x"})
@@ -81,7 +83,7 @@ def _data() -> Iterator[Found]:
                 {"tokens.bin": b"", "tokens.idx": index(0)}, 1)  # fmt: skip
     loop = Link("a.txt")
     for name in ("text", "rows"):
-        yield Found(name, "OSError: too many levels of symbolic links", {"text/a.txt": loop}, 8)
+        yield Found(name, "OSError: too many levels of symbolic links", {"text/a.txt": loop}, -1)
     large = b'{"text": "a", "label": 1%s}' % (b"0" * 400)
     yield Found("rows", "OverflowError", {"data.jsonl": large})
     for raised, content in (

@@ -36,7 +36,7 @@ def _config(folder: Path) -> None:
     from outpace.cli.options import build, from_toml
 
     path = folder / "config.toml"
-    build({str(path): from_toml(path)})
+    build({str(path): from_toml(path), "run.json": {"steps": 5, "model": "gpt2"}})
 
 
 def _experiment(folder: Path) -> None:
@@ -164,8 +164,8 @@ def _model(folder: Path) -> None:
     from outpace.interop.models import open_model
 
     opened = open_model(str(folder))
-    if opened.weights is not None and opened.spec is not None:
-        read_weights(opened.weights, opened.spec)
+    if opened.spec is not None:
+        read_weights(folder, opened.spec)
 
 
 def _outline(folder: Path) -> None:
@@ -188,7 +188,8 @@ def _adapter(folder: Path) -> None:
 def _tokenizer(folder: Path) -> None:
     from outpace.data.tokenizer import load_tokenizer
 
-    found = load_tokenizer(str(folder))
+    files = list(folder.iterdir())
+    found = load_tokenizer(str(files[0] if len(files) == 1 else folder))
     assert isinstance(found.chat_template, str | None)
     found.decode(found.encode("Hello, 12 of\n them: é 中."))
 
@@ -233,7 +234,16 @@ def _past(folder: Path) -> None:
     outcomes_of(both, experiment)
 
 
-_RECORDS = {"outpace.records.base": ("Record.load", "Record.parse", "explain")}
+_RECORDS = {
+    "outpace.records.base": (
+        "Record.load",
+        "Record.parse",
+        "read_json",
+        "read_object",
+        "explain",
+        "_sentence",
+    )
+}
 
 READERS: Mapping[str, Reader] = MappingProxyType({
     one.name: one
@@ -245,23 +255,27 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.cli.experiments": ("from_toml", "_arm", "_settings", "_setting", "_crossed",
                                         "_boolean", "_plain", "_name")}),
         Reader("spec", documents.specs, _spec, {
-            "outpace.interop.models": ("read_spec", "_read"), "outpace.records.model": ()}),
+            "outpace.interop.models": ("read_spec",),
+            "outpace.records.model": ("ModelSpec._fill", "ModelSpec._check"),
+            "outpace.records.base": ("read_json", "read_object", "read_toml")}),
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
             "outpace.planner.machines": ("of_probe", "_probed_fabric", "_Known.of",
                                          "_Known.products", "_Known.loader_tokens_per_s",
                                          "_probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
-            "outpace.records.hosts": ("parse_hosts", "read_hosts", "_host", "_distinct")}),
+            "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),
         Reader("topology", documents.topologies, _topology, {
             "outpace.probe.topology": ("parse", "_find_header", "_row", "_about", "_mirrored")}),
         Reader("tokens", documents.token_files, _tokens, {
             "outpace.data.stream": ("nanogpt_stream", "megatron_stream"),
             "outpace.data.sources": ("_of_file", "_found", "_state")}),
         Reader("cache", results.caches, _cache, {
-            "outpace.data.shards": ("read_index", "ensure_entry"),
+            "outpace.data.shards": ("read_index",), "outpace.data.index": ("Index._whole",),
             "outpace.data.stream": ("cached_stream",)}, keeps=False),
-        Reader("text", documents.tables, _text, {"outpace.data.text": ()}),
+        Reader("text", documents.tables, _text, {
+            "outpace.data.text": ("pieces", "_plain", "_decoded", "_border", "_all_in_pieces",
+                                  "_in_pieces", "_checked", "_json_lines", "_parquet")}),
         Reader("rows", documents.tables, _rows, {
             "outpace.data.rows": ("read_table", "_of_files", "_json_list", "_json_lines",
                                   "_parquet", "_delimited", "_tabbed", "_quoted", "_is_cola",
@@ -272,16 +286,20 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                          "_checksum", "_reason", "Checkpointer.load")},
                keeps=False),
         Reader("model", documents.models, _model, {
-            "outpace.interop.config": ("read_config", "spec_from_hf", "load_config"),
+            "outpace.interop.config": ("spec_from_hf", "load_config"),
             "outpace.interop.weights": ("read_weights", "_taken", "_by_canonical_name",
                                         "_check_tied", "_check", "_stored_shape", "_convert",
                                         "_stored", "has_weights", "weight_files", "_shards",
                                         "_open_safetensors", "_entry", "_open_bin")}),
         Reader("outline", documents.configs_of_models, _outline, {
-            "outpace.interop.outline": (), "outpace.interop.config": ()}),
+            "outpace.interop.outline": (),
+            "outpace.interop.config": ("spec_from_config", "_refuse", "_activation", "_read_gpt2",
+                                       "_read_bert", "_read_llama_like", "_read_biases",
+                                       "_read_windows", "_read_rope")}),
         Reader("adapter", documents.adapters, _adapter, {
             "outpace.interop.peft": ("read_adapter_config", "base_of", "merge", "_note",
-                                     "_read_pairs", "_scale")}),
+                                     "_read_pairs", "_scale", "_check_alphas", "_directory"),
+            "outpace.interop.config": ("read_config",)}),
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
             "outpace.data.tokenizer": ("load_tokenizer", "_load", "_config_of", "_content",
                                        "_byte_pairs", "_word_pieces", "Tokenizer.__init__",
@@ -294,7 +312,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                 "_line_by_line", "_parsed", "_up_to_the_cut", "_numbers"),
             "outpace.report.trace": ("measured", "_last_pass", "_done")}),
         Reader("runs", results.runs, _runs, {
-            "outpace.experiment.past": ("find", "_places", "read", "result_of", "_failure",
+            "outpace.experiment.past": ("find", "read", "result_of", "_failure",
                                         "_of_steps", "latest_steps", "is_run")}),
         Reader("shown run", results.runs, _shown, {
             "outpace.experiment.past": ("is_run", "checkpoints", "sizes", "_bytes")}),

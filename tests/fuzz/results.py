@@ -138,6 +138,9 @@ def reported() -> Sequence[Tree]:
         {"comparison.json": of_record(_comparison())},
         {"tuning.json": of_record(_tuning())},
         {"machine.json": of_record(_with_topology())},
+        {"machine.json": of_record(MACHINE)},
+        {"plans.json": of_record(Plan())},
+        {"note.txt": b"nothing to report on"},
         {"certificate.json": of_record(_certificate())},
         *({"plans.json": text} for text in _answers()),
     ]

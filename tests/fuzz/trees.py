@@ -51,6 +51,7 @@ JUNK = st.sampled_from(_EDGES).map(copy.deepcopy) | st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=4,
 )
+_FEW = st.sampled_from((1, 1, 1, 2))
 _TEXTS = (
     b"", b"\n", b"\0", b" " * 9, b"\xff\xfe", b"\xef\xbb\xbf", b"\x80abc\n", b"null", b"[]", b"{}",
     b"[1]", b'"x"', b"1", b"NaN", b"{", b"[", b'{"', b'{"a":' * 100_000, *_SPELT.values(),
@@ -96,7 +97,7 @@ def _toml(value: Any) -> str:
 def broken(draw: Draw, trees: Sequence[Tree]) -> Tree:
     """One of the trees, in which a file or two are not what they were."""
     tree = dict(draw(st.sampled_from(trees)))
-    for _ in range(draw(st.integers(1, 2))):
+    for _ in range(draw(_FEW)):
         name = draw(st.sampled_from(sorted(tree)))
         if draw(st.integers(0, 11)):
             tree[name] = _changed(draw, name, tree[name])
@@ -183,10 +184,11 @@ def _toml_file(draw: Draw, content: bytes) -> bytes:
 
 
 def altered(draw: Draw, value: Any) -> Any:
-    """The value with one to three changes anywhere in it."""
+    """The value with one change or two anywhere in it."""
     root = [copy.deepcopy(value)]
-    for _ in range(draw(st.integers(1, 3))):
-        holder, key = draw(st.sampled_from(list(_places(root))))
+    for _ in range(draw(_FEW)):
+        places = list(_places(root))
+        holder, key = draw(st.sampled_from(places))
         kind = draw(st.integers(0, 9))
         if kind == 0 and holder is not root:
             del holder[key]
@@ -200,14 +202,21 @@ def altered(draw: Draw, value: Any) -> Any:
             holder[key] = draw(
                 st.sampled_from((-holder[key], holder[key] * 10**9, str(holder[key])))
             )
+        elif kind == 5:  # what is right elsewhere
+            other, there = draw(st.sampled_from(places))
+            holder[key] = copy.deepcopy(other[there]) if there in _keys(other) else None
         else:
             holder[key] = draw(JUNK)
     return root[0]
 
 
+def _keys(holder: Any) -> list[Any]:
+    return list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+
+
 def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
     """Every list or object in the value with each of its places."""
-    for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+    for key in _keys(holder):
         yield holder, key
         if isinstance(holder[key], (dict, list)):
             yield from _places(holder[key])
