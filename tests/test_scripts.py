@@ -133,14 +133,17 @@ def packages(folder: Path, *tools: str, user: int = 0) -> subprocess.CompletedPr
 
 
 def test_programs_that_tests_need_are_installed_where_they_can_be(tmp_path: Path) -> None:
-    done = packages(tmp_path, "apt-get", "ip", "sshd", "slurmctld")
+    done = packages(tmp_path, "apt-get", "ip", "sshd", "slurmctld", "faketime")
     assert done.stderr == "Installing chromium (this once) …\n"
     _, install = (tmp_path / "calls").read_text().splitlines()
     assert install.startswith("install") and install.endswith(" chromium")
 
 
 def test_nothing_is_installed_that_is_there(tmp_path: Path) -> None:
-    assert packages(tmp_path, "apt-get", "ip", "sshd", "slurmctld", "chromium").stderr == ""
+    assert (
+        packages(tmp_path, "apt-get", "ip", "sshd", "slurmctld", "faketime", "chromium").stderr
+        == ""
+    )
     assert not (tmp_path / "calls").exists()
 
 

@@ -63,9 +63,9 @@ class RunDir:
         root = self.path.resolve()
         for folder, below, files in os.walk(self.path):
             for path in (Path(folder, name) for name in (*below, *files)):
-                if path.is_symlink() and not path.resolve().is_relative_to(root):
+                if path.is_symlink() and not _target(path).is_relative_to(root):
                     raise BadInputError(
-                        f"{path} is a link out of the run, to {path.resolve()}: to go on would "
+                        f"{path} is a link out of the run, to {_target(path)}: to go on would "
                         "write or remove there. Put in its place what it leads to; a run on "
                         "another disk is a link as a whole."
                     )
@@ -139,6 +139,14 @@ class RunDir:
             if found.step == step:
                 return found
         return None
+
+
+def _target(link: Path) -> Path:
+    """Where a link leads; one that leads round and round, as far as it says itself."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):
+        return Path("/", link.readlink())
 
 
 class MetricsWriter(Callback):

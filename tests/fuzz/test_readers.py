@@ -1,6 +1,7 @@
 """Whatever a file holds, its reader takes it or says in a sentence what is wrong with it."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 from found import FOUND, Found
 from law import checked, fuzz
 from readers import READERS
+from results import group
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    """Checkpoints need a process group, and the tests of other files need that there is none."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        group.cache_clear()
+
 
 # Cases of each reader: a share each time, and what issue 8 asks for with the slow tests.
 QUICK, ALL = 50, 1000
