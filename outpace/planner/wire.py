@@ -31,7 +31,8 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
 _TOKEN_BYTES = 8  # int64
-_TOTALS_BYTES = 16  # loss and targets, or stop and memory: two float64
+_TOTALS_BYTES = 16  # loss and targets: two float64
+_SAID_BYTES = 24  # stop, memory and own time: three float64
 NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any precision
 
 
@@ -128,7 +129,7 @@ def step_traffic(
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
-        tally.add("all_gather", plan.world_size, _TOTALS_BYTES)
+        tally.add("all_gather", plan.world_size, _SAID_BYTES)
         formula(Work(plan, spec, global_batch, seq_len, rank), tally)
     return tally
 
