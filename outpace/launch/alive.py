@@ -39,6 +39,8 @@ _NOT_RUNNING = {
     "zombie": _GONE,
     "dead": _GONE,
 }
+_FAILED = "failed by itself: "
+_OVER = (_GONE, _UNSEEN, _FAILED)
 _VERDICT, _ASKED = "alive/verdict", "alive/asked"
 # gloo raises plain RuntimeErrors; where its connections failed, this source is named in them.
 _CONNECTIONS = "gloo/transport/"
@@ -96,8 +98,9 @@ def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[
         why = next(iter(_SOURCE.sub("", str(error)).strip().splitlines()), type(error).__name__)
         verdict = watcher.verdict(lost, why)
         if verdict is None:
+            watcher.own(f"{type(error).__name__}: {why}")
             raise
-        standing = _GONE not in verdict and _UNSEEN not in verdict
+        standing = not any(words in verdict for words in _OVER)
         raise RankLostError(f"{doing.what}: {verdict} ({why})", standing) from error
     finally:
         watcher.close()
@@ -174,13 +177,20 @@ class _Watcher:
             with suppress(RuntimeError):
                 said.append(self._look_around(self.groups.store, not lost))
 
-        # The store waits without limit for a host that is cut off.
-        looking = threading.Thread(target=look, name="looking around", daemon=True)
-        looking.start()
-        looking.join(4 * _LOOK_S)
+        _within(look, 4 * _LOOK_S)
         if said or not lost:
             return said[0] if said else None
         return f"the host where all meet {_UNSEEN}"
+
+    def own(self, error: str) -> None:
+        """Say to those that will wait for this rank in vain that the fault is its own."""
+        who = f"rank {self.rank} on {socket.gethostname()}"
+
+        def say() -> None:
+            with suppress(RuntimeError):
+                self.groups.store.compare_set(_VERDICT, "", f"{who} {_FAILED}{error}")
+
+        _within(say, _LOOK_S)
 
     def _look_around(self, store: Any, doubtful: bool) -> str | None:
         """Ask all, and say who is to blame; the first to ask says it to the others.
@@ -224,6 +234,13 @@ class _Watcher:
         for rank in missing:
             found[rank] = _silent(rank, _who(store, rank), found.values())
         return [found[rank] for rank in self.everyone]
+
+
+def _within(ask: Callable[[], None], limit_s: float) -> None:
+    """Ask the store, which waits without limit for a host that is cut off."""
+    asking = threading.Thread(target=ask, name="asking the store", daemon=True)
+    asking.start()
+    asking.join(limit_s)
 
 
 def _never(who: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from outpace.planner.shapes import parameter_shapes
 from outpace.planner.stages import layers_per_stage
-from outpace.planner.wire import NORM_BYTES, Tally, Work, sent_bytes, step_traffic
+from outpace.planner.wire import NORM_BYTES, Tally, Work, of_every_job, sent_bytes, step_traffic
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Axis, Plan, Strategy
@@ -137,10 +137,7 @@ def _same(part: Part, axis: Where, count: int) -> Flow:
 
 def _control_bytes(plan: Plan) -> Counter[str]:
     """Totals, the wish to stop, the norm: a few numbers in every job."""
-    tally = Tally()
-    if plan.world_size > 1:
-        tally.add("all_reduce", plan.world_size, 16)
-        tally.add("all_gather", plan.world_size, 16)
+    tally = of_every_job(plan)
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
         ranks = plan.pp if plan.strategy in SCHEDULES else plan.dp_shard

@@ -126,11 +126,18 @@ def step_traffic(
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
         return None
+    tally = of_every_job(plan)
+    if plan.world_size > 1:
+        formula(Work(plan, spec, global_batch, seq_len, rank), tally)
+    return tally
+
+
+def of_every_job(plan: Plan) -> Tally:
+    """What ranks tell each other in each step, whatever the strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
         tally.add("all_gather", plan.world_size, _SAID_BYTES)
-        formula(Work(plan, spec, global_batch, seq_len, rank), tally)
     return tally
 
 

@@ -41,6 +41,7 @@ def test_reading_by_lines_finds_what_reading_at_once_does(tmp_path):
     rows = [
         {
             "step": n,
+            "step_time_s": 0.5 + 1 / n,
             "loss": 0.1 * n,
             "lr": 1e-7 / n,
             "mfu": None,
