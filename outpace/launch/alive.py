@@ -178,9 +178,10 @@ class _Watcher:
                 said.append(self._look_around(self.groups.store, not lost))
 
         _within(look, 4 * _LOOK_S)
-        if said or not lost:
-            return said[0] if said else None
-        return f"the host where all meet {_UNSEEN}"
+        if lost:
+            return said[0] if said else f"the host where all meet {_UNSEEN}"
+        # Where all fail by themselves, none does because of another.
+        return next((one for one in said if one is not None and _FAILED not in one), None)
 
     def own(self, error: str) -> None:
         """Say to those that will wait for this rank in vain that the fault is its own."""

@@ -185,6 +185,7 @@ def test_the_last_trials_tell_the_nearest_apart(proposer):
     assert ["once more" in trial.why for trial in trials] == [False] * 4 + [True] * 2
 
 
+@pytest.mark.slow
 def test_what_fails_when_it_is_run_again_is_not_run_for_ever(proposer):
     def took(proposal):
         return 1.0 if proposal.plan == proposer.default else 0.99

@@ -89,7 +89,8 @@ def rank_of(process, rank):
 @pytest.mark.parametrize(
     ("strategy", "moments"),
     [
-        pytest.param("ddp", faults.MOMENTS, id="ddp"),
+        pytest.param("ddp", ("computes", "saves"), id="ddp"),
+        pytest.param("ddp", faults.MOMENTS, id="every moment", marks=pytest.mark.slow),
         pytest.param("zero3", ("saves", "waits"), id="zero3", marks=pytest.mark.slow),
         pytest.param("1f1b", ("computes", "saves"), id="1f1b", marks=pytest.mark.slow),
         pytest.param("tp", ("waits", "starts"), id="tp", marks=pytest.mark.slow),
@@ -105,7 +106,8 @@ def test_a_run_whose_ranks_are_killed_is_one_that_nothing_happened_to(tmp_path, 
     assert "was killed by SIGKILL" in said
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 4])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, seed):
     alone = faults.undisturbed("ddp", tmp_path / "alone")
     row = faults._damaged(tmp_path / "cut", faults.random.Random(seed), alone)
@@ -135,6 +137,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert steps(tmp_path / "run") == 5
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
     words = (*TINY, "--steps", 4, "--nproc", 2, "--tp", 2, "--out", "run")
     code, _, errors = run(*words, cwd=tmp_path)
@@ -149,6 +152,7 @@ def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
     assert "the run had 1 ranks and goes on with 2: the layout stays as it was asked for" in errors
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_is_named(tmp_path):
     process = start(*TINY, "--nproc", 2, "--steps", 5000, "--comm-timeout-s", 8, "--out", "run",
                     cwd=tmp_path)  # fmt: skip
@@ -190,6 +194,7 @@ def test_one_rank_whose_loss_is_no_number_ends_all(tmp_path):
     assert code == 3 and "the loss became nan at step 9" in errors and "Going on" not in errors
 
 
+@pytest.mark.slow
 def test_two_trainings_at_once_do_not_meet(tmp_path):
     both = [
         start(*TINY, "--nproc", 2, "--steps", 8, "--out", f"run-{number}", cwd=tmp_path)

@@ -158,6 +158,7 @@ def test_a_second_signal_ends_at_once(tmp_path, command):
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_kill_9_during_saves_never_costs_the_run(tmp_path, command):
     """Saves at every step, so a kill at any moment lands in or beside one."""
     flags = ("--steps=30", "--save-every=1")
