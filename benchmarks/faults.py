@@ -184,19 +184,23 @@ def killed(moments: Sequence[str], count: int, folder: Path, seed: int) -> dict[
     draw = random.Random(seed)
     references = {name: undisturbed(name, folder / f"{name}-alone") for name in STRATEGIES}
     names = list(STRATEGIES)
-    while number < count:
+    while number < count and len(rows) < count:
         strategy = names[len(rows) % len(names)]
         these = [draw.choice(moments) for _ in range(min(KILLS_IN_A_RUN, count - number))]
-        found, kills, words = disturbed(
-            strategy, folder / f"run-{len(rows)}", these, draw.randrange(1 << 30)
-        )
-        number += len(kills)
-        rows.append(_judged(strategy, found, references[strategy], kills, words))
+        try:
+            found, kills, words = disturbed(
+                strategy, folder / f"run-{len(rows)}", these, draw.randrange(1 << 30)
+            )
+            row = _judged(strategy, found, references[strategy], kills, words)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:  # its kills do not count
+            row = {"strategy": strategy, "kills": [], "same": False, "failed": str(error)}
+        number += len(row["kills"])
+        rows.append(row)
         print(f"{number} of {count}: {rows[-1]}", file=sys.stderr, flush=True)
     moments_of = Counter(kill["moment"] for row in rows for kill in row["kills"])
     return {"kills": number, "runs": len(rows), "same": sum(row["same"] for row in rows),
-            "lost": sum(row["lost"] for row in rows),
-            "repeated": sum(row["repeated"] for row in rows),
+            "lost": sum(row.get("lost", 0) for row in rows),
+            "repeated": sum(row.get("repeated", 0) for row in rows),
             "moments": dict(moments_of), "rows": rows}  # fmt: skip
 
 

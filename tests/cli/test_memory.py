@@ -31,6 +31,7 @@ def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_the_rank_that_is_asked_for_is_measured(capfd):
     words = ["--measure", "--nproc=2", "--strategy=ps", "--json", "--rank=1"]
     assert main([*TINY, *words]) == 0

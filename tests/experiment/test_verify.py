@@ -86,8 +86,11 @@ def test_every_family_equals_one_process(tmp_path, family, on_ranks):
 
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [(name, "fp64") for name in ("ddp", "tp", "1f1b")]
-    + [pytest.param(name, "fp64", marks=pytest.mark.slow) for name in ("dp", "ps", "zero3", "cp")]
+    [(name, "fp64") for name in ("ddp", "1f1b")]
+    + [
+        pytest.param(name, "fp64", marks=pytest.mark.slow)
+        for name in ("dp", "ps", "zero3", "tp", "cp")
+    ]
     + [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("ddp", "tp")],
 )
 def test_every_planted_fault_is_caught_and_named(strategy, precision, on_ranks):

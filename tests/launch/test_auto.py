@@ -110,6 +110,7 @@ def test_what_a_person_says_is_kept(words):
     assert "plan auto" in told.values()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
     real, asked = auto.fullest, []
 

@@ -125,17 +125,10 @@ def test_what_fails_by_itself_is_not_taken_for_a_lost_rank(tmp_path):
     ]
 
 
-slow = pytest.mark.slow
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "size", "seconds"),
-    [
-        (2, 1 << 20, 8),
-        pytest.param(2, 1 << 16, 100, marks=slow),
-        pytest.param(4, 1 << 16, 100, marks=slow),
-        pytest.param(4, 1 << 20, 100, marks=slow),
-    ],
+    [(2, 1 << 20, 8), (2, 1 << 16, 100), (4, 1 << 16, 100), (4, 1 << 20, 100)],
 )
 def test_busbw_is_what_a_plain_loop_by_hand_gives(on_ranks, ranks, size, seconds):
     """The figure that is recorded; both are timed by turns, so that what disturbs one does both."""

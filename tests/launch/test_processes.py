@@ -81,6 +81,7 @@ def test_two_ranks_train_as_one_and_a_resume_on_one_goes_on(tmp_path, command):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_masked_tokens_are_weighed_over_the_whole_global_batch(tmp_path, command):
     """Ranks and micro-batches have different numbers of masked tokens; none may count more."""
     (tmp_path / "bert.json").write_text(

@@ -60,7 +60,7 @@ def test_a_run_lives_in_memory_in_which_it_could_not_without(memory):
 @pytest.mark.parametrize(
     ("strategies", "levers"),
     [
-        ("single,ddp,zero1,zero3,1f1b,tp", "disk"),
+        pytest.param("single,ddp,zero1,zero3,1f1b,tp", "disk", marks=pytest.mark.slow),
         ("single,ddp,zero1,zero3,1f1b,tp", "cpu"),
     ],
 )

@@ -303,7 +303,7 @@ def spaces(draw):
 
 
 LAWS = settings(
-    max_examples=40, deadline=None,
+    max_examples=20, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 

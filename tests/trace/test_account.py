@@ -41,7 +41,7 @@ def plan_of(strategy, **levers):
     [
         ("single", {"precision": "bf16", "checkpointing": "selective"}),
         pytest.param("single", {"checkpointing": "full", "checkpoint_every": 2}, marks=SLOW),
-        ("ddp", {"optimizer": "adamw-foreach"}),
+        pytest.param("ddp", {"optimizer": "adamw-foreach"}, marks=SLOW),
         pytest.param("zero3", {"checkpointing": "full"}, marks=SLOW),
         pytest.param("tp", {"optimizer": "adamw-for-loop"}, marks=SLOW),
     ],
