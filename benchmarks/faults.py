@@ -109,14 +109,27 @@ def disturbed(
         try:
             kills = list(_killed(process, folder / "run", moments, random.Random(seed)))
             process.wait(timeout=_LIMIT_S)
+        except (OSError, psutil.Error) as error:
+            raise RuntimeError(f"a rank ended before it was killed: {error}") from error
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process, folder)
         said.seek(0)
         words = said.read()
     if process.returncode != 0:
         raise RuntimeError(f"{strategy}, {kills}: exit code {process.returncode}:\n{words[-3000:]}")
     return outcome(folder / "run"), kills, words
+
+
+def _end(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """The launcher and its ranks: elastic gives each rank a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    for rank in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(folder) in " ".join(rank.cmdline()):
+                rank.kill()
+                rank.wait()
 
 
 def _killed(
@@ -133,8 +146,8 @@ def _killed(
         victim, at = ranks[chosen], _step(run)
         while not _is_at(moment, victim, run, at, until, time.monotonic() - began_s > delay_s):
             time.sleep(0.002)
-            if launcher.poll() is not None:
-                raise RuntimeError(f"it ended before a rank was killed while it {moment}")
+            if launcher.poll() is not None or time.monotonic() - began_s > _LIMIT_S:
+                raise RuntimeError(f"it ended, or hangs, before a rank was killed: {moment}")
         step = _step(run)
         victim.kill()
         yield Kill(moment, chosen, step)
@@ -142,7 +155,8 @@ def _killed(
 
 def _ranks(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[psutil.Process]:
     """The processes of both ranks, in order, as soon as they are there anew."""
-    while launcher.poll() is None:
+    until_s = time.monotonic() + _LIMIT_S
+    while launcher.poll() is None and time.monotonic() < until_s:
         found = {}
         with suppress(psutil.Error):
             for child in psutil.Process(launcher.pid).children():
@@ -151,7 +165,7 @@ def _ranks(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[psutil
         if len(found) == 2:
             return [found[0], found[1]]
         time.sleep(0.01)
-    raise RuntimeError("the launcher has ended, and there are no ranks to kill")
+    raise RuntimeError("the launcher has ended, or hangs: there are no ranks to kill")
 
 
 def _step(run: Path) -> int:
@@ -169,7 +183,7 @@ def _is_at(
     """Whether a rank is at a moment, as is seen of its process and its files."""
     if moment == "starts":
         return late or _step(run) > since
-    if _step(run) < max(until, since):
+    if _step(run) < max(until, since + 1):  # of this start: a save that was cut short stays there
         return False
     if moment == "saves":
         folders = list((run / "checkpoints").glob("step-*"))
@@ -234,15 +248,13 @@ def _damaged(folder: Path, draw: random.Random, alone: Outcome) -> dict[str, Any
     words = command("ddp", folder, 0)
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                start_new_session=True)  # fmt: skip
+    until_s = time.monotonic() + _LIMIT_S
     while _step(folder / "run") < STEPS // 2 and process.poll() is None:
+        if time.monotonic() > until_s:
+            _end(process, folder)
+            raise RuntimeError("it hangs")
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for rank in psutil.process_iter():  # elastic gives each rank a session of its own
-        with suppress(psutil.Error):
-            if str(folder) in " ".join(rank.cmdline()):
-                rank.kill()
-                rank.wait()
+    _end(process, folder)
     whole = [path.parent for path in (folder / "run" / "checkpoints").glob("*/complete.json")]
     newest = max(whole, key=lambda path: int(path.name.removeprefix("step-")))
     path = draw.choice(sorted(p for p in newest.iterdir() if p.stat().st_size > 0))
@@ -297,7 +309,7 @@ def main() -> int:
     arguments = parser.parse_args()
     for name in PARTS if arguments.part is None else (arguments.part,):
         began_s = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             row = {"part": name, **part(name, Path(folder), arguments.quick)}
         row["took_s"] = round(time.monotonic() - began_s)
         print(json.dumps({k: v for k, v in row.items() if k != "rows"}, indent=2), flush=True)

@@ -3,9 +3,9 @@
     python -m outpace.launch.agent check     a Question on standard input, Facts on standard output
     python -m outpace.launch.agent run       Work on standard input; starts its ranks
 
-While ranks run, each further line of the input names a signal to pass on to them. Where the input
-ends, whoever started this is gone: the ranks are asked to end, as by SIGTERM. The last line of the
-output, after MARK, says how they ended.
+While ranks run, each further line of the input names a signal to pass on to them, or nothing: that
+says that whoever started this is there. Where the input ends, or nothing comes for SILENCE_S, the
+ranks are asked to end, as by SIGTERM. The last line of the output, after MARK, says how they ended.
 """
 
 import json
@@ -14,9 +14,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import psutil
@@ -28,6 +30,7 @@ from outpace.records.errors import OutpaceError
 from outpace.records.hosts import Facts, Question, Work
 
 MARK = "outpace-agent: "
+SILENCE_S = 60.0  # of a host that is lost no end of the input is seen
 _AT_ONCE_S = 15.0  # in which a second signal ends them
 _GRACE_S = 60.0  # in which ranks save, where nobody is left to wait for them
 
@@ -55,7 +58,17 @@ def check(asked: Question) -> Facts:
         asked_from=client or None,
         unseen=tuple(path for path, whole in paths.items() if not whole.exists()),
         port=free_port(),
+        left=tuple(_processes_of(asked.earlier)) if asked.earlier else (),
     )
+
+
+def _processes_of(runs: Sequence[str]) -> Iterator[int]:
+    """Ranks that torch's agents have started under these names, and that are still there."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if "RANK" in environment and environment.get("TORCHELASTIC_RUN_ID") in runs:
+                yield process.pid
 
 
 def run(work: Work) -> NoReturn:
@@ -89,14 +102,15 @@ def _over(said: dict[str, Any]) -> NoReturn:
 def _listen() -> None:
     """Signals named by the lines of standard input go to this process, and on to the ranks."""
     told = 0
-    for line in sys.stdin:
+    for line in _lines():
         with suppress(KeyError):
             os.kill(os.getpid(), signal.Signals[line.strip()])
             told += 1
         if told == 2:
             break
     else:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if told == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
     # The second ends them at once; but torch's agent may wait, deaf, for a host that is cut off.
@@ -105,6 +119,21 @@ def _listen() -> None:
         with suppress(psutil.NoSuchProcess):
             rank.kill()
     _over({"failures": {}, "reports": [], "signals": [], "error": "it had to be ended"})
+
+
+def _lines() -> Iterator[str]:
+    """Of standard input, as long as they come."""
+    lines: SimpleQueue[str | None] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    with suppress(Empty):
+        while (line := lines.get(timeout=SILENCE_S)) is not None:
+            yield line
 
 
 if __name__ == "__main__":

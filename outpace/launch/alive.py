@@ -1,8 +1,8 @@
 """Who holds the others up: asked when an exchange fails on a rank, or takes too long.
 
-Every rank has a thread that keeps saying in the store that it lives, and answers there how it
-stands when one asks. So a rank is found that is gone, that was stopped, or that hangs in a line of
-Python while the others wait for it in a collective.
+Every rank has a thread that says in the store how it stands when one asks. So a rank is found that
+is gone, that was stopped, or that hangs in a line of Python while the others wait for it in a
+collective.
 """
 
 import json
@@ -24,8 +24,8 @@ from outpace.launch.standing import process_state, standing
 from outpace.records.errors import EXIT_STANDSTILL, OutpaceError
 from outpace.records.standstill import Standing, Standstill
 
-_BEAT_S = 0.5
-# Several beats, so that a rank that waits for a core is not taken for dead.
+_LISTEN_S = 0.5
+# Several times as long, so that a rank that waits for a core is not taken for dead.
 _LOOK_S = 4.0
 # Of the time limit of exchanges: a step that takes longer is looked at, before the limit ends it.
 _LONG = 0.8
@@ -41,7 +41,7 @@ _NOT_RUNNING = {
 }
 _FAILED = "failed by itself: "
 _OVER = (_GONE, _UNSEEN, _FAILED)
-_VERDICT, _ASKED = "alive/verdict", "alive/asked"
+_VERDICT, _ASKED, _FOUND = "alive/verdict", "alive/asked", "alive/found"
 # gloo raises plain RuntimeErrors; where its connections failed, this source is named in them.
 _CONNECTIONS = "gloo/transport/"
 _SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")  # which tells a person nothing
@@ -77,7 +77,7 @@ class Doing:
 
 @contextmanager
 def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[None]:
-    """While ranks communicate: every rank keeps saying in the store that it lives, and how.
+    """While ranks communicate: every rank says in the store how it stands when one asks.
 
     Raises RankLostError in place of the backend's error where a rank is gone, or does not come to
     what the others wait for; it names that rank and what was being done. Any other error stays what
@@ -120,6 +120,7 @@ class _Watcher:
     timeout_s: float
     trains: int  # the thread
     failed: str | None = None
+    looked_at: str | None = None  # what was being done when this rank looked around
     over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -137,16 +138,23 @@ class _Watcher:
         self.thread.join(_LOOK_S)  # or it waits for a host that is cut off
 
     def _run(self) -> None:
-        """Beat, answer, and look around where a step takes long."""
+        """Answer, and look around where a step takes long."""
         store: Any = self.groups.store.clone()  # type: ignore[attr-defined]  # torch's stub
         with suppress(RuntimeError):  # without the store's rank, those that wait find out
-            while not self.over.wait(_BEAT_S):
-                store.add(f"alive/{self.rank}", 1)
+            while not self.over.wait(_LISTEN_S):
+                if self.looked_at not in (None, self.doing.what):
+                    self._forget(store)
                 if store.check([_ASKED]):
                     self._answer(store)
                 if self._long():
-                    self.doing.limited_s = None
+                    self.doing.limited_s, self.looked_at = None, self.doing.what
                     self._look_around(store, False)
+
+    def _forget(self, store: Any) -> None:
+        """It went on: what was found says nothing of what comes."""
+        self.looked_at = None
+        for key in (_ASKED, _VERDICT, _FOUND, *(f"alive/stands/{rank}" for rank in self.everyone)):
+            store.delete_key(key)
 
     def _long(self) -> bool:
         since_s = self.doing.limited_s
@@ -157,8 +165,9 @@ class _Watcher:
         key = f"alive/stands/{self.rank}"
         if store.check([key]):
             return
-        host, neighbours = socket.gethostname(), {}
-        for rank in self.everyone:
+        ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
+        first = self.rank - ranks.local_rank
+        for rank in range(first, first + ranks.local_world_size):
             who = _who(store, rank)
             if who.get("host") == host:
                 neighbours[rank] = int(who["pid"])
@@ -204,10 +213,12 @@ class _Watcher:
         if store.check([_VERDICT]):
             return str(store.get(_VERDICT).decode())
         # An error that may be a rank's own is another's fault only where that one is gone.
-        blamed = [one for one in found if one.state == "silent"] if doubtful else _blamed(found)
-        if not blamed and (doubtful or not any(one.state == "waits" for one in found)):
+        guilty = [one for one in found if one.state == "silent"] if doubtful else blamed(found)
+        if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
-        verdict = _said(blamed)
+        verdict = _said(guilty)
+        if store.add(_FOUND, 1) > 1:  # another has, just now
+            return str(store.get(_VERDICT).decode())
         store.set(_VERDICT, verdict)
         when = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(Exception):  # how all stand is worth less than an end in order
@@ -269,7 +280,7 @@ def _silent(rank: int, who: dict[str, Any], others: Iterable[Standing]) -> Stand
     return Standing(rank=rank, host=host, pid=pid, state="silent", place=place)
 
 
-def _blamed(found: Sequence[Standing]) -> list[Standing]:
+def blamed(found: Sequence[Standing]) -> list[Standing]:
     """Those that are silent; else those that have begun fewer exchanges than others, or none."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
@@ -285,20 +296,21 @@ def _blamed(found: Sequence[Standing]) -> list[Standing]:
         if any(number < most[group] for group, number in its.items())
     ]
     if behind and len(behind) < len(found):
-        return behind
+        # One that waits in another group may do so for one of those that work.
+        return [one for one in behind if one.state == "works"] or behind
     working = [one for one in found if one.state == "works"]
     return working if len(working) < len(found) else []
 
 
-def _said(blamed: Sequence[Standing]) -> str:
-    if not blamed:
+def _said(guilty: Sequence[Standing]) -> str:
+    if not guilty:
         return (
             "all ranks are alive, but not all came to it in time: one hangs, or a connection "
             "between two is broken"
         )
-    one = blamed[0]
+    one = guilty[0]
     who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")
-    more = f" (and {len(blamed) - 1} more)" if len(blamed) > 1 else ""
+    more = f" (and {len(guilty) - 1} more)" if len(guilty) > 1 else ""
     if one.state == "silent":
         return f"{who}{more} {one.place}"
     return f"{who}{more} does not come to it: in {one.doing}, it stands at {one.place}"

@@ -22,6 +22,7 @@ from outpace.launch.interfaces import LOOPBACK
 from outpace.records.errors import BadInputError
 from outpace.records.hosts import Facts, Host, Question
 from outpace.records.python import PYTHON
+from outpace.train.run_dir import TOKEN_PREFIX
 
 _SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
         "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
@@ -56,21 +57,17 @@ class Answered:
 
 
 def ask(
-    hosts: Sequence[Host],
-    folder: Path,
-    paths: Sequence[str],
-    out: Path,
-    like: Answered | None = None,
+    hosts: Sequence[Host], question: Question, out: Path, like: Answered | None = None
 ) -> list[Answered]:
-    """What each host says. `paths` must be there on all, and `out` be seen by all.
+    """What each host says to the question, and whether it sees where `out` is.
 
     What must be the same is compared with `like`, or the first that answers. Raises BadInputError
-    where nothing can be written to `out`.
+    where nothing can be written there.
     """
     with _token(out) as token:
-        question = Question(folder=str(folder), seen=(*paths, str(token))).model_dump_json()
+        asked = question.model_copy(update={"seen": (*question.seen, str(token))})
         with ThreadPoolExecutor(len(hosts)) as pool:
-            answers = list(pool.map(lambda host: _ask(host, folder, question), hosts))
+            answers = list(pool.map(lambda host: _ask(host, asked), hosts))
     found = []
     first = None if like is None or like.facts is None else (like.host, like.facts)
     for host, (answer, between) in zip(hosts, answers, strict=True):
@@ -78,18 +75,20 @@ def ask(
             found.append(Answered(host, None, away=answer))
             continue
         first = first or (host, answer)
-        against = tuple(_against(answer, first, between, str(token)))
+        against = tuple(_against(answer, first, between, {str(token): out}))
         found.append(Answered(host, answer, against=against))
     return found
 
 
 @contextmanager
 def _token(out: Path) -> Iterator[Path]:
-    """A file in this folder, to be seen by all who share it; nothing of it is left."""
-    new = not out.exists()
-    token = out / f".outpace-{uuid.uuid4().hex}"
+    """A file in this folder, or where it will be, to be seen by all who share it; it is removed.
+
+    A run takes an empty folder for its own while hosts that are away are asked: it passes over it.
+    """
+    places = (out.absolute(), *out.absolute().parents)
+    token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
     try:
-        out.mkdir(parents=True, exist_ok=True)
         token.write_text("seen?")
     except OSError as error:
         raise BadInputError(
@@ -98,16 +97,14 @@ def _token(out: Path) -> Iterator[Path]:
     try:
         yield token
     finally:
-        token.unlink()
-        if new:
-            with suppress(OSError):  # another has written there meanwhile
-                out.rmdir()
+        with suppress(OSError):
+            token.unlink()
 
 
 def _against(
-    answer: Facts, first: tuple[Host, Facts], between: tuple[float, float], token: str
+    answer: Facts, first: tuple[Host, Facts], between: tuple[float, float], tokens: dict[str, Path]
 ) -> Iterator[str]:
-    """What of a host's answer stands against a training."""
+    """What of a host's answer stands against a training. `tokens`: files that stand for folders."""
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
@@ -115,23 +112,26 @@ def _against(
     off = max(between[0] - answer.time_s, answer.time_s - between[1])
     if off > _CLOCK_S:
         yield f"its clock is {off:.0f} s off; set it by NTP"
+    if answer.left:
+        yield f"ranks of an earlier start are still there (process {answer.left[0]})"
     for path in answer.unseen:
-        if path == token:
+        if path in tokens:
             yield (
-                f"it does not see {Path(token).parent}, where the run is to be kept. Name a folder "
-                "that all hosts share with --out"
+                f"it does not see {tokens[path]}, where the run is to be kept. Name a folder that "
+                "all hosts share with --out"
             )
         else:
             yield f"there is no {path}"
 
 
-def _ask(host: Host, folder: Path, question: str) -> tuple[Facts | str, tuple[float, float]]:
+def _ask(host: Host, question: Question) -> tuple[Facts | str, tuple[float, float]]:
     """A host's answer or why there is none; times between which it was given."""
     began_s = time.time()
     try:
         done = subprocess.run(
-            remote(host, folder, "check"), input=question + "\n", capture_output=True, text=True,
-            env=here(), timeout=_ANSWER_S, check=False,
+            remote(host, Path(question.folder), "check"), input=question.model_dump_json() + "\n",
+            capture_output=True, text=True, errors="replace", env=here(), timeout=_ANSWER_S,
+            check=False,
         )  # fmt: skip
     except FileNotFoundError:
         return "there is no ssh on this host to reach it with", (began_s, began_s)
@@ -139,7 +139,9 @@ def _ask(host: Host, folder: Path, question: str) -> tuple[Facts | str, tuple[fl
         return f"no answer within {_ANSWER_S} s", (began_s, began_s)
     found = marked(done.stdout)
     if done.returncode == 0 and found is not None:
-        return Facts.parse(found, host.name), (began_s, time.time())
+        with suppress(BadInputError):
+            return Facts.parse(found, host.name), (began_s, time.time())
+        return "it has another version of outpace; install the same", (began_s, began_s)
     said = next(iter(reversed(done.stderr.strip().splitlines())), "it said nothing")
     why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
     return f"{why}: {said}", (began_s, began_s)

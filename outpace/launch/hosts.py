@@ -14,15 +14,16 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from outpace.launch import asking
-from outpace.launch.agent import MARK
+from outpace.launch.agent import MARK, SILENCE_S
 from outpace.launch.asking import Answered
 from outpace.launch.local import (
     RANK_PREFIX,
+    RUN_ID_PREFIX,
     SAME_SIGNAL_S,
     Ended,
     Report,
@@ -33,7 +34,7 @@ from outpace.launch.local import (
 from outpace.launch.restarts import Restarts
 from outpace.probe.versions import variables
 from outpace.records.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInputError
-from outpace.records.hosts import Elastic, Facts, Host, Work
+from outpace.records.hosts import Elastic, Facts, Host, Question, Work
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
@@ -48,7 +49,8 @@ class Training:
     """What is to be started.
 
     `command`: of a rank; `again`: of one that goes on with the run. `paths` must be there on all
-    hosts; `out` is where the run lies, in a folder that they share.
+    hosts; `out` is where the run lies, in a folder that they share. `rounds` are the names of those
+    there were, with the one that runs.
     """
 
     command: list[str]
@@ -57,10 +59,16 @@ class Training:
     out: Path
     elastic: Elastic
     folder: Path = field(default_factory=Path.cwd)
+    rounds: tuple[str, ...] = ()
 
     def ask(self, hosts: Sequence[Host], like: Answered | None = None) -> list[Answered]:
         """What the hosts say."""
-        return asking.ask(hosts, self.folder, self.paths, self.out, like)
+        question = Question(
+            folder=str(self.folder),
+            seen=tuple(self.paths),
+            earlier=tuple(f"{RUN_ID_PREFIX}{name}" for name in self.rounds),
+        )
+        return asking.ask(hosts, question, self.out, like)
 
 
 def start(hosts: Sequence[Host], training: Training) -> None:
@@ -73,16 +81,17 @@ def start(hosts: Sequence[Host], training: Training) -> None:
     answers = training.ask(hosts)
     _require_start(answers, elastic)
     kept = Path("runs") / f"output-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-    kept.mkdir(parents=True)
-    restarts, most, number = Restarts(elastic.max_restarts, training.out, _say), len(hosts), 0
+    _make(kept)
+    restarts, most = Restarts(elastic.max_restarts, training.out, _say), len(hosts)
     while True:
+        training = replace(training, rounds=(*training.rounds, uuid.uuid4().hex))
         using = [one for one in answers if one.ready][: min(most, elastic.max_nodes)]
         away = [one.host for one in answers if not one.ready]
         _say(f"{_of(using, hosts)}; what each rank writes is in {kept}")
         try:
-            back = _round(using, away, training, number, kept)
+            back = _round(using, away, training, kept)
         except WorkerError as error:
-            unfit = number > 0 and error.exit_code == EXIT_BAD_INPUT
+            unfit = len(training.rounds) > 1 and error.exit_code == EXIT_BAD_INPUT
             if unfit and elastic.min_nodes < len(using) < len(hosts):
                 most = len(using) - 1
                 _say(f"{error} Trying it with {most} of the hosts")
@@ -93,8 +102,17 @@ def start(hosts: Sequence[Host], training: Training) -> None:
                 return
             most = len(hosts)
             _say(f"{back} is back, and is taken in")
-        number += 1
-        answers = _asked_again(hosts, training)
+        answers = _asked_again(hosts, training, using[0])
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise BadInputError(
+            f"what ranks write is kept in {folder}, and that cannot be made in {Path.cwd()}: "
+            f"{error.strerror}. Start from a folder of your own"
+        ) from None
 
 
 def _say(sentence: str) -> None:
@@ -123,15 +141,18 @@ def _require_start(answers: Sequence[Answered], elastic: Elastic) -> None:
         _say(f"{problem}. Beginning without it")
 
 
-def _asked_again(hosts: Sequence[Host], training: Training) -> list[Answered]:
+def _asked_again(hosts: Sequence[Host], training: Training, like: Answered) -> list[Answered]:
     """As soon as enough are ready. Raises WorkerError where they do not become so."""
     until_s, waited = time.monotonic() + _PATIENCE_S, False
     while True:
-        answers = training.ask(hosts)
+        try:
+            answers = training.ask(hosts, like)
+            problems = "\n  ".join(one for answer in answers for one in answer.problems)
+        except BadInputError as error:  # the disk may have been the lost host's
+            answers, problems = [], str(error)
         ready = sum(one.ready for one in answers)
-        if ready >= training.elastic.min_nodes:
+        if answers and ready >= training.elastic.min_nodes:
             return answers
-        problems = "\n  ".join(one for answer in answers for one in answer.problems)
         few = f"{ready} of {len(hosts)} hosts are ready, and --min-nodes is "
         few += f"{training.elastic.min_nodes}:\n  {problems}"
         if time.monotonic() > until_s:
@@ -143,41 +164,60 @@ def _asked_again(hosts: Sequence[Host], training: Training) -> list[Answered]:
 
 
 def _round(
-    using: Sequence[Answered], away: Sequence[Host], training: Training, number: int, kept: Path
+    using: Sequence[Answered], away: Sequence[Host], training: Training, kept: Path
 ) -> str | None:
     """Start it on these hosts, and wait for its end.
 
     Returns the name of a host that was away and is back, for which the ranks have saved and ended.
     """
-    parts = _parts(using, training, number, kept)
+    parts = _parts(using, training, kept)
+    asked = _Asked(parts)
 
-    def pass_on(signum: int, _received: list[int]) -> None:
-        for part in parts:
-            part.say(signal.Signals(signum).name)
+    def pass_on(signum: int, received: list[int]) -> None:
+        asked.end(signal.Signals(signum), again=len(received) > 1)
 
     wanted = away if len(using) < training.elastic.max_nodes else ()
-    with signals_to(pass_on) as signals, _looking_out(wanted, training, using[0], parts) as back:
+    with signals_to(pass_on) as signals, _looking_out(wanted, training, using[0], asked) as back:
         _wait(parts)
     try:
         _conclude(parts, signals)
     except WorkerError as error:
-        if back and not signals and error.exit_code == EXIT_INTERRUPTED:
+        # Ranks that were still starting have nothing to save.
+        ended = error.lost or error.exit_code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM)
+        if back and not signals and ended:
             return back[0]
         raise
     return None
 
 
-def _parts(using: Sequence[Answered], training: Training, number: int, kept: Path) -> "list[_Part]":
+@dataclass
+class _Asked:
+    """Whether the ranks of these hosts have been asked to end: a second time ends them at once."""
+
+    parts: "Sequence[_Part]"
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, signum: signal.Signals, again: bool = False) -> bool:
+        """Ask, unless it was done before; whether it was done now."""
+        if self.over.is_set() and not again:
+            return False
+        self.over.set()
+        for part in self.parts:
+            part.say(signum.name)
+        return True
+
+
+def _parts(using: Sequence[Answered], training: Training, kept: Path) -> "list[_Part]":
     facts: list[Facts] = [one.facts for one in using if one.facts is not None]
     at = asking.addresses(facts)
     first = f"[{at[0]}]" if ":" in at[0] else at[0]
-    run_id, endpoint = uuid.uuid4().hex, f"{first}:{facts[0].port}"
-    command = training.again if number else training.command
+    endpoint = f"{first}:{facts[0].port}"
+    command = training.command if len(training.rounds) == 1 else training.again
     return [
         _Part(one.host, Work(
             folder=str(training.folder), command=tuple(command), slots=one.host.slots,
-            nodes=len(using), node=place, endpoint=endpoint, run_id=run_id, address=at[place],
-            environment=_passed_on(),
+            nodes=len(using), node=place, endpoint=endpoint, run_id=training.rounds[-1],
+            address=at[place], environment=_passed_on(),
         ), kept)
         for place, one in enumerate(using)
     ]  # fmt: skip
@@ -185,24 +225,23 @@ def _parts(using: Sequence[Answered], training: Training, number: int, kept: Pat
 
 @contextmanager
 def _looking_out(
-    away: Sequence[Host], training: Training, like: Answered, parts: "Sequence[_Part]"
+    away: Sequence[Host], training: Training, like: Answered, asked: _Asked
 ) -> Iterator[list[str]]:
     """Ask the ranks to save and end when one of these hosts is ready again; yields its name."""
     back: list[str] = []
-    over = threading.Event()
 
     def look() -> None:
-        while not back and not over.wait(_LOOK_OUT_S):
-            ready = (one.host.name for one in training.ask(away, like) if one.ready)
-            back.extend(list(ready)[:1])
-        for part in parts if back else ():
-            part.say(signal.SIGTERM.name)
+        while not asked.over.wait(_LOOK_OUT_S):
+            with suppress(BadInputError):  # the run's disk is not there: not a time to begin anew
+                ready = [one.host.name for one in training.ask(away, like) if one.ready]
+                if ready and asked.end(signal.SIGTERM):
+                    back.append(ready[0])
 
     looking = threading.Thread(target=look, name="hosts away", daemon=True)
     if away:
         looking.start()
     yield back
-    over.set()
+    asked.over.set()
 
 
 def _passed_on() -> dict[str, str]:
@@ -259,19 +298,23 @@ class _Part:
         for line in lines:
             if line.startswith(MARK):
                 self.ended = asking.marked(line)
-            if line.startswith(MARK) or line == "\n":
-                continue
-            rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
-            if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
-                self.errors.append(line.rstrip())
-                self._keep(f"host-{self.work.node}", line)
-                continue
-            self._keep(f"rank-{rank}", rest)
-            if rank == "0":  # as if it were here: tables, and --json's document
-                shown.write(rest)
-            else:
-                sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
-            shown.flush()
+            elif line != "\n":
+                with suppress(OSError, ValueError):  # nobody reads it any more, or the disk is full
+                    self._pass_on(line, shown)
+
+    def _pass_on(self, line: str, shown: IO[str]) -> None:
+        """Keep what a rank or its agent writes, and show it."""
+        rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
+        if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
+            self.errors.append(line.rstrip())
+            self._keep(f"host-{self.work.node}", line)
+            return
+        self._keep(f"rank-{rank}", rest)
+        if rank == "0":  # as if it were here: tables, and --json's document
+            shown.write(rest)
+        else:
+            sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
+        shown.flush()
 
     def _keep(self, name: str, line: str) -> None:
         with (self.kept / f"{name}.txt").open("a", encoding="utf-8") as file:
@@ -283,9 +326,13 @@ def _wait(parts: Sequence[_Part]) -> None:
 
     They cannot save any more: a step needs all ranks.
     """
-    failed_s = None
+    failed_s, said_s = None, time.monotonic()
     while any(part.process.poll() is None for part in parts):
         time.sleep(0.05)
+        if time.monotonic() - said_s > SILENCE_S / 12:
+            said_s = time.monotonic()
+            for part in parts:
+                part.say("")
         if failed_s is None and any(part.failed for part in parts):
             failed_s = time.monotonic()
         if failed_s is not None and time.monotonic() - failed_s > _LEFT_S:
@@ -321,7 +368,13 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     for part in parts:
         if part.ended is None:
             continue
-        its = {int(rank): code for rank, code in part.ended["failures"].items()}
+        # What we have ended at once ourselves is not what went wrong.
+        ours = len(part.ended["signals"]) > 1
+        its = {
+            int(rank): code
+            for rank, code in part.ended["failures"].items()
+            if not (ours and code == -signal.SIGKILL)
+        }
         said_by = [Report(**one) for one in part.ended["reports"]]
         names |= dict.fromkeys([*its, *(one.rank for one in said_by)], part.host.name)
         failures |= its

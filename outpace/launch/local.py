@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -36,6 +36,11 @@ from outpace.records.measurement import Measurement
 from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 
+if TYPE_CHECKING:  # it imports torch
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+# For ranks that are left when one has failed: they have nothing to save.
+_SHUTDOWN_S = 10
 RUN_ID_PREFIX = "outpace-"
 RANK_PREFIX = "[rank "  # of every line that ranks of several hosts write; then "3] "
 # One press of Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
@@ -139,14 +144,24 @@ def run_ranks(
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
             log_line_prefix_template=f"{RANK_PREFIX}${{rank}}] " if several else None,
             signals_to_handle="SIGQUIT",  # the others are ours
-            shutdown_timeout=10,  # for the ranks left when one has failed: nothing to save
+            shutdown_timeout=_SHUTDOWN_S,
         )
         failures: Mapping[int, int] = {}
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            failures = _by_themselves(error.failures)
         return Ended(failures, _reports(Path(logs)), signals)
+
+
+def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
+    """Exit codes without those of ranks that elastic killed, for they did not heed SIGTERM."""
+    late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
+    return {
+        rank: failure.exitcode
+        for rank, failure in failures.items()
+        if failure.exitcode != -signal.SIGKILL or failure.timestamp < late_s
+    }
 
 
 def start_settings(
@@ -276,13 +291,11 @@ def conclude(ended: Ended) -> None:
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
     # A crash makes its neighbours fail too (their connections break), and elastic ends the rest
-    # with SIGTERM: a rank that another signal killed comes first, then what was reported. A rank
-    # that stood still did not heed SIGTERM, and was killed for it in the end.
+    # with SIGTERM: a rank that another signal killed comes first, then what was reported.
     killed = {
         rank: -code for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM
     }
-    stood = any(report.exit_code == EXIT_STANDSTILL for report in reports)
-    if killed and not stood:
+    if killed:
         rank, signum = min(killed.items())
         sentence = _killed_sentence(ended.who(rank), signum)
         raise WorkerError(sentence, 128 + signum, lost=not signals)

@@ -111,4 +111,5 @@ def _parsed(entries: Sequence[Mapping[str, Any]]) -> list[Exchange]:
 
 
 def _group(name: str, described: str) -> str:
-    return f"group {name}" if described in ("", "undefined") else described
+    """Groups of one axis of a mesh share a description."""
+    return f"group {name}" if described in ("", "undefined") else f"{described} (group {name})"

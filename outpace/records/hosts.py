@@ -94,13 +94,14 @@ class Question(Record):
 
     folder: str
     seen: tuple[str, ...] = ()  # paths that must be there
+    earlier: tuple[str, ...] = ()  # starts of the same training, which must be over
 
 
 class Facts(Record):
     """A host's answer.
 
     `address`: by which the asking host reached it, and `asked_from` that one's own; None where both
-    are the same. `port`: a free one.
+    are the same. `port`: a free one. `left`: processes of earlier starts that are not over.
     """
 
     versions: dict[str, str]
@@ -109,6 +110,7 @@ class Facts(Record):
     asked_from: str | None
     unseen: tuple[str, ...]
     port: PositiveInt
+    left: tuple[int, ...] = ()
 
 
 class Work(Record):

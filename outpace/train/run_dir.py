@@ -21,6 +21,8 @@ RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
 STANDSTILL_FILE = "standstill.json"
 UTILISATION_FOLDER = "utilisation"
+# Of a file by which several hosts are asked whether they see a folder, for some seconds.
+TOKEN_PREFIX = ".outpace-"
 # A run writes its metrics, a checkpoint and the model; below this it can write none of them.
 _LEAST_FREE_BYTES = 16 << 20
 
@@ -44,10 +46,15 @@ class RunDir:
             raise BadInputError(
                 f"{self.path} already holds a run. Use --resume to go on with it, or another --out."
             )
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and not self._is_empty():
             raise BadInputError(
                 f"{self.path} is there and is not an empty directory. Use another --out."
             )
+
+    def _is_empty(self) -> bool:
+        return self.path.is_dir() and all(
+            one.name.startswith(TOKEN_PREFIX) for one in self.path.iterdir()
+        )
 
     def require_run(self) -> RunRecord:
         """The record of the run to resume. Raises BadInputError when there is none."""

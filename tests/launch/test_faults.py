@@ -13,7 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.records.standstill import Standstill
+from outpace.launch.agent import MARK
+from outpace.launch.alive import blamed
+from outpace.records.hosts import Work
+from outpace.records.python import PYTHON
+from outpace.records.standstill import Exchange, Standing, Standstill
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import faults
@@ -124,6 +128,64 @@ def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
         *TINY, "--nproc", 2, "--tp", 3, "--max-restarts", 3, "--out", "no", cwd=tmp_path
     )
     assert code == 2 and "Going on" not in errors
+
+
+@pytest.mark.slow
+def test_a_rank_that_had_to_be_killed_is_not_what_went_wrong(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD.format(
+        what="raise RuntimeError('a broken fan')\n        if self.calls == 10: time.sleep(20)"
+    ))  # fmt: skip
+    words = (*TINY, "--model", "odd.py:build", "--nproc", 2, "--steps", 30, "--out", "run")
+    code, _, errors = run(*words, cwd=tmp_path)
+    assert code == 1, errors
+    assert "a broken fan" in errors and "SIGKILL" not in errors
+
+
+@pytest.mark.slow
+def test_a_step_that_took_long_is_not_held_against_a_later_one(tmp_path):
+    later = "if self.calls >= 20: raise RuntimeError('a broken fan')"
+    slow = f"time.sleep({{10: 7, 15: 2}}.get(self.calls, 0))\n            {later}"
+    words = (*TINY, *odd(tmp_path, slow))
+    code, _, errors = run(*words, "--steps", 30, "--comm-timeout", 8, "--out", "run", cwd=tmp_path)
+    assert code == 1, errors
+    assert "rank 1 failed" in errors and "a broken fan" in errors
+
+
+def standing(rank, state, **numbers):
+    exchanges = [Exchange(group=group, number=number, name="all_reduce", state="started")
+                 for group, number in numbers.items()]  # fmt: skip
+    return Standing(rank=rank, host="a", pid=1, state=state, place="?", exchanges=exchanges)
+
+
+def test_who_is_held_up_in_another_group_is_not_blamed():
+    """Two by two ranks: the third works, and the second waits for it, where the others go on."""
+    found = [
+        standing(0, "waits", dp_0=9, tp_0=80),
+        standing(1, "waits", dp_1=9, tp_0=80),
+        standing(2, "waits", dp_0=8, tp_1=50),
+        standing(3, "works", dp_1=8, tp_1=49),
+    ]
+    assert [one.rank for one in blamed(found)] == [3]
+
+
+@pytest.mark.slow
+def test_ranks_end_where_nobody_is_heard_of_any_more(tmp_path):
+    """As when the host where commands are typed is lost: the input does not end."""
+    training = (*TINY, "--steps", 100000, "--out", "run", "--save-every", 100000)
+    command = (*PYTHON, "-m", "outpace", *map(str, training))
+    work = Work(
+        folder=str(tmp_path), command=command, slots=1, nodes=1, node=0, endpoint="127.0.0.1:0",
+        run_id="r", address="127.0.0.1",
+    )  # fmt: skip
+    words = [sys.executable, "-m", "outpace.launch.agent", "run"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        agent.stdin.write(work.model_dump_json() + "\n")
+        agent.stdin.flush()
+        at_step(agent, tmp_path / "run", 3)
+        (saved,) = [line for line in agent.stdout if line.startswith(MARK)]
+    (report,) = json.loads(saved.removeprefix(MARK))["reports"]
+    assert report["exit_code"] == 75, report
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*/complete.json"))
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
