@@ -1,4 +1,4 @@
-"""What was recorded of trainings that something was done to, as Markdown."""
+"""What was recorded of trainings and files that something was done to, as Markdown."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,4 +43,23 @@ def _killed(name: str, part: dict[str, Any]) -> list[str]:
             moments]  # fmt: skip
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"faults": faults}
+def fuzz(result: dict[str, Any]) -> str:
+    """Broken files by reader, and how much of it they reached."""
+    rows = []
+    for name, one in result["readers"].items():
+        guided = result["guided"].get(name)
+        rows.append([
+            name, f"{one['cases']:,}", f"{one['covered']} of {one['branches']}",
+            f"{one['covered'] / one['branches']:.0%}",
+            "" if guided is None else f"{guided['cases']:,}", one["failure"] or "nothing",
+        ])  # fmt: skip
+    head = ["reader", "broken files", "branches reached", "share", "by atheris, too", "found"]
+    least = result["least_share_of_branches"]
+    return (
+        f"{result['cases']:,} files in all (asked for: 10,000, and 1,000 for each reader); "
+        f"at least {least:.0%} of each reader's branches (asked for: 90 %).\n\n"
+        f"{table(head, rows)}{stand(result)}"
+    )
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"faults": faults, "fuzz": fuzz}

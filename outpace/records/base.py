@@ -3,16 +3,18 @@
 import json
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from outpace.records.errors import BadInputError, clipped, nearest, shown
 
+Value = TypeVar("Value")
 # Of what is wrong with a record, as many problems as a person reads.
 _MOST_PROBLEMS = 8
 
 _MOST_BYTES = 64 << 20  # of a record; a file from elsewhere may be without end
+_MOST_LEVELS = 100  # of objects in objects: Python follows some hundreds, fewer when called deep
 
 
 class Record(BaseModel):
@@ -51,7 +53,7 @@ def read_json(path: Path) -> Any:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, as no record is")
-        return json.loads(content)
+        return _shallow(json.loads(content))
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
     except RecursionError:
@@ -74,13 +76,28 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
 
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            return _shallow(tomllib.load(file))
     except OSError as error:
         raise BadInputError(f"cannot read {option}{path}: {error.strerror}") from None
     except RecursionError:
         raise BadInputError(f"{path} is not TOML that can be read: it is nested too deep") from None
     except ValueError as error:
         raise BadInputError(f"{path} is not TOML: {error}") from None
+
+
+def _shallow(value: Value) -> Value:
+    """The value. Raises RecursionError where what takes it apart might, however deep it stands."""
+    level: list[Any] = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return value
+    raise RecursionError
 
 
 def explain(error: ValidationError, where: str, known: Any) -> str:

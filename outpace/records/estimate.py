@@ -95,7 +95,7 @@ class Plans(Record):
     )
     seq_len: PositiveInt
     global_batch: PositiveInt
-    plans: tuple[Planned, ...]
+    plans: tuple[Planned, ...] = Field(min_length=1)
     rejected: tuple[Rejected, ...] = ()
     insistences: tuple[Insistence, ...] = ()
     considered: NonNegativeInt

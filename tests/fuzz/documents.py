@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trees import Tree, toml
+from trees import Link, Tree, toml
 
 from outpace.data.words import PATTERNS
 from outpace.records.base import Record
@@ -81,6 +81,10 @@ def specs() -> Sequence[Tree]:
         {"model.json": json.dumps(GPT2).encode()},
         {"model.toml": toml(LLAMA)},
         {"model.json": b'{"model_type": "gpt2"}'},
+        *(
+            {"model.json": json.dumps({**LLAMA, **change}).encode()}
+            for change in ({"hidden": 15}, {"kv_heads": 3}, {"head_dim": 3})
+        ),
     ]
 
 
@@ -92,7 +96,9 @@ def plans() -> Sequence[Tree]:
         Plan(strategy="3d", tp=2, pp=2, dp_shard=2, pp_microbatches=4, precision="bf16"),
         Plan(strategy="ddp", dp_replicate=8, checkpoint_layers=("full",) * 12),
     )
-    return [{"plan.json": of_record(one)} for one in found]
+    strange = json.dumps({"strategy": "ddp", **dict.fromkeys("abcdefghij", 1)}).encode()
+    return [*({"plan.json": of_record(one)} for one in found), {"plan.json": strange},
+            {"plan.json": Link("/dev/zero")}]  # fmt: skip
 
 
 @cache
@@ -148,7 +154,12 @@ def tables() -> Sequence[Tree]:
     cola = b"gj04\t1\t\tIt is so.\ngj04\t0\t*\tSo is.\n"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     pairs = [{"messages": turns}, {"conversations": [{"from": "gpt", "value": "x"}]},
-             {"instruction": "a", "input": "b", "output": "c", "system": "d"}]  # fmt: skip
+             {"instruction": "a", "input": "b", "output": "c", "system": "d"},
+             {"prompt": "a", "completion": "b"}, {"instruction": "a", "output": "c"},
+             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]}]  # fmt: skip
+    spaced = json.dumps({"text": "A line \nand 1 2 3 " * _LONG}).encode()
+    whole = json.dumps({"text": "x" * 19 * _LONG}).encode()
+    words = json.dumps({"text": "more words " * 2 * _LONG}).encode()
     return [
         {"data.jsonl": lines},
         {"data.json": json.dumps(ROWS).encode()},
@@ -159,7 +170,11 @@ def tables() -> Sequence[Tree]:
                                for row in cells).encode()},
         {"data.tsv": "\n".join("\t".join(row) for row in cells).encode()},
         {"data.tsv": cola},
-        {"data.jsonl": lines + b"\n" + long},
+        {"data.csv": b"text,label\n\na,1\n"},
+        {"data.jsonl": b'{"text": "a"}\n{"text": ""}\n'},
+        {"data.jsonl": b'{"instruction": "a"}\n'},
+        {"data.parquet": _parquet([{"other": 1}])},
+        *({"data.jsonl": lines + b"\n" + one} for one in (long, spaced, whole, words)),
         {"data.txt": b"A line.\nMore words " * _LONG},
         {"text/a.txt": "Some text.\nAnd more — é.\n".encode() * 3, "text/b.txt": b"x"},
     ]  # fmt: skip
@@ -193,6 +208,16 @@ def tokenizers() -> Sequence[Tree]:
     merges = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]).encode()
     config = {"eos_token": {"content": "<|endoftext|>"}, "model_max_length": 64, "chat_template": [
         {"name": "default", "template": "{{ messages[0]['content'] }}"}]}  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                  "use_regex": True}  # fmt: skip
+    split = _QWEN2["pretokenizers"][0]
+    cuts: list[Any] = [
+        None, {**byte_level, "add_prefix_space": True},
+        {"type": "Sequence", "pretokenizers": [split, split, byte_level]},
+        {"type": "Sequence", "pretokenizers": [
+            {**split, "invert": True}, {**byte_level, "use_regex": False}]},
+    ]  # fmt: skip
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     pieces = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "hello"]).encode()
     return [
         {**whole, "chat_template.jinja": b"{% for m in messages %}{{ m.content }}{% endfor %}"},
@@ -204,6 +229,9 @@ def tokenizers() -> Sequence[Tree]:
         {"vocab.txt": pieces},
         {"tokenizer.json": json.dumps({**told, "pre_tokenizer": _QWEN2}).encode()},
         {"tokenizer_config.json": b"{}"},
+        {"vocab.txt": pieces, "README.md": b"word pieces"},
+        {"tokenizer_config.json": json.dumps(own).encode(), "own.py": b"raise SystemExit"},
+        *({"tokenizer.json": json.dumps({**told, "pre_tokenizer": cut}).encode()} for cut in cuts),
     ]  # fmt: skip
 
 
@@ -230,13 +258,23 @@ def models() -> Sequence[Tree]:
     gpt2, llama = model_of(GPT2, 2**30), model_of(plain, 4000)
     out = io.BytesIO()
     bert = {**GPT2, "family": "bert", "segments": 2}
-    own = {**GPT2, "activation": "silu"}
+    own = {**GPT2, "heads": 4, "kv_heads": 2}
     weights = load(gpt2["model.safetensors"])  # type: ignore[arg-type]
     torch.save(weights, out)
-    twice = save({**weights, "lm_head.weight": weights["transformer.wte.weight"].clone()})
+    name, table = "transformer.wte.weight", weights["transformer.wte.weight"]
+    others = (
+        {**weights, "lm_head.weight": table.clone()},
+        {**weights, "lm_head.weight": table + 1},
+        {**weights, name: table[:3].clone()},
+        {**weights, name: table.int()},
+        {**weights, "more": table.clone()},
+        {key: value for key, value in weights.items() if key != name},
+    )
+    no_family = {**gpt2, "config.json": b'{"model_type": "t5"}'}
     return [
         gpt2, llama, model_of(bert, 2**30), model_of({**bert, "tied": False}, 2**30),
-        model_of(own, 2**30), {**gpt2, "model.safetensors": twice},
+        model_of(own, 2**30), no_family, {**gpt2, "config.json": b"{}"},
+        *({**gpt2, "model.safetensors": save(one)} for one in others),
         {"config.json": gpt2["config.json"], "pytorch_model.bin": out.getvalue()},
     ]  # fmt: skip
 
@@ -259,7 +297,17 @@ def configs_of_models() -> Sequence[Tree]:
         ("opt", {"word_embed_proj_dim": 512}), ("opt", {"do_layer_norm_before": False}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
         ("vit", {"image_size": [32, 32], "patch_size": 64}),
+        ("vit", {"image_size": [32, 32, 32]}),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5,
+                   "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
+        ("opt", {"hidden_size": 770}), ("bert", {"hidden_size": 770}),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 32}),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3, "num_hidden_layers": 3,
+                   "sliding_window": 9, "use_sliding_window": True}),
     ):  # fmt: skip
         values = json.loads(of[family]["config.json"])
         found.append({"config.json": json.dumps({**values, **change}).encode()})

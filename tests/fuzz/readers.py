@@ -197,14 +197,17 @@ def _tokenizer(folder: Path) -> None:
 def _report(folder: Path) -> None:
     from outpace.cli import report
 
-    answer = folder / "plans.json"
-    report.run([str(answer if answer.exists() else folder), "--format", "md"], {})
+    files = list(folder.iterdir())
+    alone = len(files) == 1 and not files[0].is_dir()
+    report.run([str(files[0] if alone else folder), "--format", "md"], {})
 
 
 def _runs(folder: Path) -> None:
     from outpace.cli import runs
+    from outpace.experiment.past import find
 
     runs.run([str(folder.parent), "--json"], {})
+    find(folder.iterdir())  # what is no folder cannot be looked into
 
 
 def _shown(folder: Path) -> None:
@@ -217,9 +220,11 @@ def _resumed(folder: Path) -> None:
     from outpace.cli.resume import settings_of
     from outpace.train.run_dir import RunDir
 
-    settings_of(folder)
     run = RunDir(folder)
-    run.require_run()
+    try:
+        settings_of(folder)
+    finally:
+        run.require_run()
     run.finished_at()
     run.evaluation(5)
     run.cut_metrics(3)

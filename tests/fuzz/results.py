@@ -1,13 +1,14 @@
 """Valid trees of what outpace itself writes: runs, checkpoints, caches, comparisons, tunings."""
 
 import contextlib
+import copy
 import io
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from documents import MACHINE, ROWS, TOPOLOGIES, files_of, of_record, probed_machine, tokenizer
 from trees import Tree
@@ -22,6 +23,7 @@ from outpace.records.pipelines import traced_name
 from outpace.records.plan import Plan
 from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings
+from outpace.records.standstill import Exchange, Standing, Standstill, State
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, series
 
@@ -118,7 +120,12 @@ def runs() -> Sequence[Tree]:
     failure = of_record(Failure(reason="the disk is full", ended=STARTED))
     cut = {name: whole[name] for name in ("run.json", "memory.json")}
     single = {"run.json": of_record(_record(Plan())), "metrics.jsonl": steps}
-    return [whole, {**cut, "metrics.jsonl": steps[:-40], "failure.json": failure}, single]
+    left = json.loads(single["run.json"])
+    left["settings"]["seq_len"] = None
+    return [
+        whole, {**cut, "metrics.jsonl": steps[:-40], "failure.json": failure}, single,
+        {**single, "run.json": json.dumps(left).encode()},
+    ]  # fmt: skip
 
 
 def _trace(rank: int) -> bytes:
@@ -141,9 +148,23 @@ def reported() -> Sequence[Tree]:
         {"machine.json": of_record(MACHINE)},
         {"plans.json": of_record(Plan())},
         {"note.txt": b"nothing to report on"},
+        {"note.txt": b"nothing", "run": b"to report on"},
+        {"standstill.json": of_record(_standstill())},
+        {"standstill.json": of_record(_standstill()), "note.txt": b"beside it"},
+        {"run.json": of_record(_record(Plan()))},
         {"certificate.json": of_record(_certificate())},
         *({"plans.json": text} for text in _answers()),
     ]
+
+
+def _standstill() -> Standstill:
+    exchange = Exchange(group="all", number=3, name="all_reduce", state="started")
+    ranks = tuple(
+        Standing(rank=rank, host="a", pid=rank + 1, doing="step 3", state=state, place="x.py:3",
+                 processes={0: "sleeping"}, stacks="main:\n", exchanges=(exchange,))
+        for rank, state in enumerate(get_args(State))
+    )  # fmt: skip
+    return Standstill(sentence="rank 1 on a does not come to it", when=STARTED, ranks=ranks)
 
 
 def _comparison() -> Comparison:
@@ -261,7 +282,17 @@ def caches() -> Sequence[Tree]:
             prepare((str(path),), cache_dir=Path(name) / "cache", **prepared())
         found = files_of(Path(name))
     left = (".lock", ".jsonl")
-    return [{name: content for name, content in found.items() if not name.endswith(left)}]
+    whole = {name: content for name, content in found.items() if not name.endswith(left)}
+    (place,) = (name for name in whole if name.endswith("index.json"))
+    index = json.loads(whole[place])
+    first, second = index["splits"]
+    others = [copy.deepcopy(index) for _ in range(4)]
+    del others[0]["splits"][first]
+    others[1]["splits"][first]["documents"] = "other"
+    others[2]["files"]["more"] = index["files"][index["splits"][first]["documents"]]
+    others[3]["splits"][second]["tokens"] += 1
+    changed = ({**whole, place: json.dumps(one).encode()} for one in others)
+    return [whole, {"note": b"no cache"}, *changed]
 
 
 def prepared() -> dict[str, Any]:
