@@ -27,7 +27,7 @@ from pages import stand, table
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = (
-    "accuracy", "benchmarks", "clusters", "compare", "folklore", "lora", "memory",
+    "accuracy", "benchmarks", "clusters", "security", "compare", "folklore", "lora", "memory",
     "memory_formula", "offload", "optimizers", "probe", "report", "seeds", "strategies", "tune",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))

@@ -76,7 +76,8 @@ def is_run(folder: Path) -> bool:
 
 def find(folders: Iterable[Path]) -> list[Past]:
     """Every run in these folders and below them, newest first; of unknown time last."""
-    found = {where.resolve(): read(where, trouble) for where, trouble in _places(folders)}
+    # Path.resolve raises where a link leads in a circle.
+    found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
     runs = with_going_on(found.values())
     return sorted(runs, key=lambda one: one.row.started or "", reverse=True)
 
@@ -191,7 +192,8 @@ def with_going_on(runs: Iterable[Past]) -> list[Past]:
 
 
 def _going_on(one: Past, open_now: set[Path]) -> Past:
-    if one.row.state != "unfinished" or (one.folder / METRICS_FILE).resolve() not in open_now:
+    metrics = Path(os.path.realpath(one.folder / METRICS_FILE))
+    if one.row.state != "unfinished" or metrics not in open_now:
         return one
     return replace(one, row=one.row.model_copy(update={"state": "going on"}))
 

@@ -12,7 +12,8 @@ def standstill_document(found: Standstill) -> Document:
     sections += [Section(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
                  if one.stacks or one.exchanges]  # fmt: skip
     return Document("standstill", "Ranks that waited in vain", (_sentence(found),),
-                    (("when, UTC", found.when[:16].replace("T", " ")), ("ranks", str(len(found.ranks)))),
+                    (("when, UTC", found.when[:16].replace("T", " ")),
+                     ("ranks", str(len(found.ranks)))),
                     tuple(sections))  # fmt: skip
 
 

@@ -136,6 +136,7 @@ def _runs() -> Iterator[Found]:
     for raised, line in (("ValidationError", b"{}\n"), ("UnicodeDecodeError", b"\xbc\n")):
         yield Found("resumed run", raised, {"evals.jsonl": line})
     yield Found("report", "IndexError", {"tuning.json": _with(best=9)}, 1)
+    yield Found("runs", "RuntimeError: symlink loop", {"note": Link("note")})
     yield Found("report", "IndexError: no plan", {"plans.json": _with(plans=[])}, -1)
     yield Found("checkpoint", "ValueError: no digit", {"step-²/complete.json": b"{}"})
     yield Found("checkpoint", "RecursionError", {"step-2/complete.json": _DEEP})
