@@ -151,7 +151,7 @@ def _asked_again(hosts: Sequence[Host], training: Training, like: Answered) -> l
         except BadInputError as error:  # the disk may have been the lost host's
             answers, problems = [], str(error)
         ready = sum(one.ready for one in answers)
-        if answers and ready >= training.elastic.min_nodes:
+        if ready >= training.elastic.min_nodes:
             return answers
         few = f"{ready} of {len(hosts)} hosts are ready, and --min-nodes is "
         few += f"{training.elastic.min_nodes}:\n  {problems}"

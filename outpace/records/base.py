@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -48,18 +50,11 @@ class Record(BaseModel):
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises BadInputError, also where memory should not hold it."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
+    with _refusing(path, "JSON"), path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, as no record is")
         return _shallow(json.loads(content))
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except RecursionError:
-        raise BadInputError(f"{path} is not JSON that can be read: it is nested too deep") from None
-    except ValueError as error:
-        raise BadInputError(f"{path} is not JSON: {error}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -74,15 +69,23 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
     """A TOML file's table. `option`: what it was given with. Raises BadInputError."""
     import tomllib
 
+    with _refusing(path, "TOML", option), path.open("rb") as file:
+        return _shallow(tomllib.load(file))
+
+
+@contextmanager
+def _refusing(path: Path, kind: str, option: str = "") -> Iterator[None]:
+    """Say in a sentence why a file cannot be read as one of this kind."""
     try:
-        with path.open("rb") as file:
-            return _shallow(tomllib.load(file))
+        yield
     except OSError as error:
         raise BadInputError(f"cannot read {option}{path}: {error.strerror}") from None
     except RecursionError:
-        raise BadInputError(f"{path} is not TOML that can be read: it is nested too deep") from None
+        raise BadInputError(
+            f"{path} is not {kind} that can be read: it is nested too deep"
+        ) from None
     except ValueError as error:
-        raise BadInputError(f"{path} is not TOML: {error}") from None
+        raise BadInputError(f"{path} is not {kind}: {error}") from None
 
 
 def _shallow(value: Value) -> Value:
