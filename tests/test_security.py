@@ -119,6 +119,18 @@ def test_a_checkpoints_metadata_run_nothing(words, run, hacked, refused):
     assert not hacked.exists()
 
 
+def test_a_checkpoints_metadata_change_nothing(words, run, hacked, refused):
+    """Every path of this process would be `hacked`, and what is written lie there."""
+    folder = run / "checkpoints" / "step-2"
+    there = pickle.dumps({"_str": str(hacked)}, protocol=2)[2:-1]
+    genuine = (folder / ".metadata").read_bytes()
+    change = b"\x80\x02cpathlib\nPosixPath\nN" + there + b"\x86b0"
+    (folder / ".metadata").write_bytes(change + genuine)
+    signed(folder)
+    assert "it would change <class 'pathlib" in refused(*further(words, run))
+    assert str(Path("elsewhere")) == "elsewhere" and not hacked.exists()
+
+
 def test_a_checkpoints_files_are_its_own(words, run, refused):
     folder = run / "checkpoints" / "step-2"
     found = pickle.loads((folder / ".metadata").read_bytes())

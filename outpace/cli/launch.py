@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outpace.cli.options import DEFAULT, RUN_FILE
 from outpace.cli.parser import Parser, number_type
 from outpace.launch import kubernetes, sbatch
 from outpace.records.base import write_atomic
@@ -21,7 +22,8 @@ _EPILOG = (
     "it has one, and --auto-resume."
 )
 _DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a line, and no more
-_PLAIN = re.compile(r"[0-9:-]+|UNLIMITED")
+# "Acceptable time formats" of sbatch(1).
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -49,6 +51,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
     per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1
+    folder = Path.cwd() if arguments.folder is None else arguments.folder.absolute()
     return ClusterJob.parse(
         {
             "name": arguments.name,
@@ -56,14 +59,14 @@ def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
             "ranks_per_node": per_node,
             "gpus_per_node": arguments.gpus_per_node,
             "cpus_per_rank": arguments.cpus_per_rank,
-            "command": _checked(command, arguments.name),
-            "folder": Path.cwd() if arguments.folder is None else arguments.folder.absolute(),
+            "command": _checked(command, arguments.name, folder),
+            "folder": folder,
         },
         "outpace launch",
     )
 
 
-def _checked(command: list[str], name: str) -> tuple[str, ...]:
+def _checked(command: list[str], name: str, folder: Path) -> tuple[str, ...]:
     """The command with what lets it go on, read as it will be there."""
     from outpace.cli.train import asked_of
 
@@ -78,11 +81,14 @@ def _checked(command: list[str], name: str) -> tuple[str, ...]:
     words = [word.partition("=")[0] for word in command]
     more = [] if "--out" in words or "--config" in words else ["--out", f"runs/{name}"]
     more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
-    settings = asked_of([*command[1:], *more])
-    by = next((word for word in ("--hosts", "--hostfile") if word in words), None)
-    if by is not None:
-        raise BadInputError(f"{by}: the scheduler chooses the hosts. Leave it out.")
-    if settings.nproc is not None:
+    out = f"runs/{name}"
+    if "--out" in more and (folder / out / RUN_FILE).is_file():
+        raise BadInputError(
+            f"{folder / out} holds a run already. To go on with it, write --out {out} behind the "
+            "--; for another, give another --name or --out."
+        )
+    settings, origins = asked_of([*command[1:], *more])
+    if origins["nproc"] not in (DEFAULT, RUN_FILE):
         raise BadInputError(
             f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and say "
             "--ranks-per-node before the --."
@@ -91,6 +97,12 @@ def _checked(command: list[str], name: str) -> tuple[str, ...]:
 
 
 def _slurm(job: ClusterJob, arguments: Namespace) -> int:
+    limit_s = None if arguments.time is None else _seconds(arguments.time)
+    if limit_s is not None and arguments.save_s >= limit_s:
+        raise BadInputError(
+            f"--time {arguments.time} is {limit_s} s, and --save-s {arguments.save_s} of them are "
+            "to save: none are left to train. Give more --time, or a smaller --save-s."
+        )
     wishes = sbatch.Wishes(
         arguments.starter, arguments.time, arguments.save_s, tuple(arguments.sbatch)
     )
@@ -128,6 +140,12 @@ def _submit(path: Path) -> str:
 def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
     from outpace.interop.emit.texts import as_yaml
 
+    if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
+        raise BadInputError(
+            f"--nodes {job.nodes}: checkpoints, to which every pod writes its part, have to lie on "
+            "a volume that all pods see. Name its claim with --claim, and with --folder where it "
+            "is mounted."
+        )
     wishes = kubernetes.Wishes(
         arguments.image, arguments.runtime, arguments.namespace, arguments.claim
     )
@@ -189,7 +207,7 @@ def _add_slurm(parser: Parser) -> None:
         help="what starts ranks: srun each, or srun torchrun (default: srun)")  # fmt: skip
     add(
         "--time",
-        type=_plain,
+        type=_time,
         default=None,
         metavar="LIMIT",
         help="as sbatch takes it: 4:00:00, 2-0",
@@ -208,10 +226,22 @@ def _directive(text: str) -> str:
     return text
 
 
-def _plain(text: str) -> str:
-    if not _PLAIN.fullmatch(text):
+def _time(text: str) -> str:
+    if text != "UNLIMITED" and not _TIME.fullmatch(text):
         raise ArgumentTypeError(f"{text!r} is not a time as sbatch takes it, as 4:00:00 or 2-0")
     return text
+
+
+def _seconds(text: str) -> int | None:
+    """Of a limit; None where there is none. 90 and 90:00 are minutes, 1-12 a day and hours."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return None
+    days, *parts = (int(part or 0) for part in found.groups())
+    if found[1] is None and found[4] is None:
+        parts = [0, *parts[:2]]
+    hours, minutes, seconds = parts
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
 def _add_kubernetes(parser: Parser) -> None:

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import has_magic
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -61,7 +63,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.hosts is not None or arguments.hostfile is not None:
         _on_hosts(asked, arguments, handed)
         return 0
-    if asked.settings.plan is not None:
+    if arguments.auto_resume and asked.settings.resume:
+        # The run has its layout, and `refit` another where there are other ranks.
+        asked = replace(asked, settings=asked.settings.model_copy(update={"plan": None}))
+    elif asked.settings.plan is not None:
         asked = _planned(asked, ranks)
         handed = [*_hand_over(asked), *(["--json"] if arguments.json else [])]
     if ranks is None and ((asked.settings.nproc or 1) > 1 or arguments.max_restarts):
@@ -94,7 +99,7 @@ def _check_starting(asked: _Asked, arguments: argparse.Namespace, ranks: Ranks |
             f"{given[0]}, and a launcher has started this: one of them starts ranks. Leave "
             f"{given[0]} out, or start the command without a launcher."
         )
-    if hosts and asked.settings.nproc is not None:
+    if hosts and asked.origins["nproc"] not in (options.DEFAULT, options.RUN_FILE):
         raise BadInputError(
             "--hosts, and --nproc: one of them says where ranks run. Each host's number is behind "
             "its name: --hosts a:4,b:4"
@@ -149,11 +154,23 @@ def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -
     training = hosts.Training(
         command=command,
         again=_again(command),
-        paths=[str(one) for one in named if one is not None and Path(one).exists()],
+        paths=[str(path) for one in named if one is not None for path in _lying_at(str(one))],
         out=settings.out or Path("runs"),
         elastic=Elastic(min_nodes=least, max_nodes=most, max_restarts=restarts),
     )
     hosts.start(found, training)
+
+
+def _lying_at(word: str) -> list[Path]:
+    """What a setting names, if it is a file or folder here: of a pattern its folder.
+
+    Of Megatron's prefixes the .bin, of file.py:build the file.
+    """
+    path = Path(word)
+    plain = Path(*takewhile(lambda part: not has_magic(part), path.parts))
+    own = Path(word.partition(":")[0])
+    places = (path, path.with_name(f"{path.name}.bin"), plain, own) if path.name else (path,)
+    return [one for one in places if one.exists()][:1]
 
 
 def _again(command: list[str]) -> list[str]:
@@ -345,13 +362,17 @@ def _parser() -> Parser:
     return parser
 
 
-def asked_of(argv: list[str]) -> TrainSettings:
-    """What these arguments come to, for who has ranks started elsewhere. Raises BadInputError."""
+def asked_of(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
+    """What these arguments come to, and whence each, for who has ranks started elsewhere.
+
+    Raises BadInputError.
+    """
     arguments = _parser().read(argv)
     given = _starting(arguments)
     if given:
         raise BadInputError(f"{given[0]}: the cluster starts the ranks, and starts them again")
-    return _asked(arguments, []).settings
+    asked = _asked(arguments, [])
+    return asked.settings, asked.origins
 
 
 def _starting(arguments: argparse.Namespace) -> list[str]:

@@ -73,6 +73,8 @@ def _processes_of(runs: Sequence[str]) -> Iterator[int]:
 
 def run(work: Work) -> NoReturn:
     """Start the ranks, wait for them, and say how they ended."""
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
     from outpace.launch import local
 
     os.chdir(work.folder)
@@ -85,6 +87,8 @@ def run(work: Work) -> NoReturn:
     try:
         ended = local.run_ranks(work.slots, list(work.command), meeting=meeting)
     except OutpaceError as found:
+        error = str(found)
+    except RendezvousConnectionError as found:
         error = str(found)
     except Exception as found:  # of the rendezvous, in torch's words
         error = f"{type(found).__name__}: {found}"

@@ -21,6 +21,7 @@ from outpace.launch.materials import build_objective, weights_of
 from outpace.launch.oom import Guard
 from outpace.launch.promise import Promised
 from outpace.launch.resolve import DEFAULT_EVAL_BATCHES, peak_flops_per_s
+from outpace.launch.shared import require_shared
 from outpace.launch.stragglers import Stragglers
 from outpace.launch.tasks import step_costs
 from outpace.launch.utilisation import Recording
@@ -127,6 +128,8 @@ def assemble(
     record = job.groups.once(lambda: claim(job, record))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     guard.tidy = partial(_tidy, job)
+    if not settings.measure_only:
+        require_shared(job.groups, job.run_dir.path)
     if job.ranks.rank == 0:
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.recomputes)

@@ -36,7 +36,9 @@ from outpace.records.units import show_bytes, show_seconds
 PROBE_FILE = Path("machine.json")
 DEFAULT = "default"
 # Settings beside the plan that a step's time depends on.
-_OF_A_STEP = ("model", "task", "seq_len", "global_batch", "threads", "document_attention")
+_OF_A_STEP = (
+    "model", "task", "seq_len", "global_batch", "threads", "document_attention", "device",
+)  # fmt: skip
 _COUNT = 8  # plans that are tried, the fastest first
 _MOST_RANKS = 8  # that a CPU is shared by
 
@@ -108,10 +110,10 @@ def _promised(
         return None
     try:
         tuning = Tuning.load(beside)
+        then = TrainSettings.parse(tuning.settings, str(beside))
     except BadInputError as error:
         say(f"what a step takes is not checked: {error}")
         return None
-    then = TrainSettings.parse(tuning.settings, str(beside))
     other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
     if identify(find_accelerator).unlike(tuning.machine):
         other.append("machine")
@@ -152,9 +154,10 @@ def _pick(
     machine = used_of(identify(find_accelerator), resolve_device(settings, Ranks()))
     answers = []
     failed: BadInputError | None = None
+    per_node = None if ranks is None else ranks.local_world_size
     for world in _worlds(settings, ranks, machine):
         try:
-            job = question(settings, origins, machine, world)
+            job = question(settings, origins, machine, world, per_node)
             answers.append((plans(job), job))
         except BadInputError as error:
             failed = failed or error
@@ -218,12 +221,19 @@ def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
 
 
 def question(
-    settings: TrainSettings, origins: Mapping[str, str], machine: Machine, world: int
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    machine: Machine,
+    world: int,
+    per_node: int | None = None,
 ) -> Job:
-    """For the planner: what `settings` leave open, on so many processes of this machine."""
+    """For the planner: what `settings` leave open, on so many processes of machines like this one.
+
+    `per_node`: so many on each; None: all on one.
+    """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
-    cluster = _cluster(settings, machine, world)
+    cluster = _cluster(settings, machine, world, per_node or world)
     keep: dict[str, Any] = {"compile": settings.compile}
     for name in KEPT:
         if name in TrainSettings.model_fields and origins.get(name, DEFAULT) != DEFAULT:
@@ -256,14 +266,22 @@ def question(
     )
 
 
-def _cluster(settings: TrainSettings, machine: Machine, world: int) -> Cluster:
+def _cluster(settings: TrainSettings, machine: Machine, world: int, per_node: int) -> Cluster:
     """As probed, where machine.json is here and of a machine like this one."""
+    if world % per_node:
+        raise BadInputError(
+            f"--plan auto: {per_node} of {world} ranks are on this host, and others have another "
+            "number. It plans for hosts that are alike: give each the same number, or say how to "
+            "train with --strategy and its axes."
+        )
     cluster = None
     if PROBE_FILE.is_file():
         found = Machine.load(PROBE_FILE)
         if found.probed is not None and not machine.unlike(found):
-            cluster = of_probe(found, world)
-    cluster = cluster or of_host(machine, world)
+            cluster = of_probe(found, per_node)
+    cluster = cluster or of_host(machine, per_node)
+    if cluster.nodes != world // per_node:
+        cluster = replace(cluster, nodes=world // per_node)
     allowed = settings.memory_limit or cluster.device.memory_bytes
     if allowed is None:
         return cluster

@@ -157,7 +157,7 @@ def prepared(
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
-            _require_same(groups, device, plan, total_steps, materials)
+            _require_same(groups, settings, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
             doing.kept = partial(_keep, run_dir, explain)
             job = Job(
@@ -203,11 +203,13 @@ def _require_possible(
 
 
 def _require_same(
-    groups: Groups, device: torch.device, plan: Plan, total_steps: int, materials: Materials
-) -> None:
+    groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
+    materials: Materials,
+) -> None:  # fmt: skip
     """Refuse ranks that would not train the same."""
     groups.require_same(
         {
+            "answer to whether the run goes on": settings.resume,
             "device": device.type,
             "plan": plan.model_dump_json(),
             "number of steps": total_steps,

@@ -85,7 +85,7 @@ def indexed_job(job: ClusterJob, wishes: Wishes) -> list[dict[str, Any]]:
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimit": _BACKOFF * job.nodes,  # a pod that is lost takes the others along
-        # A pod that is evicted is started again however often.
+        # Evictions do not count, but the failures of the pods that lost one do.
         "podFailurePolicy": {"rules": [{"action": "Ignore", "onPodConditions": [_DISTURBED]}]},
         "template": {"spec": pod},
     }

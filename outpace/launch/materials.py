@@ -28,6 +28,7 @@ from outpace.nn.nf4 import require_nf4
 from outpace.nn.transformer import Transformer, initial_value
 from outpace.parallel.fill import fills_later
 from outpace.planner.shapes import parameter_shapes
+from outpace.probe.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -148,6 +149,21 @@ def gather(
         name, opened, own, spec, tokenizer, train, held_out,
         corpora[0].fingerprint, corpora[1].fingerprint, corpora[1], seq_len,
     )  # fmt: skip
+
+
+def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
+    """Have in the cache what trainings with these settings will read. Raises BadInputError.
+
+    Not of a person's own model, whose code is run where it trains.
+    """
+    if open_model(settings.model).build is not None:
+        return
+    tell(callbacks, "on_stage", "preparing data")
+    try:
+        cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+        gather(settings, None, cache_dir, usable_cores(), callbacks)
+    finally:
+        tell(callbacks, "close")
 
 
 def _require_base(

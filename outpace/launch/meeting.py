@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -66,7 +67,13 @@ class KnownPlaces(RendezvousHandler):
 
     def _open(self) -> TCPStore:
         if self._place > 0:
-            return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
+            try:
+                return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
+            except DistError:
+                raise RendezvousConnectionError(
+                    f"{self._host}, port {self._port}, where all meet, is not reached from here "
+                    f"within {_CONNECT.total_seconds():.0f} s: a firewall may be between"
+                ) from None
         try:
             bound = listening(self._host, self._port, apart=False)
         except OSError as error:

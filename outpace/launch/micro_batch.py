@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from outpace.launch import srun
 from outpace.launch.environment import free_port
 from outpace.launch.fit import Fitting
 from outpace.launch.group import Groups
+from outpace.launch.interfaces import LOOPBACK
 from outpace.planner.cost import Predict
 from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemoryError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
@@ -129,6 +131,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
 def trier(environ: Mapping[str, str]) -> Try:
     """Trials in children of this process, which has `environ`."""
     kept = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")}
+    of_srun = srun.variables(environ).get("MASTER_ADDR")
 
     def attempt(settings: TrainSettings, port: int) -> tuple[int, str]:
         # On the run's own disk: the system's temporary files may be memory.
@@ -146,7 +149,7 @@ def trier(environ: Mapping[str, str]) -> Try:
             handed_over.write_text(json.dumps(document), encoding="utf-8")
             done = subprocess.run(
                 [*PYTHON, "-m", "outpace", "train", "--json", "--handed-over", handed_over],
-                env={"MASTER_ADDR": "127.0.0.1", **kept, "MASTER_PORT": str(port)},
+                env={"MASTER_ADDR": of_srun or LOOPBACK, **kept, "MASTER_PORT": str(port)},
                 capture_output=True,
                 text=True,
                 check=False,

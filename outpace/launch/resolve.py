@@ -72,7 +72,9 @@ def _cuda(ranks: Ranks) -> torch.device:
     if ranks.local_rank >= count:
         raise BadInputError(
             f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
-            f"process needs one. Use --nproc {count} or --device cpu."
+            f"process needs one. Use --nproc {count} or --device cpu; where a launcher shows each "
+            "process a device of its own (srun --gpus-per-task), have it show all of the host's "
+            "(--gpus-per-node)."
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)

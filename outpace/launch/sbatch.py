@@ -65,7 +65,9 @@ def _directives(job: ClusterJob, wishes: Wishes) -> Iterator[str]:
     yield "open-mode=append"
     yield "requeue"
     yield f"signal=B:USR1@{wishes.save_s}"
-    yield from wishes.directives
+    for one in wishes.directives:
+        name, equals, value = one.partition("=")
+        yield f"{name}={shlex.quote(value)}" if equals else name
 
 
 def _cpus_per_task(job: ClusterJob, wishes: Wishes) -> int | None:

@@ -8,8 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from outpace.records.base import Record
 
-# What a DNS label may be: Kubernetes asks for it, and it needs no quotes anywhere.
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+# What Kubernetes asks of a Service's name (RFC 1035): it needs no quotes anywhere.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 
 class ClusterJob(Record):
@@ -28,8 +28,8 @@ class ClusterJob(Record):
     def _check_name(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
             raise ValueError(
-                "at most 40 small letters, digits and hyphens, beginning and ending with a letter "
-                "or digit"
+                "at most 40 small letters, digits and hyphens, beginning with a letter and ending "
+                "with a letter or digit"
             )
         return value
 

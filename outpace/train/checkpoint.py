@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,7 @@ class Checkpointer:
         worked = torch.ones(1)
         if self._rank == 0:
             try:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 folder.mkdir(parents=True)
                 progress.save(folder / "progress.json")
             except OSError as error:
@@ -326,7 +326,7 @@ class Checkpointer:
     def _fail(self, folder: Path, error: BaseException) -> None:
         """Leave nothing half-written; the checkpoints before stay."""
         if self._rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             why = self._disk_full() or _reason(error)
             self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
 
@@ -386,15 +386,16 @@ def _remove(folder: Path) -> None:
 
     Of a link only the link goes: what it leads to was not written here.
     """
-    if folder.is_symlink():
-        folder.unlink()
-        return
-    (folder / MARKER).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+            return
+        (folder / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clear_partial(directory: Path) -> None:
     """Remove folders that a killed run left without a marker."""
     for folder in directory.glob("step-*"):
         if not (folder / MARKER).is_file():
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)

@@ -6,8 +6,9 @@ they name. Here they name the classes of DCP's own metadata, or plain values.
 
 import io
 import pickle
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -63,7 +64,22 @@ class Planner(DefaultLoadPlanner):
         set_element(self.original_state_dict, self.mappings[name], found)
 
 
-class _Unpickler(pickle.Unpickler):
+_IN_PYTHON: Any = pickle._Unpickler
+
+
+def _build(unpickler: Any) -> None:
+    """Give state to what was made: to nothing that this process has, as a class is."""
+    made = unpickler.stack[-2]
+    if isinstance(made, type) or not is_dataclass(made):
+        raise pickle.UnpicklingError(f"it would change {made!r}")
+    _IN_PYTHON.load_build(unpickler)
+
+
+class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
+    """The form of it in Python, whose instructions can be refused one by one."""
+
+    dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _build}
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or name in _NAMES.get(module, ()):

@@ -53,7 +53,8 @@ def test_it_is_sent(
 
 
 def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["launch", "kubernetes", "--nodes=2", "--gpus-per-node=8", "--image=x/y:1", "--file=k"]
+    words = ["launch", "kubernetes", "--nodes=2", "--gpus-per-node=8", "--image=x/y:1", "--file=k",
+             "--claim=disk", "--folder=/data"]  # fmt: skip
     assert main([*words, *TRAIN]) == 0
     assert "kubectl apply -f k/outpace.trainjob.yaml" in capsys.readouterr().out
     kinds = [
@@ -76,7 +77,11 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
         (["slurm", "--sbatch", "a=b\n#SBATCH --c", *TRAIN], "is not of the form partition=gpu"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
         (["slurm", *TRAIN, "--max-restarts", "3"], "--max-restarts: the cluster starts the ranks"),
+        (["slurm", "--name", "7b", *TRAIN], "beginning with a letter"),
+        (["slurm", "--time", "2", *TRAIN], "--time 2 is 120 s, and --save-s 120"),
+        (["slurm", "--time", "0-0:1:30", *TRAIN], "is 90 s"),
         (["kubernetes", *TRAIN], "required: --image"),
+        (["kubernetes", "--image=x", "--nodes=2", *TRAIN], "Name its claim with --claim"),
     ],
 )
 def test_what_cannot_be_is_said(
@@ -85,6 +90,18 @@ def test_what_cannot_be_is_said(
     assert main(["launch", *words]) == 2
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []
+
+
+def test_a_second_job_does_not_take_up_the_run_of_the_first_unasked(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "runs" / "outpace").mkdir(parents=True)
+    begun = {"settings": {"model": "gpt2", "nproc": 4, "seq_len": 128}}
+    (here / "runs" / "outpace" / "run.json").write_text(json.dumps(begun))
+    assert main(["launch", "slurm", *TRAIN, "--lr", "3e-4"]) == 2
+    assert "runs/outpace holds a run already" in capsys.readouterr().err
+    assert main(["launch", "slurm", *TRAIN, "--out", "runs/outpace"]) == 0
+    assert main(["launch", "slurm", "--time", "12", "--name", "other", *TRAIN]) == 0
 
 
 def test_what_is_begun_is_gone_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.probed import Probed
+from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 # Of torch itself, where its sharded optimizer is imported.
@@ -152,6 +153,23 @@ def test_a_probe_of_this_machine_is_used(tmp_path):
     probe(tmp_path / "machine.json", 1e9, cpu="another one")
     _, _, said = picked(nproc=1)
     assert "catalog rates" in said[0]
+
+
+def test_tensor_parallelism_stays_inside_a_host(tmp_path):
+    """Where all is one host the planner may split layers over all of its ranks."""
+    spec = {"family": "gpt2", "layers": 2, "hidden": 64, "heads": 4, "vocab": 512,
+            "max_positions": 64}  # fmt: skip
+    (tmp_path / "four.json").write_text(json.dumps(spec))
+    given = {**TINY, "model": "four.json", "plan": "auto", "strategy": "tp"}
+    origins = dict.fromkeys(given, "command line")
+    settings = TrainSettings.parse(given, "test")
+    one = Ranks(world_size=4, local_world_size=4)
+    assert settle(settings, origins, one, print)[0].tp == 4
+    apart = Ranks(world_size=4, local_world_size=2)
+    with pytest.raises(BadInputError, match="no plan can be laid out"):
+        settle(settings, origins, apart, print)
+    with pytest.raises(BadInputError, match="3 of 4 ranks are on this host"):
+        settle(settings, origins, Ranks(world_size=4, local_world_size=3), print)
 
 
 @pytest.mark.parametrize(

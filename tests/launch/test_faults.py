@@ -215,6 +215,16 @@ def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_plan_is_of_a_runs_beginning(tmp_path):
+    words = (*TINY, "--plan", "auto", "--out", "run", "--auto-resume")
+    code, _, errors = run(*words, "--steps", 4, "--nproc", 2, cwd=tmp_path)
+    assert code == 0, errors
+    code, _, errors = run(*words, "--steps", 8, "--nproc", 1, cwd=tmp_path)
+    assert code == 0, errors
+    assert "the run had 2 ranks and goes on with 1" in errors and steps(tmp_path / "run") == 8
+
+
+@pytest.mark.slow
 def test_a_rank_that_was_stopped_is_named(tmp_path):
     process = start(*TINY, "--nproc", 2, "--steps", 5000, "--comm-timeout-s", 8, "--out", "run",
                     cwd=tmp_path)  # fmt: skip

@@ -89,6 +89,11 @@ def test_near_its_limit_it_saves_and_is_put_back(cluster: Path, ends: int) -> No
     assert calls[2:] == ["scancel <--signal=TERM><7>", *back]
 
 
+def test_what_else_is_asked_of_sbatch_stays_one_word() -> None:
+    text = script(job(), Wishes(directives=("comment=run 3 #x", "exclusive", "gres=gpu:2")), "/bin")
+    assert "#SBATCH --comment='run 3 #x'\n#SBATCH --exclusive\n#SBATCH --gres=gpu:2\n" in text
+
+
 def test_torchrun_is_started_once_on_each_node(cluster: Path) -> None:
     (cluster / "bin" / "torchrun").symlink_to(cluster / "bin" / "outpace")
     text = script(job(cpus_per_rank=3), Wishes(starter="torchrun"), str(cluster / "bin"))
