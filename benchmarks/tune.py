@@ -8,8 +8,8 @@ Of each problem (a model, a sequence, a number of processes, a limit of memory) 
 of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
 five best and the tuner's pick are measured again in turn, in another order each round, so that
 noise does not crown one. Regret is what the pick takes longer than the fastest of these, the median
-over rounds, where each round's fastest is that of the other rounds; its price is the tuner's whole
-time as a share of the grid's.
+over rounds, where each round's fastest is that of the other rounds; its price is the tuner's time
+as a share of the grid's: of both from the start of the first trial to the end of the last.
 """
 
 import argparse

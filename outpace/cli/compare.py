@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from outpace.interop.own_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError
+from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
     from outpace.experiment.compare import Ended, Run
@@ -41,6 +43,11 @@ _EPILOG = (
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
 # Of an experiment: how long it goes on and what it is shown with, not what is compared.
+# What decides which data an arm reads, and in which form.
+_READ = (
+    "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
+    "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
+)  # fmt: skip
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
@@ -94,10 +101,10 @@ def _compared(
     own = experiment.arms[0].command is not None
     if own and experiment.metric is not None:
         arms.check_metric(experiment.metric)
-    for arm in () if own else experiment.arms:
-        arms.settings_of(experiment, arm)
+    settings = [] if own else [arms.settings_of(experiment, arm) for arm in experiment.arms]
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
+    _prepare(settings, quiet)
     began_s, started = time.monotonic() - sum(one.took_s for one in before), now()
     run = arms.run_command if own else arms.run_training
     ended, interrupt = _rounds(experiment, folder, run, before, quiet)
@@ -109,6 +116,20 @@ def _compared(
         comparison.save(folder / RESULT)
         raise interrupt
     return comparison
+
+
+def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
+    """Data of all arms: else their first runs do it, within their limit of time."""
+    from outpace.launch.materials import prepare_data
+    from outpace.report.progress import Progress
+
+    seen = []
+    for one in settings:
+        read = [getattr(one, name) for name in _READ]
+        if read not in seen:
+            seen.append(read)
+            with suppress(BadInputError):  # the arm's own runs say it
+                prepare_data(one, [] if quiet else [Progress()])
 
 
 def _rounds(

@@ -67,7 +67,10 @@ def now() -> str:
 
 
 def show(result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]) -> None:
-    """Print a result, where it is kept, and a command by itself, in a line that can be copied."""
+    """Print a result, where it is kept, and a command by itself, in a line that can be copied.
+
+    Without a command it only says where.
+    """
     from rich.text import Text
 
     from outpace.report.terminal import Console
@@ -75,8 +78,9 @@ def show(result: "RenderableType", folder: Path | None, what: str, command: Sequ
     console = Console()
     console.print(result)
     if folder is not None:
-        console.print(Text(f"kept in {folder}; {what}:"), soft_wrap=True)
-        console.print(Text(shlex.join(command)), soft_wrap=True)
+        console.print(Text(f"kept in {folder}" + f"; {what}:" * bool(command)), soft_wrap=True)
+        if command:
+            console.print(Text(shlex.join(command)), soft_wrap=True)
 
 
 def going_on(folder: Path) -> str:
@@ -141,7 +145,8 @@ def arm_of(word: str) -> Arm:
             )
         settings |= found
         environment |= {} if found else {key: value}
-    return Arm(name=name, settings=settings, environment=environment)
+    given = {"name": name, "settings": settings, "environment": environment}
+    return Arm.parse(given, f"arm {word!r}")
 
 
 def _strategy(name: str, word: str) -> str:
@@ -178,7 +183,7 @@ def _plain(value: Any) -> Any:
 
 def commands(lines: Sequence[str]) -> list[Arm]:
     """A command of one's own is an arm, called as it is written."""
-    return [Arm(name=line, command=line) for line in lines]
+    return [Arm.parse({"name": line, "command": line}, "--command") for line in lines]
 
 
 def from_toml(path: Path) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def _document(subject: _Subject, probe: Machine | None) -> "Document":
     if isinstance(record, Tuning):
         from outpace.report.tuning_document import tuning_document
 
-        return tuning_document(record, folder)
+        return tuning_document(record, folder, probe)
     if isinstance(record, Plans):
         from outpace.report.plan_document import plan_document
 

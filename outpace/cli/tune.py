@@ -25,7 +25,7 @@ from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.ranks import Ranks
-from outpace.records.settings import TrainSettings
+from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.tuning import TUNING_FILE, Trial, Tuning
 
 if TYPE_CHECKING:
@@ -45,10 +45,7 @@ HOST_FILE = "host.json"  # whose trials they are
 _OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
 # Of the real training: trials are short, and nobody looks at them one by one.
-_NOT_OF_TRIALS = (
-    "steps", "tokens", "epochs", "measure_only", "eval_every", "save_every", "expect_step_time_s",
-    "log", "profile", "memory", "memory_snapshot",
-)  # fmt: skip
+_NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -64,7 +61,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     else:
         from outpace.report.tuning import shown
 
-        show(shown(tuning), folder, "then", _command(asked, folder))
+        then = _command(asked, folder) if tuning.fastest is not None else ()
+        show(shown(tuning), folder, "then", then)
     return 0 if tuning.fastest is not None else 1
 
 
@@ -74,10 +72,14 @@ def _tuned(
 ) -> Tuning:  # fmt: skip
     """Tune and keep what is found, also where it is interrupted."""
     from outpace.experiment.tune import Limits, tuned
+    from outpace.launch.materials import prepare_data
     from outpace.launch.tuning import Proposer
+    from outpace.report.progress import Progress
 
     host_bytes = _host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
+    # Else the first trial does it, within its limit of time.
+    prepare_data(settings, [Progress()])
     _require_host(folder, proposer.machine)
     write_atomic(folder / ASKED_FILE, json.dumps(asked, indent=2) + "\n")
     began_s, started = time.monotonic() - sum(trial.took_s for trial in before), now()
@@ -107,10 +109,14 @@ def _host_bytes(settings: TrainSettings) -> int | None:
     from psutil import virtual_memory
 
     from outpace.launch.resolve import resolve_device
+    from outpace.probe.limits import find_cgroup
 
     if resolve_device(settings, Ranks()).type != "cpu":
         return None
-    return int(_OF_FREE * virtual_memory().available)
+    free, group = virtual_memory().available, find_cgroup()
+    if group is not None:
+        free = min(free, max(0, (group.limit_bytes or 0) - group.used_bytes()))
+    return int(_OF_FREE * free)
 
 
 def _require_host(folder: Path, machine: Machine) -> None:
@@ -184,6 +190,11 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
         )
     if settings.micro_batch == "auto":
         raise BadInputError("--micro-batch auto: outpace tune tries sizes itself. Leave it out.")
+    if settings.memory_budget is not None:
+        raise BadInputError(
+            "--memory-budget chooses what is recomputed, and so does outpace tune. Use "
+            "--memory-limit: what does not fit is not tried."
+        )
     return settings, origins
 
 

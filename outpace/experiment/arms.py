@@ -1,6 +1,7 @@
 """One run of an arm in processes of its own: a training of outpace's, or a person's command."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from outpace.train.run_dir import RESULT_FILE
 # What a comparison does not look at takes no time.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
 _LEAST_LIMIT_S = 300.0  # of a run in a comparison
+_NO_LIMIT_S = 1e6
 _STOP_S = 20.0  # for a run to end by itself when it is told to
 _REST_S = 2.0  # for what it started, and its output, to end after it
 _LOOK_S = 0.2
@@ -82,7 +84,7 @@ def train_once(
     run: Path,
     config: Path,
     environment: Mapping[str, str] = MappingProxyType({}),
-    limit_s: float | None = None,
+    limit_s: float = math.inf,
 ) -> Measurement | Failed:
     """Train in processes of their own with settings by way of a file; or why it failed."""
     if run.is_symlink():
@@ -163,7 +165,7 @@ def _limit_s(experiment: Experiment) -> float:
 
 
 def _run(
-    words: list[str], environment: Mapping[str, str], limit_s: float | None = None
+    words: list[str], environment: Mapping[str, str], limit_s: float = math.inf
 ) -> tuple[int | None, str]:
     """Exit code and all that was said; None where it did not end within the limit.
 
@@ -180,7 +182,8 @@ def _run(
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate(timeout=limit_s)
+        # The system waits for at most 24 days.
+        said, _ = process.communicate(timeout=None if limit_s > _NO_LIMIT_S else limit_s)
     except subprocess.TimeoutExpired as error:
         _end(process)
         return None, (error.output or b"").decode(errors="replace")

@@ -47,6 +47,10 @@ _OF_PLAN = (
     "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
     "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
+# Which rank draws for what, and in pieces of what size: dropout's numbers depend on it.
+_OF_DRAWS = (
+    "data_parallel", "cp", "tp", "pp", "micro_batch", "pp_microbatches", "compile",
+)  # fmt: skip
 _CLOCKS_APART = 0.03  # medians of arms, from which on it is said
 
 # By arm and name: each value that its runs had, in the order in which they came.
@@ -170,7 +174,18 @@ def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
 def _numbers(record: RunRecord) -> dict[str, Any]:
     of = ((record, _OF_RECORD), (record.settings, _OF_SETTINGS), (record.plan, _OF_PLAN))
     found = {name: getattr(one, name) for one, names in of for name in names}
-    return {"model": record.model or record.settings.model, **found}
+    return {
+        "model": record.model or record.settings.model, "draws of dropout": _draws(record), **found,
+    }  # fmt: skip
+
+
+def _draws(record: RunRecord) -> tuple[Any, ...] | None:
+    """What decides which numbers dropout draws; None: there is none, but for own models' own."""
+    plan = record.plan
+    if not plan.lora_dropout and (record.model is None or not record.model.dropout):
+        return None
+    split = plan.tp > 1 and plan.sequence_parallel
+    return (*(getattr(plan, name) for name in _OF_DRAWS), split)
 
 
 def beside(stored: Comparison, now: Comparison) -> list[str]:

@@ -10,6 +10,7 @@ from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS
 from outpace.records.run import RunRecord
+from outpace.records.settings import OF_A_RUN
 from outpace.train.run_dir import RUN_FILE
 
 _MOST_BLOCKS = 30
@@ -24,10 +25,7 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
     for run in runs:
         if not (run / RUN_FILE).is_file():
             raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")
-    given: list[dict[str, Any]] = [
-        RunRecord.load(run / RUN_FILE).settings.model_dump(mode="json", exclude={"out", "resume"})
-        for run in runs
-    ]
+    given = [_trained(RunRecord.load(run / RUN_FILE)) for run in runs]
     alike = {name for name in given[0] if all(one[name] == given[0][name] for one in given)}
     names = _names(runs)
     return Experiment.parse(
@@ -42,6 +40,13 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
         },
         "--runs",
     )
+
+
+def _trained(record: RunRecord) -> dict[str, Any]:
+    """Settings that train the same again, also where a launcher had started its processes."""
+    given = record.settings.model_dump(mode="json", exclude=set(OF_A_RUN))
+    world = record.plan.world_size
+    return given | ({"nproc": world} if world > 1 else {})
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

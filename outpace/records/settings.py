@@ -401,3 +401,11 @@ class TrainSettings(Record):
                 raise ValueError(f"task {self.task} has no {name}. Leave it out")
         if self.task == "classify" and self.loss == "chunked":
             raise ValueError("loss chunked is over a vocabulary. Leave it out of task classify")
+
+
+# What a run does beside training, and where to: it is another's where the same is trained again.
+OF_A_RUN = frozenset(
+    name
+    for name, field in TrainSettings.model_fields.items()
+    if field.json_schema_extra == {"group": "run"} and name != "seed"
+)

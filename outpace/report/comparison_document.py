@@ -60,7 +60,7 @@ def comparison_document(
             Section("Memory", tuple(_memory(comparison))),
             Section("Predicted against measured", tuple(_predicted(comparison, runs, probe))),
             Section("Utilisation", tuple(runs_parts.loads(runs))),
-            topology(comparison.machine),
+            topology(comparison.machine, probe),
             _environment(comparison, runs),
         ),
     )  # fmt: skip

@@ -33,12 +33,16 @@ def machine_table(machine: Machine) -> Table:
     )
 
 
-def topology(machine: Machine) -> Section:
-    """How devices are joined, drawn where the driver told."""
+def topology(machine: Machine, probe: Machine | None = None) -> Section:
+    """How devices are joined, drawn where the driver told, at the latest a probe of the machine."""
+    if machine.topology is None and probe is not None and not machine.unlike(probe):
+        machine = probe
     if machine.topology is None:
         why = "The record has no links between devices"
         if not machine.devices:
             why += f": there is no device beside the processor ({machine.host_cores} cores)"
+        elif len(machine.devices) > 1:
+            why += ": name the machine.json of outpace probe beside it"
         return Section("Topology", (Words(f"{why}."),))
     placement = place(machine.topology)
     said = advice(placement, machine.topology)

@@ -66,6 +66,12 @@ def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None
         return "The model is one of a person's own, of which the run's record has no dimensions."
     if record.plan.lora_rank is not None or record.settings.task == "classify":
         return "The planner does not reckon with adapters and classifiers yet."
+    other = [] if probe is None else record.machine.unlike(probe)
+    if probe is not None and other:
+        return (
+            f"The probe is of another machine: {other[0]} is {getattr(probe, other[0])} there, and "
+            f"{getattr(record.machine, other[0])} where it ran."
+        )
     if hosts > 1 and probe is None:
         return (
             f"The run was on {hosts} hosts, and what joins them is not in its record. Name a "
@@ -77,6 +83,8 @@ def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None
 def _cluster(record: RunRecord, hosts: int, probe: Machine | None) -> Cluster:
     ranks = -(-record.plan.world_size // hosts)
     known = probe or record.machine
+    if record.device == "cpu":
+        known = known.model_copy(update={"devices": ()})
     if known.probed is None:
         return of_host(known, ranks)
     return replace(of_probe(known, ranks), nodes=hosts)

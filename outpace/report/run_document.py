@@ -37,7 +37,7 @@ def run_document(run: Run, probe: Machine | None = None) -> Document:
         _memory(run, said),
         _predicted(run, said),
         _utilisation(run),
-        topology(run.record.machine),
+        topology(run.record.machine, probe),
     ]
     if run.certificate is not None:
         sections.append(certificate_document.section(run.certificate))

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from outpace.experiment.tune import step_times_s, time_of
+from outpace.records.machine import Machine
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report import runs_parts, where
@@ -27,7 +28,9 @@ from outpace.report.tuning import by_one_trial
 from outpace.train.run_dir import RUN_FILE
 
 
-def tuning_document(tuning: Tuning, folder: Path | None = None) -> Document:
+def tuning_document(
+    tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
+) -> Document:
     """Which plan won, against the default, and how each was predicted; runs are in `folder`."""
     runs = _runs(tuning, folder)
     return Document(
@@ -40,7 +43,7 @@ def tuning_document(tuning: Tuning, folder: Path | None = None) -> Document:
             Section("Loss", tuple(runs_parts.losses(runs))),
             Section("Memory", (_memory(tuning),)),
             Section("Utilisation", tuple(runs_parts.loads(runs))),
-            topology(tuning.machine),
+            topology(tuning.machine, probe),
             _environment(tuning, runs),
         ),
     )  # fmt: skip

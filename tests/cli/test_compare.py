@@ -206,6 +206,9 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     assert "not made in turn" in shown and "Losses agree on all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
     assert "in these two runs (too few blocks" in shown and "per M" in shown
+    (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment
+    assert stored.experiment.common["nproc"] == 2  # what trains the same again, and no more
+    assert not {"out", "measure_only", "sample_tokens"} & stored.experiment.common.keys()
     monkeypatch.chdir(tmp_path / "c" / "runs")  # the runs are found from anywhere
     names = sorted(path.name for path in (tmp_path / "c" / "runs").iterdir())
     of_runs = compared(capsys, tmp_path, "--runs", *names, out="r")
@@ -227,6 +230,8 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["single", "ddp,zero3"], "arm 'ddp,zero3' has two values of strategy"),
         (["ddp", "zero3", "--resume", "--out=none"], "there is no comparison in none"),
         (["--command=a", "--command=b"], "commands need a metric"),
+        (["--command=", "--command=b", "--metric=(t)"], "--command: name"),
+        ([":ddp", "zero3"], "arm ':ddp': name"),
         (["--command=a", "--command=b", "--metric=t="], "has 0 groups"),
         (["--command=a", "--command=b", "--metric=(t="], "is no regular expression"),
         (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),

@@ -98,6 +98,8 @@ def test_a_run_says_that_its_first_steps_are_not_as_expected(tuned, capsys, tmp_
     [
         (["--plan=auto"], "Leave it out"),
         (["--micro-batch=auto"], "tries sizes itself"),
+        (["--memory-budget=2GiB"], "Use --memory-limit"),
+        (["--data=nowhere/at/all"], "nowhere/at/all"),
         (["--trials=0"], "0"),
         (["--lora-rank=8"], "does not reckon with --lora-rank"),
         (["--compress-gradients=bf16"], "does not reckon with --compress-gradients"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from outpace.catalog.models import preset
 from outpace.experiment.facts import differing, other_clocks, read_facts
 from outpace.experiment.results import Curve, losses_in_words, steps_of
 from outpace.records.comparison import Arm, Experiment, Outcome
@@ -121,6 +122,21 @@ def test_losses_must_agree_where_the_same_numbers_are_trained():
     other = losses_in_words({"a": curve(), "b": curve(1.03, **low), "c": curve(1.2)})
     assert "LOSSES DISAGREE where they must not: c and a" in other
     assert "by b than by a (precision), so losses may differ: by 3.00%" in other
+
+
+def test_dropout_draws_others_where_samples_are_shared_out_otherwise():
+    model = preset("gpt2")
+    ddp, pipeline = {"dp_replicate": 2, "strategy": "ddp"}, {"pp": 2, "strategy": "gpipe"}
+    far = {"a": curve(model=model, plan=ddp), "b": curve(1.03, model=model, plan=pipeline)}
+    assert "by b than by a (draws of dropout), so losses may differ" in losses_in_words(far)
+    sharded = {"dp_shard": 2, "strategy": "zero3"}
+    assert "LOSSES DISAGREE" in losses_in_words(
+        {**far, "b": curve(1.03, model=model, plan=sharded)}
+    )
+    still = model.model_copy(update={"dropout": 0.0})
+    assert "LOSSES DISAGREE" in losses_in_words(
+        {"a": curve(model=still, plan=ddp), "b": curve(1.03, model=still, plan=pipeline)}
+    )
 
 
 def test_losses_are_compared_after_the_same_samples():

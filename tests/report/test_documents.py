@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from outpace.planner.play import StageTime
 from outpace.records.comparison import Comparison
 from outpace.records.estimate import Plans
-from outpace.records.machine import Machine
+from outpace.records.machine import Device, Machine
 from outpace.records.measurement import Measurement
 from outpace.records.plan import Plan
 from outpace.records.topology import Endpoint, Topology
@@ -108,6 +109,18 @@ def test_a_run_is_beside_its_prediction(of_run, run, probe):
     assert "outpace probe measured" in words(better)
     other = figure_in(better, "Predicted against measured", "Time of a step")
     assert other.table.rows[0][1].value != beside.table.rows[0][1].value
+
+
+def test_a_run_on_the_processor_is_predicted_as_one_whatever_else_is_there(run):
+    """And a probe of another machine predicts nothing."""
+    found = read_run(run)
+    gpu = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 2**30)
+    machine = found.record.machine.model_copy(update={"devices": (gpu,)})
+    beside = replace(found, record=found.record.model_copy(update={"machine": machine}))
+    assert "guessed by its vector width" in words(run_document(beside))
+    other = machine.model_copy(update={"cpu": "another one"})
+    said = words(run_document(beside, other))
+    assert "The probe is of another machine: cpu is another one there" in said
 
 
 def figure_in(document, title, start):
