@@ -251,6 +251,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path):
     assert any(one.state != "completed" for one in found.ranks[0].exchanges)
 
 
+@pytest.mark.slow
 def test_a_straggler_is_named_while_it_trains(tmp_path):
     slow = "until = time.thread_time() + 0.05\n            while time.thread_time() < until: pass"
     words = (*TINY, *odd(tmp_path, slow), "--steps", 130)

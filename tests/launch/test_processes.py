@@ -110,6 +110,7 @@ def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, comman
     assert "accumulation 2 × data-parallel 2" in record["identity"]
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
     whole = do(command(tmp_path / "whole", "--steps=60", "--nproc=2"))
     assert whole.returncode == 0, whole.stderr
