@@ -10,6 +10,7 @@ from statistics import NormalDist, median_low
 from typing import Any, Protocol
 
 from outpace.experiment.arms import Failed, safe, train_once
+from outpace.experiment.results import steps_of
 from outpace.launch.tuning import Proposal
 from outpace.records.measurement import WARMUP_STEPS
 from outpace.records.plan import Plan
@@ -172,8 +173,8 @@ def _taken_s(trials: Sequence[Trial]) -> dict[str, list[float]]:
     """By plan: the step times of its trials, but for those that failed."""
     found: dict[str, list[float]] = {}
     for trial in trials:
-        if trial.step_time_s is not None:
-            found.setdefault(_key(trial.plan), []).append(trial.step_time_s)
+        if trial.compared_s is not None:
+            found.setdefault(_key(trial.plan), []).append(trial.compared_s)
     return found
 
 
@@ -185,10 +186,11 @@ def tuned(trials: Sequence[Trial]) -> dict[str, Any]:
     default = next((trial for trial in trials if trial.why == DEFAULT_WHY), None)
     default_s = None if default is None else times.get(_key(default.plan))
     best_s = None if best is None else times[best]
+    medians = [one.step_time_s for one in trials if one.step_time_s and _key(one.plan) == best]
     return {
         "best": None if best is None else first[best],
         "default": None if default is None else default.number,
-        "step_time_s": best_s,
+        "step_time_s": median_low(medians) if medians else None,
         "gain": None if best_s is None or default_s is None else 1 - best_s / default_s,
     }
 
@@ -224,8 +226,11 @@ def run_trial(
     if isinstance(measured, Failed):
         found = {"step_time_s": None, "failure": measured.words, "exit_code": measured.exit_code}
     else:
-        found = {"step_time_s": measured.step_time_s,
-                 "peak_memory_bytes": measured.peak_memory_bytes}  # fmt: skip
+        found = {
+            "step_time_s": measured.step_time_s,
+            "undisturbed_s": _undisturbed_s(where / "run"),
+            "peak_memory_bytes": measured.peak_memory_bytes,
+        }
     return Trial(
         number=number,
         why=why,
@@ -237,3 +242,9 @@ def run_trial(
         run=str(Path("trials") / name / "run"),
         **found,
     )
+
+
+def _undisturbed_s(run: Path) -> float:
+    """Of the steps after warm-up: so that a quarter of them took no longer."""
+    took_s = sorted(float(step["step_time_s"]) for step in steps_of(run)[WARMUP_STEPS:])
+    return took_s[len(took_s) // 4]

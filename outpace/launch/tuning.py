@@ -115,8 +115,8 @@ class Proposer:
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
-                     trial.step_time_s)
-            for trial in trials if trial.step_time_s is not None
+                     trial.compared_s)
+            for trial in trials if trial.compared_s is not None
         ]  # fmt: skip
         rates = {
             world: Rates(job.cluster.device, job.cluster.fabric)

@@ -28,6 +28,9 @@ class Trial(Record):
     first_predicted_s: PositiveFloat = Field(description="of a step, before any trial")
     predicted_s: PositiveFloat = Field(description="of a step, when it was chosen")
     step_time_s: PositiveFloat | None = Field(description="median, measured; None: it failed")
+    undisturbed_s: PositiveFloat | None = Field(
+        default=None, description="a quarter of its steps took no longer; None: not known"
+    )
     peak_memory_bytes: NonNegativeInt | None = None
     failure: str | None = None
     exit_code: int | None = Field(
@@ -35,6 +38,11 @@ class Trial(Record):
     )
     took_s: NonNegativeFloat = Field(description="with starting and ending")
     run: str = Field(description="its directory, in the tuning's")
+
+    @property
+    def compared_s(self) -> float | None:
+        """By which plans are compared: what else the machine does only makes steps longer."""
+        return self.undisturbed_s or self.step_time_s
 
 
 class Tuning(Record):

@@ -36,10 +36,7 @@ EVIL = '"><img src=x onerror="window.hacked=1"></script><script>window.hacked=1<
 
 
 # Of the others what is drawn is alike; all of them with scripts/test --all.
-EACH = [
-    pytest.param(name, marks=() if name == "run" else pytest.mark.slow)
-    for name in KINDS
-]
+EACH = [pytest.param(name, marks=() if name == "run" else pytest.mark.slow) for name in KINDS]
 
 
 def links(machine):
