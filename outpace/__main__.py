@@ -1,8 +1,6 @@
 """`python -m outpace` is `outpace`."""
 
-import sys
-
-from outpace.cli.main import main
+from outpace.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -3,6 +3,7 @@
 Nothing heavy is imported here: `outpace --help` answers at once.
 """
 
+import atexit
 import errno
 import importlib
 import json
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,6 +58,23 @@ commands:
 `outpace COMMAND --help` lists a command's options; --json makes any of them print
 one JSON document on standard output.
 """
+
+
+def command() -> NoReturn:
+    """`main` as a process.
+
+    With torch it ends before Python takes its modules apart: now and then that met a thread of
+    torch's libraries, and a training that had written its result ended by SIGABRT.
+    """
+    code = main()
+    if "torch" not in sys.modules:
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python does first itself
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

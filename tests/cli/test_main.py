@@ -142,3 +142,28 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     process.stderr.close()
     assert process.wait() in (0, 141)
     assert errors == b""
+
+
+def test_a_finished_command_is_not_taken_apart_beside_torchs_threads():
+    """What was asked for at the exit is done, and what was printed is there."""
+    program = """
+import atexit, sys, threading, time
+import torch
+from outpace.cli.main import command
+
+class Late:
+    def __del__(self):
+        print("taken apart")
+
+kept = Late()
+atexit.register(print, "at the exit")
+threading.Thread(target=lambda: (time.sleep(0.3), print("a thread"))).start()
+sys.argv = ["outpace", "--version"]
+command()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    version, *rest = done.stdout.splitlines()
+    assert version.startswith("outpace ") and rest == ["a thread", "at the exit"]

@@ -140,6 +140,24 @@ def test_all_failing_is_said(proposer):
     }  # fmt: skip
 
 
+def test_a_disturbed_trial_is_judged_by_its_quiet_steps(proposer):
+    """And what is promised is the median of what was picked."""
+    plans = [proposer.default, proposer.default.model_copy(update={"micro_batch": 4})]
+    trials = [
+        runner(lambda _, s=seconds: s)(number, why, proposer.proposal(plan), 1.0).model_copy(
+            update={"undisturbed_s": quarter_s}
+        )
+        for number, why, plan, seconds, quarter_s in (
+            (1, DEFAULT_WHY, plans[0], 1.0, 0.9), (2, "x", plans[1], 0.95, 0.94),
+            (3, "x", plans[0], 1.2, 0.88),
+        )
+    ]  # fmt: skip
+    found = tuned(trials)
+    assert (found["best"], found["step_time_s"], found["gain"]) == (1, 1.0, 0.0)
+    told = [trial.model_copy(update={"undisturbed_s": None}) for trial in trials[:2]]
+    assert tuned(told)["best"] == 2
+
+
 def test_what_was_tried_before_is_not_tried_again(proposer):
     def took(proposal):
         return 2 * proposer.proposal(proposal.plan).step_time_s
