@@ -42,12 +42,12 @@ _EPILOG = (
     "outpace train takes is common to all arms. The first arm is what others are compared with."
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
-# Of an experiment: how long it goes on and what it is shown with, not what is compared.
 # What decides which data an arm reads, and in which form.
 _READ = (
     "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
     "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
 )  # fmt: skip
+# Of an experiment: how long it goes on and what it is shown with, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 

@@ -79,9 +79,9 @@ def _checked(command: list[str], name: str, folder: Path) -> tuple[str, ...]:
             "--model gpt2 …"
         )
     words = [word.partition("=")[0] for word in command]
-    more = [] if "--out" in words or "--config" in words else ["--out", f"runs/{name}"]
-    more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
     out = f"runs/{name}"
+    more = [] if "--out" in words or "--config" in words else ["--out", out]
+    more += [] if {"--auto-resume", "--resume"} & set(words) else ["--auto-resume"]
     if "--out" in more and (folder / out / RUN_FILE).is_file():
         raise BadInputError(
             f"{folder / out} holds a run already. To go on with it, write --out {out} behind the "
