@@ -6,17 +6,17 @@
 
 Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
 of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
-five best and the tuner's pick are measured again in turn, in another order each round, so that
-noise does not crown one. Of every trial counts what a quarter of its steps stay below. Regret is
-what the pick takes longer than the fastest of these, the median over rounds, where each round's
-fastest is that of the other rounds; its price is the tuner's time as a share of the grid's: of both
-from the start of the first trial to the end of the last.
+five best and the tuner's pick are measured again in turn: all of them train at once, and each goes
+on for two seconds of each round while the others are stopped, so that neither noise nor what
+changes on a machine over minutes crowns one. Of a trial, and of a turn, counts what a quarter of
+its steps stay below. Regret is what the pick takes longer than the fastest of these, the median
+over rounds, where each round's fastest is that of the other rounds; its price is the tuner's time
+as a share of the grid's: of both from the start of the first trial to the end of the last.
 """
 
 import argparse
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -81,7 +81,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
         {"strategy": "3d", "tp": 2, "dp_shard": 2},
     ),
 }
-_AGAIN, _ROUNDS = 5, 5
+_AGAIN, _ROUNDS = 5, 16
 LEAST = 48
 
 
@@ -103,32 +103,40 @@ def grid(problem: Problem, precision: str) -> Iterator[Any]:
             yield Plan.parse(values, "benchmark")
 
 
-def measured(
-    given: dict[str, Any], plans: list[Any], predicted_s: list[float], folder: Path
-) -> list[Any]:
+def measured(given: dict[str, Any], chosen: list[Any], folder: Path) -> list[Any]:
     """A trial of each, one after the other."""
-    from outpace.experiment.tune import run_trial
-    from outpace.launch.tuning import Proposal
-    from outpace.planner.titles import title
+    from outpace.experiment.trials import Trials
 
-    found = []
-    for number, (plan, seconds) in enumerate(zip(plans, predicted_s, strict=True), 1):
-        proposal = Proposal(plan, title(plan), seconds, 0.0, 0.0)
-        found.append(run_trial(given, folder, number, "of the grid", proposal, seconds))
-        took = found[-1].compared_s
-        print(f"{number} of {len(plans)}: {proposal.title}: {took}", file=sys.stderr, flush=True)
+    trials, found = Trials(given, folder), []
+    for number, one in enumerate(chosen, 1):
+        found.append(trials.run(number, one))
+        took_s = found[-1].compared_s
+        print(f"{number} of {len(chosen)}: {one.proposal.title}: {took_s}", file=sys.stderr,
+              flush=True)  # fmt: skip
     return found
 
 
 def in_turn(
     given: dict[str, Any], plans: dict[str, Any], expected_s: float, folder: Path, rounds: int
 ) -> Iterator[dict[str, float | None]]:
-    """Of each round the plans' step times, measured in an order of its own."""
-    for number in range(rounds):
-        keys = random.Random(number).sample(list(plans), len(plans))
-        took = measured(given, [plans[key] for key in keys], [expected_s] * len(keys),
-                        folder / f"again-{number}")  # fmt: skip
-        yield {key: trial.compared_s for key, trial in zip(keys, took, strict=True)}
+    """Of each round the plans' step times, in an order of its own."""
+    from outpace.experiment import turns
+    from outpace.experiment.trials import TURN_S, quarter
+
+    entrants = []
+    for number, plan in enumerate(plans.values()):
+        where = folder / "again" / str(number)
+        where.mkdir(parents=True)
+        plan.save(where / "plan.json")
+        own = {**given, "plan": str(where / "plan.json")}
+        steps = max(round(TURN_S / expected_s), 2)
+        entrants.append(turns.Entrant(own, where / "run", where / "config.toml", steps))
+    turned = turns.in_turn(entrants, rounds, 3600.0)
+    for at in range(rounds):
+        took_s = [one.turns[at] if len(one.turns) == rounds else () for one in turned]
+        yield {
+            key: quarter(own_s) if own_s else None for key, own_s in zip(plans, took_s, strict=True)
+        }
 
 
 def regret(pick: str, rounds: list[dict[str, float | None]]) -> float:
@@ -154,6 +162,7 @@ def _ratio(key: str, pick: str, rounds: list[dict[str, float | None]]) -> float:
 
 def grid_measured(problem: Problem, folder: Path, most: int | None) -> list[Any]:
     """A trial of each of its plans."""
+    from outpace.experiment.tune import Chosen
     from outpace.launch.tuning import Proposer
     from outpace.records.settings import TrainSettings
 
@@ -161,8 +170,9 @@ def grid_measured(problem: Problem, folder: Path, most: int | None) -> list[Any]
     proposer = Proposer(TrainSettings.parse(given, "benchmark"),
                         dict.fromkeys(given, "command line"))  # fmt: skip
     plans = list(grid(problem, proposer.default.precision))[:most]
-    expected = [proposer.proposal(plan).step_time_s for plan in plans]
-    return measured(given, plans, expected, folder / "grid")
+    proposals = [proposer.proposal(plan) for plan in plans]
+    chosen = [Chosen("of the grid", proposal, proposal.step_time_s) for proposal in proposals]
+    return measured(given, chosen, folder / "grid")
 
 
 def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:

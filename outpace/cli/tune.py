@@ -4,8 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,8 @@ from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.tuning import TUNING_FILE, Trial, Tuning
 
 if TYPE_CHECKING:
-    from outpace.experiment.tune import Ended, Limits, Planner
+    from outpace.experiment.tune import Ended, Limits
+    from outpace.launch.tuning import Proposer
 
 _ABOUT = (
     "The fastest plan for a training on this machine: the planner proposes, short trials decide."
@@ -135,7 +135,7 @@ def _require_host(folder: Path, machine: Machine) -> None:
 
 
 def _trials(
-    proposer: "Planner",
+    proposer: "Proposer",
     asked: dict[str, Any],
     folder: Path,
     limits: "Limits",
@@ -143,23 +143,39 @@ def _trials(
     host_bytes: int | None,
 ) -> tuple["Ended", BaseException | None]:
     """Each is written as soon as it is there; and what interrupted them, if so."""
-    from outpace.experiment.tune import Ended, run_trial, tune
+    from outpace.experiment.trials import Trials, fit_together
+    from outpace.experiment.tune import Chosen, Ended, tune
 
     own = {name: value for name, value in asked.items() if name not in _NOT_OF_TRIALS}
-    seen = list(before)
+    trials, seen = Trials(own, folder, host_bytes), list(before)
     with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
 
         def told(trial: Trial) -> None:
             seen.append(trial)
             file.write(trial.model_dump_json() + "\n")
-            print(f"outpace: {_line(trial)}", file=sys.stderr, flush=True)
+            _say(_line(trial))
+
+        def race(number: int, several: Sequence[Chosen]) -> Sequence[Trial]:
+            titles = ", ".join(one.proposal.title for one in several)
+            plans = [one.proposal.plan for one in several]
+            if fit_together(plans, seen, host_bytes, proposer.machine):
+                _say(f"in turn, to tell them apart: {titles}")
+                return trials.race(number, several)
+            _say(f"once more, one after the other (they do not fit together): {titles}")
+            return [
+                trials.run(at, one).model_copy(update={"raced": True})
+                for at, one in enumerate(several, number)
+            ]
 
         try:
-            run = partial(run_trial, own, folder, host_bytes=host_bytes)
-            return tune(proposer, run, limits, before, told), None
+            return tune(proposer, trials.run, race, limits, before, told), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             print(going_on(folder), file=sys.stderr, flush=True)
             return Ended(tuple(seen), "it was interrupted"), interrupt
+
+
+def _say(words: str) -> None:
+    print(f"outpace: {words}", file=sys.stderr, flush=True)
 
 
 def _given(limits: "Limits") -> dict[str, Any]:

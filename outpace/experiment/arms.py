@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,9 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
-
 from outpace.experiment.past import read, with_going_on
+from outpace.experiment.processes import Running
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, Measurement
@@ -28,10 +24,6 @@ from outpace.train.run_dir import RESULT_FILE
 # What a comparison does not look at takes no time.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
 _LEAST_LIMIT_S = 300.0  # of a run in a comparison
-_NO_LIMIT_S = 1e6
-_STOP_S = 20.0  # for a run to end by itself when it is told to
-_REST_S = 2.0  # for what it started, and its output, to end after it
-_LOOK_S = 0.2
 _TOLD = 2000  # characters of what a failed run said last
 
 
@@ -87,6 +79,12 @@ def train_once(
     limit_s: float = math.inf,
 ) -> Measurement | Failed:
     """Train in processes of their own with settings by way of a file; or why it failed."""
+    code, said = _run(words_of(given, run, config), environment, limit_s)
+    return outcome(run, code, said, limit_s)
+
+
+def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
+    """The command that trains in `run`, where nothing is then; writes its settings to `config`."""
     if run.is_symlink():
         run.unlink()  # and nothing of what it leads to
     elif run.exists():
@@ -94,8 +92,11 @@ def train_once(
         shutil.rmtree(run)  # what was interrupted in it is begun anew
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
-    words = [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]
-    code, said = _run(words, environment, limit_s)
+    return [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]
+
+
+def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | Failed:
+    """What a training came to by its exit code, None where it was stopped at its limit."""
     if code is None:
         return Failed(None, f"it was stopped after {limit_s:.0f} s")
     return Failed(code, _last(said, code)) if code != 0 else Measurement.load(run / RESULT_FILE)
@@ -171,64 +172,12 @@ def _run(
 
     Nothing of it is left behind where we are stopped.
     """
-    process = subprocess.Popen(
-        words,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    running = Running(words, environment)
     try:
-        # The system waits for at most 24 days.
-        said, _ = process.communicate(timeout=None if limit_s > _NO_LIMIT_S else limit_s)
-    except subprocess.TimeoutExpired as error:
-        _end(process)
-        return None, (error.output or b"").decode(errors="replace")
-    except BaseException:
-        _end(process)
-        raise
-    return process.returncode, said
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """It and all that it started: asked first, then at once.
-
-    Workers of a launcher have sessions of their own, so that a signal to the group does not reach
-    them, and one that is stuck holds the output for ever.
-    """
-    started: set[psutil.Process] = set()
-    try:
-        # Before anything ends: nobody finds the children of who is gone.
-        started = _started(process)
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGTERM)
-        until_s = time.monotonic() + _STOP_S
-        while process.poll() is None and time.monotonic() < until_s:
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_LOOK_S)
-        psutil.wait_procs(started, timeout=_REST_S)
-    finally:  # also where Ctrl-C is pressed again
-        for one in started | _started(process):
-            with suppress(psutil.Error):
-                one.kill()
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_REST_S)
-        psutil.wait_procs(started, timeout=_REST_S)
-        process.poll()
-        if process.stdout is not None:
-            process.stdout.close()
-
-
-def _started(process: subprocess.Popen[str]) -> set[psutil.Process]:
-    """Children, and theirs."""
-    with suppress(psutil.Error):
-        return set(psutil.Process(process.pid).children(recursive=True))
-    return set()
+        code = running.wait(time.monotonic() + limit_s)
+    finally:
+        said = running.end()
+    return code, said
 
 
 def _last(said: str, code: int) -> str:

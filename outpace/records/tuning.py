@@ -27,10 +27,13 @@ class Trial(Record):
     plan: Plan
     first_predicted_s: PositiveFloat = Field(description="of a step, before any trial")
     predicted_s: PositiveFloat = Field(description="of a step, when it was chosen")
-    step_time_s: PositiveFloat | None = Field(description="median, measured; None: it failed")
+    step_time_s: PositiveFloat | None = Field(
+        default=None, description="median, measured; None: it failed"
+    )
     undisturbed_s: PositiveFloat | None = Field(
         default=None, description="a quarter of its steps took no longer; None: not known"
     )
+    raced: bool = Field(default=False, description="at the end, in turn with those before or after")
     peak_memory_bytes: NonNegativeInt | None = None
     failure: str | None = None
     exit_code: int | None = Field(
@@ -53,7 +56,7 @@ class Tuning(Record):
     best: PositiveInt | None = Field(description="number of the fastest trial; None: all failed")
     default: PositiveInt | None = Field(description="number of the trial of outpace train's plan")
     step_time_s: PositiveFloat | None = Field(
-        description="of the fastest plan: the median over its trials"
+        description="of the fastest plan: the median of its last trial"
     )
     gain: float | None = Field(description="0.2: the fastest takes 20 % less than the default")
     stopped: str = Field(description="why no further trial was made")

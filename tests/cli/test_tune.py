@@ -44,6 +44,22 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
     assert "--steps 500 --plan" in shown
 
 
+@pytest.mark.slow
+def test_what_is_close_runs_in_turn_at_the_end(tuned, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("outpace.experiment.tune._CLOSE", 9.0)
+    monkeypatch.setattr("outpace.experiment.trials.TURN_S", 0.2)
+    monkeypatch.setattr("outpace.planner.deviations._OWN", 1.0)  # whatever is left may win
+    words = [*tuned[1], "--nproc=2", "--within=0", "--trials=5", f"--out={tmp_path / 't'}"]
+    assert main(["tune", *words]) == 0
+    told = capsys.readouterr()
+    assert "outpace: in turn, to tell them apart: " in told.err
+    tuning = Tuning.load(tmp_path / "t" / "tuning.json")
+    assert [trial.raced for trial in tuning.trials] == [False] * 3 + [True] * 2
+    fastest = min(tuning.trials[3:], key=lambda trial: trial.compared_s)
+    assert tuning.fastest.plan == fastest.plan and tuning.step_time_s == fastest.step_time_s
+    assert all((tmp_path / "t" / one.run / "result.json").is_file() for one in tuning.trials)
+
+
 def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path, monkeypatch):
     def interrupted(*given, **more):
         raise KeyboardInterrupt
@@ -59,7 +75,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
         + '{"number": 3, "wh'  # killed while it was written
     )
     (tmp_path / "t" / "tuning.json").unlink()
-    monkeypatch.setattr("outpace.experiment.tune.run_trial", interrupted)
+    monkeypatch.setattr("outpace.experiment.trials.Trials.run", interrupted)
     asked = ["tune", *words, "--trials=9", "--within=0", "--resume"]
     assert main([*asked, f"--out={tmp_path / 't'}"]) == 130
     assert f"--out {tmp_path / 't'} --resume" in capsys.readouterr().err

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outpace.experiment.tune import DEFAULT_WHY, Limits, tune, tuned
+from outpace.experiment.tune import DEFAULT_WHY, Chosen, Limits, tune, tuned
 from outpace.launch.tuning import Proposer
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import Trial
@@ -21,16 +21,24 @@ def proposer():
 def runner(took, code=4):
     """Trials that take what `took` says of a proposal, seconds; None: it fails with `code`."""
 
-    def run(number, why, proposal, first_s):
-        seconds = took(proposal)
+    def run(number, chosen):
+        one, seconds = chosen.proposal, took(chosen.proposal)
         return Trial(
-            number=number, why=why, title=proposal.title, plan=proposal.plan,
-            first_predicted_s=first_s, predicted_s=proposal.step_time_s, step_time_s=seconds,
+            number=number, why=chosen.why, title=one.title, plan=one.plan,
+            first_predicted_s=chosen.first_s, predicted_s=one.step_time_s, step_time_s=seconds,
             failure=None if seconds else "ended", exit_code=None if seconds else code, took_s=1.0,
             run="r",
         )  # fmt: skip
 
     return run
+
+
+def play(proposer, run, limits, before=(), **more):
+    def race(number, several):
+        return [run(at, one).model_copy(update={"raced": True})
+                for at, one in enumerate(several, number)]  # fmt: skip
+
+    return tune(proposer, run, race, limits, before, **more)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,7 @@ def test_few_trials_find_what_is_nearly_the_fastest(proposer, machine, kinds):
         first_s = proposer.proposal(proposal.plan).step_time_s
         return machine * kinds.get(proposal.plan.strategy, 1.0) * first_s
 
-    ended = tune(proposer, runner(took), Limits())
+    ended = play(proposer, runner(took), Limits())
     assert ended.trials[0].why == DEFAULT_WHY and len(ended.trials) <= 8
     all_of_them = [took(one) for one in proposer.proposals(())]
     assert tuned(ended.trials)["step_time_s"] <= 1.03 * min(all_of_them)
@@ -55,7 +63,7 @@ def test_it_stops_where_nothing_left_can_win(proposer):
     def took(proposal):  # the planner is right in all
         return proposer.proposal(proposal.plan).step_time_s
 
-    ended = tune(proposer, runner(took), Limits(trials=30, within=0.05))
+    ended = play(proposer, runner(took), Limits(trials=30, within=0.05))
     assert "no plan that is left can win by more than 5%" in ended.stopped
     assert len(ended.trials) < 30
     found = tuned(ended.trials)
@@ -71,7 +79,7 @@ def test_what_only_saves_memory_is_tried_where_nothing_else_fits(proposer):
     def saves(trial):
         return trial.plan.recomputes or trial.plan.loss == "chunked"
 
-    ended = tune(proposer, runner(took), Limits(trials=12))
+    ended = play(proposer, runner(took), Limits(trials=12))
     assert len(ended.trials) > 3 and not any(map(saves, ended.trials[1:]))
     small = proposer_of(strategy="ddp", micro_batch=8)  # else smaller ones fit without it
     least = min(one.memory_bytes for one in small.proposals(()))
@@ -79,7 +87,7 @@ def test_what_only_saves_memory_is_tried_where_nothing_else_fits(proposer):
     def tight(proposal):
         return None if proposal.memory_bytes >= least else small.proposal(proposal.plan).step_time_s
 
-    ended = tune(small, runner(tight), Limits(trials=20))
+    ended = play(small, runner(tight), Limits(trials=20))
     assert any(saves(trial) for trial in ended.trials if trial.step_time_s)
 
 
@@ -94,7 +102,7 @@ def test_where_nothing_has_run_yet_the_fastest_is_tried(proposer):
     def took(proposal):
         return None if proposal.plan == proposer.default else proposal.step_time_s
 
-    first, second, *_ = tune(proposer, runner(took, code=2), Limits(trials=3)).trials
+    first, second, *_ = play(proposer, runner(took, code=2), Limits(trials=3)).trials
     assert first.failure
     others = [one for one in proposer.proposals((first,)) if one.plan != proposer.default]
     assert second.plan == others[0].plan
@@ -108,7 +116,7 @@ def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer,
     def took(proposal):
         return None if proposal.memory_bytes >= needs else proposal.step_time_s
 
-    ended = tune(proposer, runner(took, code), Limits(trials=10))
+    ended = play(proposer, runner(took, code), Limits(trials=10))
     assert any(trial.failure for trial in ended.trials)
     most = float("inf")
     for trial in ended.trials:
@@ -118,7 +126,7 @@ def test_what_is_out_of_memory_is_a_result_and_nothing_larger_is_tried(proposer,
 
 
 def test_what_fails_in_another_way_says_nothing_of_memory(proposer):
-    ended = tune(proposer, runner(lambda proposal: None, code=2), Limits(trials=6))
+    ended = play(proposer, runner(lambda proposal: None, code=2), Limits(trials=6))
     needs = [proposer.proposal(trial.plan).memory_bytes for trial in ended.trials]
     assert len(needs) == 6
     assert any(need >= min(needs[:at]) for at, need in enumerate(needs) if at)
@@ -128,42 +136,61 @@ def test_what_was_spent_before_counts(proposer):
     def took(proposal):
         return 2 * proposer.proposal(proposal.plan).step_time_s
 
-    first = tune(proposer, runner(took), Limits(trials=2)).trials  # of a second each
-    ended = tune(proposer, runner(took), Limits(budget_s=2.0), first, clock=lambda: 0.0)
+    first = play(proposer, runner(took), Limits(trials=2)).trials  # of a second each
+    ended = play(proposer, runner(took), Limits(budget_s=2.0), first, clock=lambda: 0.0)
     assert ended.trials == first and ended.stopped == "the budget of 2 s is spent"
 
 
 def test_all_failing_is_said(proposer):
-    ended = tune(proposer, runner(lambda proposal: None), Limits(trials=3))
+    ended = play(proposer, runner(lambda proposal: None), Limits(trials=3))
     assert tuned(ended.trials) == {
         "best": None, "default": 1, "step_time_s": None, "gain": None
     }  # fmt: skip
 
 
+def trial_of(proposer, number, why, plan, median_s, quarter_s=None, raced=False):
+    chosen = Chosen(why, proposer.proposal(plan), 1.0)
+    one = runner(lambda _: median_s)(number, chosen)
+    return one.model_copy(update={"undisturbed_s": quarter_s, "raced": raced})
+
+
 def test_a_disturbed_trial_is_judged_by_its_quiet_steps(proposer):
     """And what is promised is the median of what was picked."""
-    plans = [proposer.default, proposer.default.model_copy(update={"micro_batch": 4})]
+    default, other = proposer.default, proposer.default.model_copy(update={"micro_batch": 4})
     trials = [
-        runner(lambda _, s=seconds: s)(number, why, proposer.proposal(plan), 1.0).model_copy(
-            update={"undisturbed_s": quarter_s}
-        )
-        for number, why, plan, seconds, quarter_s in (
-            (1, DEFAULT_WHY, plans[0], 1.0, 0.9), (2, "x", plans[1], 0.95, 0.94),
-            (3, "x", plans[0], 1.2, 0.88),
-        )
-    ]  # fmt: skip
+        trial_of(proposer, 1, DEFAULT_WHY, default, 1.0, 0.9),
+        trial_of(proposer, 2, "x", other, 0.95, 0.94),
+    ]
     found = tuned(trials)
     assert (found["best"], found["step_time_s"], found["gain"]) == (1, 1.0, 0.0)
-    told = [trial.model_copy(update={"undisturbed_s": None}) for trial in trials[:2]]
+    told = [trial.model_copy(update={"undisturbed_s": None}) for trial in trials]
     assert tuned(told)["best"] == 2
+
+
+def test_those_that_ran_in_turn_decide(proposer):
+    """Not what had the machine to itself in a better minute, nor one that failed this time."""
+    plans = [proposer.default.model_copy(update={"micro_batch": size}) for size in (8, 4, 2, 1)]
+    alone = [
+        trial_of(proposer, 1, DEFAULT_WHY, plans[0], 1.2),
+        *(trial_of(proposer, n, "x", plan, 1.0) for n, plan in enumerate(plans[1:], 2)),
+    ]
+    seconds = {5: 1.3, 6: 1.25, 7: None}
+    race = [trial_of(proposer, n, "x", plans[n - 4], s, raced=True) for n, s in seconds.items()]
+    found = tuned([*alone, *race])
+    assert (found["best"], found["step_time_s"]) == (3, 1.25)
+    assert found["gain"] == pytest.approx(1 - 1.0 / 1.2)  # the default was not among them
+    others = [trial_of(proposer, 7, "x", plans[0], 1.5, raced=True)]
+    assert tuned([*alone, *race[:2], *others])["gain"] == pytest.approx(1 - 1.25 / 1.5)
+    later = trial_of(proposer, 8, "x", plans[0], 1.1)  # a tuning that went on: all count again
+    assert tuned([*alone, *race, later])["best"] == 4
 
 
 def test_what_was_tried_before_is_not_tried_again(proposer):
     def took(proposal):
         return 2 * proposer.proposal(proposal.plan).step_time_s
 
-    whole = tune(proposer, runner(took), Limits(trials=4))
-    rest = tune(proposer, runner(took), Limits(trials=4), whole.trials[:2])
+    whole = play(proposer, runner(took), Limits(trials=4))
+    rest = play(proposer, runner(took), Limits(trials=4), whole.trials[:2])
     assert rest.trials == whole.trials
 
 
@@ -171,9 +198,25 @@ def test_predictions_are_nearer_with_every_trial(proposer):
     def took(proposal):
         return 3 * proposer.proposal(proposal.plan).step_time_s
 
-    ended = tune(proposer, runner(took), Limits(trials=4))
+    ended = play(proposer, runner(took), Limits(trials=4))
     off = [abs(trial.predicted_s / trial.step_time_s - 1) for trial in ended.trials]
     assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[2:]) < 0.1
+
+
+def test_the_last_trials_run_in_turn(proposer):
+    """The fastest, what is close to it, and the default where there is room."""
+
+    def took(proposal):  # others may always win, and never do
+        made.append(proposal.plan)
+        return 1.0 - 1e-3 * len(set(map(str, made)))
+
+    made = []
+    trials = play(proposer, runner(took), Limits(trials=8, within=-9.0)).trials
+    assert [trial.raced for trial in trials] == [False] * 5 + [True] * 3
+    assert {str(one.plan) for one in trials[5:]} == {str(one.plan) for one in trials[2:5]}
+    for count, raced in ((3, 0), (4, 0), (5, 2)):
+        trials = play(proposer, runner(took), Limits(trials=count, within=-9.0)).trials
+        assert [trial.raced for trial in trials] == [False] * (count - raced) + [True] * raced
 
 
 @pytest.mark.slow
@@ -185,22 +228,13 @@ def test_a_trial_that_other_work_slowed_is_made_again(proposer):
         first_s = proposer.proposal(proposal.plan).step_time_s
         return first_s * (2.5 if len(made) == 1 else 1.0)
 
-    ended = tune(proposer, runner(took), Limits(trials=20, within=0.05))
+    ended = play(proposer, runner(took), Limits(trials=20, within=0.05))
     default = [trial for trial in ended.trials if trial.plan == proposer.default]
-    assert [one.why for one in default[:2]] == [DEFAULT_WHY, "the gain rests on it: once more"]
+    assert [one.raced for one in default][:2] == [False, True]
+    assert "the gain rests on it" in default[1].why
     found = tuned(ended.trials)
     by_itself_s = proposer.proposal(proposer.default).step_time_s
     assert found["gain"] == pytest.approx(1 - found["step_time_s"] / by_itself_s)
-
-
-def test_the_last_trials_tell_the_nearest_apart(proposer):
-    def took(proposal):  # others may always win, and never do
-        made.append(proposal.plan)
-        return 1.0 - 1e-3 * len(set(map(str, made)))
-
-    made = []
-    trials = tune(proposer, runner(took), Limits(trials=6, within=-9.0)).trials
-    assert ["once more" in trial.why for trial in trials] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.slow
@@ -208,9 +242,9 @@ def test_what_fails_when_it_is_run_again_is_not_run_for_ever(proposer):
     def took(proposal):
         return 1.0 if proposal.plan == proposer.default else 0.99
 
-    first = tune(proposer, runner(took), Limits(trials=2)).trials
+    first = play(proposer, runner(took), Limits(trials=2)).trials
     assert len({str(trial.plan) for trial in first}) == 2
     failing = runner(lambda proposal: None, code=1)
-    ended = tune(proposer, failing, Limits(trials=9, within=0.9), first)
-    assert ["once more" in trial.why for trial in ended.trials] == [False, False, True, True]
+    ended = play(proposer, failing, Limits(trials=9, within=0.9), first)
+    assert [trial.raced for trial in ended.trials] == [False, False, True, True]
     assert tuned(ended.trials)["step_time_s"] == 0.99

@@ -1,0 +1,103 @@
+"""A command in processes of its own: what it says, how it ends, and that nothing is left of it."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+import psutil
+
+_STOP_S = 20.0  # for a run to end by itself when it is told to
+_REST_S = 2.0  # for what it started to end after it
+
+
+class Running:
+    """A command that runs, with all that it starts."""
+
+    def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
+        # A file, not a pipe: a pipe that nobody empties stops what writes to it, and one that a
+        # stuck process holds is never at its end.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
+        self._process = subprocess.Popen(
+            words,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of the first process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def wait(self, until_s: float) -> int | None:
+        """Its exit code; None where it did not end until then, by time.monotonic()."""
+        while self.exit_code is None and time.monotonic() < until_s:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(min(until_s - time.monotonic(), 1.0), 0.0))
+        return self.exit_code
+
+    def pause(self) -> None:
+        """Stop it with all that it started, until `go_on`."""
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """After `pause`."""
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: signal.Signals) -> None:
+        for one in self._started():
+            with suppress(psutil.Error):
+                one.send_signal(number)
+        if self.exit_code is None:
+            self._process.send_signal(number)
+
+    def end(self) -> str:
+        """End it if it still runs, with all that it started; returns what it said, once.
+
+        Asked first, then at once. Workers of a launcher have sessions of their own, so that a
+        signal to the group does not reach them.
+        """
+        started: set[psutil.Process] = set()
+        try:
+            # Before anything ends: nobody finds the children of who is gone.
+            started = self._started()
+            if self.exit_code is None:
+                self.go_on()  # what is stopped hears nothing
+                with suppress(OSError):
+                    os.killpg(self.pid, signal.SIGTERM)
+                self.wait(time.monotonic() + _STOP_S)
+            psutil.wait_procs(started, timeout=_REST_S)
+        finally:  # also where Ctrl-C is pressed again
+            for one in started | self._started():
+                with suppress(psutil.Error):
+                    one.kill()
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+            psutil.wait_procs(started, timeout=_REST_S)
+            self.wait(time.monotonic() + _REST_S)
+        return self._said()
+
+    def _said(self) -> str:
+        if self._output.closed:
+            return ""
+        with self._output as output:
+            output.seek(0)
+            return output.read().decode(errors="replace")
+
+    def _started(self) -> set[psutil.Process]:
+        """Children, and theirs; none once it has ended, whose number may be another's then."""
+        if self.exit_code is None:
+            with suppress(psutil.Error):
+                return set(psutil.Process(self.pid).children(recursive=True))
+        return set()

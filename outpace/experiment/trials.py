@@ -1,0 +1,154 @@
+"""Trials of the tuner: short trainings by a plan, alone or in turn with others."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from outpace.experiment.arms import Failed, safe, train_once
+from outpace.experiment.results import steps_of
+from outpace.experiment.tune import Chosen
+from outpace.experiment.turns import Entrant, Turned, in_turn
+from outpace.records.machine import Machine
+from outpace.records.measurement import WARMUP_STEPS, Measurement
+from outpace.records.plan import Plan
+from outpace.records.tuning import Trial
+
+_STEPS_S = 10.0  # of a trial, as predicted: what disturbs lasts for some seconds
+_FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
+_START_S = 300.0  # to begin and to end, at most
+_PATIENCE = 20  # times as long as predicted
+TURN_S, _TURNS = 2.0, 6  # of each that runs in turn
+_OF_DEVICE = 0.8  # of its memory, for all that run in turn: each has a context of its own
+_PLAN_FILE = "plan.json"
+
+
+@dataclass(frozen=True)
+class Trials:
+    """How they are run: settings in common, the tuning's folder, and what there is of memory.
+
+    `host_bytes`: what processes may have together where no limit is given; None: all that there is.
+    """
+
+    given: Mapping[str, Any]
+    folder: Path
+    host_bytes: int | None = None
+
+    def run(self, number: int, chosen: Chosen) -> Trial:
+        """Train by a plan for a few steps, with limits of time and memory."""
+        expected_s = chosen.proposal.step_time_s
+        steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
+        one, began_s = self._entrant(number, chosen), time.monotonic()
+        limit_s = _START_S + _PATIENCE * steps * expected_s
+        ended = train_once({**one.given, "steps": steps}, one.run, one.config, limit_s=limit_s)
+        took_s, found = time.monotonic() - began_s, {}
+        if isinstance(ended, Measurement):
+            steps_s = [float(step["step_time_s"]) for step in steps_of(one.run)[WARMUP_STEPS:]]
+            found = {"step_time_s": ended.step_time_s, "undisturbed_s": quarter(steps_s)}
+        return self._trial(number, chosen, ended, took_s=took_s, **found)
+
+    def race(self, number: int, several: Sequence[Chosen]) -> list[Trial]:
+        """Train by several at once, which take turns; all of them must fit together."""
+        entrants = [self._entrant(at, chosen) for at, chosen in enumerate(several, number)]
+        expected_s = sum(
+            (WARMUP_STEPS + _TURNS * (entrant.turn_steps + 1)) * chosen.proposal.step_time_s
+            for entrant, chosen in zip(entrants, several, strict=True)
+        )
+        began_s = time.monotonic()
+        turned = in_turn(entrants, _TURNS, _START_S + _PATIENCE * expected_s)
+        share_s = (time.monotonic() - began_s) / len(several)
+        found = [_times(one, own_s) for one, own_s in zip(turned, paired_s(turned), strict=True)]
+        return [
+            self._trial(number + at, chosen, turned[at].ended, took_s=share_s, raced=True,
+                        **found[at])
+            for at, chosen in enumerate(several)
+        ]  # fmt: skip
+
+    def _entrant(self, number: int, chosen: Chosen) -> Entrant:
+        """A training in the trial's folder, where its plan is then."""
+        where, plan = self.folder / _below(number, chosen), chosen.proposal.plan
+        where.mkdir(parents=True, exist_ok=True)
+        plan.save(where / _PLAN_FILE)
+        given = {**self.given, "plan": str(where / _PLAN_FILE)}
+        if self.host_bytes is not None:
+            given.setdefault("memory_limit", self.host_bytes // plan.world_size)
+        steps = max(round(TURN_S / chosen.proposal.step_time_s), 2)
+        return Entrant(given, where / "run", where / "config.toml", steps)
+
+    def _trial(
+        self, number: int, chosen: Chosen, ended: Measurement | Failed, **found: Any
+    ) -> Trial:
+        proposal = chosen.proposal
+        if isinstance(ended, Failed):
+            found.update(failure=ended.words, exit_code=ended.exit_code)
+        else:
+            found.update(peak_memory_bytes=ended.peak_memory_bytes)
+        return Trial(
+            number=number,
+            why=chosen.why,
+            title=proposal.title,
+            plan=proposal.plan,
+            first_predicted_s=chosen.first_s,
+            predicted_s=proposal.step_time_s,
+            run=str(_below(number, chosen) / "run"),
+            **found,
+        )
+
+
+def fit_together(
+    plans: Sequence[Plan], trials: Sequence[Trial], host_bytes: int | None, machine: Machine
+) -> bool:
+    """Whether ranks by all of these plans fit at once, by the peaks of their trials.
+
+    `host_bytes`: what those on the processor may have; None: each rank has a device.
+    """
+    peaks = {one.plan.model_dump_json(): one.peak_memory_bytes for one in trials}
+    known = [(plan, peak) for plan in plans if (peak := peaks.get(plan.model_dump_json()))]
+    if len(known) < len(plans):
+        return False
+    if host_bytes is not None:
+        return sum(peak * plan.world_size for plan, peak in known) <= host_bytes
+    least = min((device.memory_bytes or 0 for device in machine.devices), default=0)
+    return sum(peak for _, peak in known) <= _OF_DEVICE * least
+
+
+def _below(number: int, chosen: Chosen) -> Path:
+    return Path("trials") / f"{number:02d}-{safe(chosen.proposal.title)}"
+
+
+def _times(one: Turned, own_s: float | None) -> dict[str, float | None]:
+    """Of one that ran in turn; nothing where it failed."""
+    if isinstance(one.ended, Failed):
+        return {}
+    steps_s = [seconds for turn in one.turns for seconds in turn]
+    return {
+        "step_time_s": median(steps_s) if steps_s else one.ended.step_time_s,
+        "undisturbed_s": own_s,
+    }
+
+
+def paired_s(several: Sequence[Turned]) -> list[float | None]:
+    """Seconds of a step of each, told from turns: what changes in between changes for all.
+
+    Of a turn what a quarter of its steps stay below, as a share of what all take in it; of these
+    shares the median. None where a turn is missing.
+    """
+    count = max((len(one.turns) for one in several), default=0)
+    whole = [one for one in several if len(one.turns) == count and all(one.turns)]
+    if not count or not whole:
+        return [None] * len(several)
+    logs = np.log([[quarter(turn) for turn in one.turns] for one in whole])
+    common = logs.mean(axis=0)
+    own = np.median(logs - common, axis=1) + np.median(common)
+    seconds = dict(zip(map(id, whole), map(math.exp, own), strict=True))
+    return [seconds.get(id(one)) for one in several]
+
+
+def quarter(took_s: Sequence[float]) -> float:
+    """A quarter of them took no longer."""
+    return sorted(took_s)[len(took_s) // 4]
