@@ -30,6 +30,7 @@ from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
+from outpace.records.units import show_seconds
 
 if TYPE_CHECKING:
     from outpace.experiment.compare import Ended, Run
@@ -47,6 +48,11 @@ _READ = (
     "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
     "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
 )  # fmt: skip
+# Of the comparison, where they are a run's for outpace train.
+_TEXTS = {
+    "out": "directory of the comparison (default: comparisons/<time>)",
+    "resume": "go on with the comparison in --out, by the command that began it",
+}
 # Of an experiment: how long it goes on and what it is shown with, not what is compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
@@ -61,7 +67,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             raise BadInputError(f"{out} is there already. Use another --out.")
         folder, comparison = out, _of_runs(arguments)
     else:
-        folder, comparison = _in_turn(arguments, out, given.get("resume", False))
+        folder, comparison = _in_turn(arguments, argv, out, given.get("resume", False))
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         comparison.save(folder / RESULT)
@@ -77,7 +83,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _in_turn(
-    arguments: argparse.Namespace, out: Path | None, resumes: bool
+    arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool
 ) -> tuple[Path, Comparison]:
     """Of arms that are run, where it is kept; and beside what it repeats, where it does."""
     from outpace.experiment.facts import beside
@@ -85,28 +91,63 @@ def _in_turn(
     values, stored = _values(arguments)
     with folder_of(out, resumes, "comparisons", "comparison") as folder:
         experiment, before = _begun(folder, values, resumes)
-        comparison = _compared(experiment, folder, before, arguments.json)
+        settings = _settings(experiment)
+        # What was compared once is repeated, and gone on with, as it was.
+        _check_alone(experiment, settings, begun=stored is not None or bool(before))
+        try:
+            comparison = _compared(experiment, settings, folder, before, arguments.json)
+        except (KeyboardInterrupt, TerminatedError):
+            print(going_on(folder, "compare", *argv), file=sys.stderr, flush=True)
+            raise
     if stored is not None:
         told = tuple(beside(stored, comparison))
         comparison = comparison.model_copy(update={"beside": told})
     return folder, comparison
 
 
+def _settings(experiment: Experiment) -> list[TrainSettings]:
+    """Of each arm that trains. Raises BadInputError for what no arm can be run with."""
+    from outpace.experiment import arms
+
+    if experiment.metric is not None:  # of commands
+        arms.check_metric(experiment.metric)
+        return []
+    return [arms.settings_of(experiment, arm) for arm in experiment.arms]
+
+
+def _check_alone(experiment: Experiment, settings: list[TrainSettings], begun: bool) -> None:
+    """Refuse strategies of several processes on one, where they are all the same.
+
+    Where a person says that there is one, or it has `begun` so, it is only said.
+    """
+    alone = [
+        (arm.name, begun or one.nproc is not None)
+        for arm, one in zip(experiment.arms, settings, strict=False)
+        if one.strategy not in (None, "single") and one.plan is None and one.nproc in (None, 1)
+    ]
+    if not alone:
+        return
+    names = ", ".join(name for name, _ in alone)
+    why = f"{names}: on one process every strategy computes alike, and nothing is exchanged"
+    if not all(asked for _, asked in alone):
+        raise BadInputError(f"{why}. Add --nproc 2 or more; --nproc 1 if that is meant.")
+    _say(why)
+
+
 def _compared(
-    experiment: Experiment, folder: Path, before: list[Outcome], quiet: bool
-) -> Comparison:
+    experiment: Experiment, settings: list[TrainSettings], folder: Path, before: list[Outcome],
+    quiet: bool,
+) -> Comparison:  # fmt: skip
     """Run it and judge; where it is interrupted what there is is kept before that is raised."""
     from outpace.experiment import arms
 
-    own = experiment.arms[0].command is not None
-    if own and experiment.metric is not None:
-        arms.check_metric(experiment.metric)
-    settings = [] if own else [arms.settings_of(experiment, arm) for arm in experiment.arms]
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
+    if not quiet:
+        _say(_beginning(experiment, settings, folder))
     _prepare(settings, quiet)
     began_s, started = time.monotonic() - sum(one.took_s for one in before), now()
-    run = arms.run_command if own else arms.run_training
+    run = arms.run_training if settings else arms.run_command
     ended, interrupt = _rounds(experiment, folder, run, before, quiet)
     took_s = time.monotonic() - began_s
     trusted = ("--trusted",) if _code_of(experiment) else ()
@@ -132,6 +173,22 @@ def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
                 prepare_data(one, [] if quiet else [Progress()])
 
 
+def _beginning(experiment: Experiment, settings: list[TrainSettings], folder: Path) -> str:
+    """What is about to be run, and how long at most."""
+    arms = [arm.name for arm in experiment.arms]
+    if settings:
+        counts = [f"{one.nproc or 1} process{'es' * ((one.nproc or 1) > 1)}" for one in settings]
+        arms = [f"{name} on {count}" for name, count in zip(arms, counts, strict=True)]
+    rounds = f"at most {experiment.rounds} round{'s' * (experiment.rounds > 1)}"
+    return (
+        f"{', '.join(arms)}: {rounds}, none begun after {experiment.budget_s:.0f} s, into {folder}"
+    )
+
+
+def _say(sentence: str) -> None:
+    print(f"outpace: {sentence}", file=sys.stderr, flush=True)
+
+
 def _rounds(
     experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
 ) -> tuple["Ended", BaseException | None]:
@@ -145,12 +202,11 @@ def _rounds(
             seen.append(outcome)
             file.write(outcome.model_dump_json() + "\n")
             if not quiet:
-                print(_line(outcome), file=sys.stderr, flush=True)
+                _say(_line(outcome, experiment))
 
         try:
             return compare(experiment, folder, run, before, told), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
-            print(going_on(folder), file=sys.stderr, flush=True)
             return Ended(tuple(seen), "it was interrupted"), interrupt
 
 
@@ -193,10 +249,13 @@ def _judged(
     )
 
 
-def _line(outcome: Outcome) -> str:
+def _line(outcome: Outcome, experiment: Experiment) -> str:
+    head = f"round {outcome.round + 1} of at most {experiment.rounds}: {outcome.arm}"
     if outcome.value is None:
-        return f"round {outcome.round + 1}: {outcome.arm} failed: {outcome.failure}"
-    return f"round {outcome.round + 1}: {outcome.arm} {outcome.value:.6g}"
+        return f"{head} failed: {outcome.failure}"
+    if experiment.metric is not None:  # its unit is the command's own
+        return f"{head}: metric {outcome.value:.6g}"
+    return f"{head} takes {show_seconds(outcome.value)} a step"
 
 
 def _values(arguments: argparse.Namespace) -> tuple[dict[str, Any], Comparison | None]:
@@ -304,5 +363,5 @@ def _parser() -> Parser:
         help="run the commands of a comparison.json, which may be anyone's")  # fmt: skip
     add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
         help="compare what was already run")  # fmt: skip
-    options.add_settings(parser)
+    options.add_settings(parser, _TEXTS)
     return parser

@@ -83,12 +83,17 @@ def show(result: "RenderableType", folder: Path | None, what: str, command: Sequ
             console.print(Text(shlex.join(command)), soft_wrap=True)
 
 
-def going_on(folder: Path) -> str:
-    """What is said when something was interrupted."""
-    return (
-        f"outpace: what was done is kept in {folder}; go on by the same command with "
-        f"--out {shlex.quote(str(folder))} --resume"
-    )
+def going_on(folder: Path, *command: str) -> str:
+    """What is said when something was interrupted, with what goes on in a line to be pasted.
+
+    `command`: as it was given, from its name on.
+    """
+    words = ["outpace", *command]
+    if not any(word == "--out" or word.startswith("--out=") for word in words):
+        words += ["--out", str(folder)]
+    if "--resume" not in words:
+        words.append("--resume")
+    return f"outpace: what was done is kept in {folder}; go on with:\n{shlex.join(words)}"
 
 
 def goes_on(folder: Path, log: Path, resumes: bool, what: str) -> bool:

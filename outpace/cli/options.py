@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -92,14 +93,17 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def add_settings(parser: Parser) -> None:
-    """Add a flag for every field of TrainSettings, in its groups."""
+def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Add a flag for every field of TrainSettings, in its groups; `texts` replace those of fields.
+
+    Of a command that means something else by them.
+    """
     groups = {key: parser.arguments.add_argument_group(title) for key, title in _GROUPS.items()}
     for name, field in TrainSettings.model_fields.items():
         extra = field.json_schema_extra
         group = groups[str(extra["group"]) if isinstance(extra, dict) else "run"]
         holds = shape(field.annotation)
-        text = (field.description or "").replace("%", "%%")
+        text = texts.get(name, field.description or "").replace("%", "%%")
         if holds.many and holds.choices:
             text += f": {', '.join(holds.choices)}"
         if field.default not in (None, ()) and "default" not in text:

@@ -42,6 +42,11 @@ _EPILOG = (
 )
 TRIALS_FILE, PLAN_FILE = "trials.jsonl", "plan.json"
 HOST_FILE = "host.json"  # whose trials they are
+# Of the tuning, where they are a run's for outpace train.
+_TEXTS = {
+    "out": "directory of the tuning (default: tunings/<time>)",
+    "resume": "go on with the tuning in --out, by the command that began it",
+}
 _OF_FREE = 0.9  # of the host's free memory, for a trial's processes together
 _OWN = ("out", "resume", "plan")  # of the tuning, not of what is trained
 # Of the real training: trials are short, and nobody looks at them one by one.
@@ -55,7 +60,11 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     asked = _asked(settings, origins)
     with folder_of(settings.out, settings.resume, "tunings", "tuning") as folder:
         before = _before(folder, asked, settings.resume)
-        tuning = _tuned(arguments, settings, origins, asked, folder, before)
+        try:
+            tuning = _tuned(arguments, settings, origins, asked, folder, before)
+        except (KeyboardInterrupt, TerminatedError):
+            print(going_on(folder, "tune", *argv), file=sys.stderr, flush=True)
+            raise
     if arguments.json:
         print(tuning.model_dump_json(indent=2), flush=True)
     else:
@@ -170,7 +179,6 @@ def _trials(
         try:
             return tune(proposer, trials.run, race, limits, before, told), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
-            print(going_on(folder), file=sys.stderr, flush=True)
             return Ended(tuple(seen), "it was interrupted"), interrupt
 
 
@@ -258,5 +266,5 @@ def _parser() -> Parser:
         help="no trial begins after so many seconds (default: 600)")  # fmt: skip
     add("--within", type=number_type(float, 0.0, 1), default=0.02, metavar="X",
         help="stop where no plan left can win by more than this share (default: 0.02)")  # fmt: skip
-    options.add_settings(parser)
+    options.add_settings(parser, _TEXTS)
     return parser

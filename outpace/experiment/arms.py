@@ -199,7 +199,7 @@ def _error(lines: list[str], code: int) -> str | None:
 
 def _label(experiment: Experiment, arm: Arm, number: int) -> str:
     """Of a run: its arm's place keeps names apart that are alike as files."""
-    return f"{experiment.arms.index(arm)}-{safe(arm.name)}-{number:03d}"
+    return f"{experiment.arms.index(arm)}-{safe(arm.name)}-{number + 1:03d}"
 
 
 def safe(name: str) -> str:

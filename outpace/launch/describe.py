@@ -11,15 +11,16 @@ from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
 from outpace.probe.versions import changes, commit, variables, versions
 from outpace.records.errors import BadInputError
-from outpace.records.measurement import RunInfo
+from outpace.records.measurement import WARMUP_STEPS, RunInfo
 from outpace.records.optimizers import MEANS, WEIGHTS
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.records.units import show_count
+from outpace.records.units import show_count, show_seconds
+from outpace.train.accounting import OPENING_STEPS
 from outpace.train.checkpoint import clear_partial
 from outpace.train.precision import shape_hints
-from outpace.train.run_dir import RunDir
+from outpace.train.run_dir import RUN_FILE, RunDir
 from outpace.train.schedule import warmup_steps
 
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
@@ -30,6 +31,7 @@ def claim(job: Job, record: RunRecord) -> RunRecord:
     """On rank 0: make the directory this run's, or see that it can be taken up again.
 
     Returns the run's record. That of a resumed run is not written yet: more may stand against it.
+    Its command, and who gave what, stay those of its start, as that is what repeats it.
     """
     if not job.settings.resume:
         job.run_dir.require_free()
@@ -40,9 +42,14 @@ def claim(job: Job, record: RunRecord) -> RunRecord:
     _require_same_weights(earlier.plan, record.plan, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
     clear_partial(job.run_dir.checkpoints)
+    kept = {name: earlier.origins.get(name, where) if where == RUN_FILE else where
+            for name, where in record.origins.items()}  # fmt: skip
     return record.model_copy(
-        update={"started": earlier.started, "resumes": (*earlier.resumes, resumed)}
-    )
+        update={
+            "started": earlier.started, "command": earlier.command, "origins": kept,
+            "resumes": (*earlier.resumes, resumed),
+        }
+    )  # fmt: skip
 
 
 def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
@@ -156,6 +163,13 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         hints.append(
             "on a CPU everything lies in host memory: offloading there shows that it works, and "
             "costs memory. --offload disk frees some"
+        )
+    expected_s, left = job.settings.expect_step_time_s, job.total_steps - start_step
+    if expected_s is not None and left <= WARMUP_STEPS:
+        hints.append(
+            f"a step should take {show_seconds(expected_s)}, which will not be checked: the first "
+            f"{WARMUP_STEPS} steps are warm-up, and {left} are left to do. Use --steps "
+            f"{start_step + WARMUP_STEPS + OPENING_STEPS} or more"
         )
     name = job.device.type
     if job.device.type == "cuda":

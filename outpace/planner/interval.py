@@ -1,12 +1,18 @@
 """How sure a predicted time is."""
 
 import json
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
+from statistics import NormalDist
 from typing import Any
 
+from outpace.planner.calibrate import UNKNOWN
+
 LEVEL = 0.9
+# Of a step on rates that are a guess, which no real steps tell of: as far off as a rate may be.
+_GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
 
 @lru_cache
@@ -16,12 +22,15 @@ def _residuals() -> Mapping[str, Any]:
     return loaded
 
 
-def interval(calibrated: bool) -> tuple[float, float]:
+def interval(calibrated: bool, guessed: bool = False) -> tuple[float, float]:
     """Of a predicted time: the factors between which the true one lies with LEVEL.
 
     They are quantiles of real comparisons: of published steps, and of steps on a machine whose
     rates steps of a probe put right (benchmarks/planner_accuracy.py, planner_measured.py).
+    `guessed`: the rates are neither.
     """
+    if guessed:
+        return 1 / _GUESSED, _GUESSED
     table = _residuals()
     row = (table["probed"] if calibrated else None) or table["catalog"]
     return float(row["low"]), float(row["high"])

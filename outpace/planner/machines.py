@@ -48,6 +48,16 @@ class Cluster:
         """Of all nodes."""
         return self.nodes * self.fabric.per_node
 
+    @property
+    def guessed(self) -> bool:
+        """Whether its rates stand neither on the catalog's measurements nor on whole steps."""
+        return not self.calibrated and not self.device.peak_flops_per_s
+
+    @property
+    def source(self) -> str:
+        """Of its rates."""
+        return "probed" if self.probed else "guessed" if self.guessed else "catalog"
+
 
 # Where no collective was probed: gloo copies in and out of its buffers.
 _GLOO_BYTES_PER_S, _GLOO_LATENCY_S = 2e9, 200e-6

@@ -59,7 +59,7 @@ def plans(job: Job) -> Plans:
         insistences=tuple(_insistences(job, planned[0].estimate.step_time_s)),
         considered=found.considered,
         took_s=time.perf_counter() - began,
-        source="probed" if job.cluster.probed else "catalog",
+        source=job.cluster.source,
         notes=(
             *job.outline.notes,
             *job.cluster.notes,
@@ -194,7 +194,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     full = row.modes[0, MODES.index("full")] + row.modes[0, MODES.index("attention")]
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
     mfu = None if peak is None else 3 * forward / seconds / peak / ranks
-    low, high = interval(job.cluster.calibrated)
+    low, high = interval(job.cluster.calibrated, job.cluster.guessed)
     by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind)
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5

@@ -53,7 +53,11 @@ class Experiment(Record):
     def _comparable(self) -> Self:
         names = [arm.name for arm in self.arms]
         if len(names) < 2:
-            raise ValueError(f"there is nothing to compare {names[0] if names else 'nothing'} with")
+            alone = f"{names[0]} with" if names else ""
+            raise ValueError(
+                f"there is nothing to compare {alone}".rstrip() + ": name at least two arms, as in "
+                "outpace compare ddp zero3 --nproc 2, or give --command twice"
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two arms are called {twice[0]}: give each a name of its own")

@@ -100,5 +100,5 @@ class Plans(Record):
     insistences: tuple[Insistence, ...] = ()
     considered: NonNegativeInt
     took_s: NonNegativeFloat
-    source: str = Field(description="of the rates: probed, or the catalog's")
+    source: str = Field(description="of the rates: probed, catalog or guessed")
     notes: tuple[str, ...] = ()

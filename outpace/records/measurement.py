@@ -11,6 +11,7 @@ from outpace.records.utilisation import Load
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 # The first steps pay for warm-up of caches, allocator and compiler: no median has them.
 WARMUP_STEPS = 3
+_FEW_STEPS = 20  # a neighbour on the machine may be there for all of them
 
 
 class TimeParts(Record):
@@ -103,9 +104,13 @@ class Promise(Record):
     def words(self) -> str:
         """As a person would say it."""
         off = self.step_time_s / self.expected_s - 1
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        few = ", and so few tell little: 100 are compared where there are as many"
         return (
-            f"the first {self.steps} steps took {show_seconds(self.step_time_s)} where "
+            f"the first {steps} took {show_seconds(self.step_time_s)} where "
             f"{show_seconds(self.expected_s)} was expected ({off:+.1%})"
+            + few
+            * (self.steps < _FEW_STEPS)
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from outpace.cli.main import main
 from outpace.planner.wire import step_traffic
-from outpace.records.comparison import Comparison
+from outpace.records.comparison import Comparison, Outcome
 from outpace.records.run import RunRecord
 
 METRIC = "--metric=t=([0-9.]+)"
@@ -58,7 +59,9 @@ def test_an_arm_that_fails_is_a_result(capsys, tmp_path):
     assert len(broken) == 2 and broken[0].failure == "exit code 3: broken"
     assert found.arms[1].verdict.rounds == 0 and found.arms[2].verdict.rounds == 3
     assert main(["compare", *words, METRIC, "--rounds=2", f"--out={tmp_path / 'd'}"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    printed = capsys.readouterr()
+    assert "round 1 of at most 2: echo t=1: metric 1\n" in printed.err
+    shown = " ".join(printed.out.split())
     assert "failed: exit code 3: broken" in shown and "2 rounds are too few to claim" in shown
 
 
@@ -97,6 +100,9 @@ def test_a_stored_comparison_is_repeated_and_stood_beside(capsys, tmp_path, monk
     again = Comparison.load(tmp_path / "again" / "comparison.json")
     assert again.experiment == first.experiment
     assert any(line.startswith("processor was old, ") for line in again.beside)
+    assert main(list(first.command[1:])) == 0  # as it was printed: into a folder of its own
+    assert len(list((tmp_path / "comparisons").iterdir())) == 1
+    capsys.readouterr()
     assert main([*first.command[1:], "--rounds=3", "--no-compile", "--out=c"]) == 2
     assert "repeated as it was: leave out --rounds, --compile" in capsys.readouterr().err
     other = compared(capsys, tmp_path, *words, "--rounds=1")
@@ -152,14 +158,55 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(capsys, tmp_path, monke
     assert process.returncode == 130
     (folder,) = (tmp_path / "comparisons").iterdir()
     name = folder.relative_to(tmp_path)
-    assert f"--out {name} --resume" in said
+    first, *_, last = [line for line in said.splitlines() if "interrupted" not in line]
+    assert "at most 2 rounds, none begun after 600 s" in first and str(name) in first
+    assert shlex.split(last) == ["outpace", *words, "--out", str(name), "--resume"]
     kept = Comparison.load(folder / "comparison.json")
     assert kept.stopped == "it was interrupted"
     (tmp_path / "now").touch()
-    assert main([*words, "--out", str(name), "--resume", "--json"]) == 0
+    assert main([*shlex.split(last)[1:], "--json"]) == 0
     assert len(Comparison.load(folder / "comparison.json").outcomes) == 4
     assert main([*words, "--resume"]) == 2
     assert "--resume: which comparison? Name its directory" in capsys.readouterr().err
+
+
+def test_strategies_on_one_process_are_compared_only_where_that_is_asked_for(
+    capsys, tmp_path, monkeypatch
+):
+    def trained(experiment, arm, number, folder):
+        return Outcome(arm=arm.name, round=number, value=0.02)
+
+    monkeypatch.setattr("outpace.experiment.arms.run_training", trained)
+    words = ["compare", "ddp", "zero3", "--rounds=1", "--data=nowhere", f"--out={tmp_path / 'c'}"]
+    assert main([*words, "--nproc=1"]) == 0
+    said = capsys.readouterr().err
+    assert "ddp, zero3: on one process every strategy computes alike" in said
+    assert "ddp on 1 process, zero3 on 1 process: at most 1 round," in said
+    assert "round 1 of at most 1: ddp takes 20.0 ms a step" in said
+    assert (
+        main(["compare", str(tmp_path / "c" / "comparison.json"), f"--out={tmp_path / 'd'}"]) == 0
+    )
+
+
+def test_one_that_is_interrupted_before_its_first_run_says_how_to_go_on(
+    capsys, tmp_path, monkeypatch
+):
+    def interrupted(settings, heard):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outpace.launch.materials.prepare_data", interrupted)
+    words = ["compare", "ddp", "zero3", "--nproc=2", f"--out={tmp_path / 'my c'}"]
+    for again in ([], ["--resume"]):
+        assert main([*words, *again]) == 130
+        said = capsys.readouterr().err.splitlines()
+        assert shlex.join(["outpace", *words, "--resume"]) in said
+
+
+def test_help_says_what_its_own_folder_is(capsys):
+    assert main(["compare", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "directory of the comparison" in shown and "directory of the run" not in shown
+    assert "go on with the comparison" in shown and "checkpoint in --out" not in shown
 
 
 TINY = json.dumps({"family": "gpt2", "layers": 2, "hidden": 32, "heads": 2, "vocab": 300,
@@ -222,7 +269,10 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["ddp"], "nothing to compare ddp with"),
+        (["ddp"], "nothing to compare ddp with: name at least two arms, as in outpace compare"),
+        ([], "nothing to compare: name at least two"),
+        (["ddp", "zero3"], "ddp, zero3: on one process every strategy computes alike"),
+        (["single", "zero3"], "Add --nproc 2 or more"),
         (["ddp", "zero4"], "'zero4' is no strategy. Did you mean 'zero"),
         (["ddp", "micro_bach=2"], "'micro_bach' is no setting. Did you mean 'micro_batch' or"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),

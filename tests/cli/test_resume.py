@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
+from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 
 
@@ -84,3 +85,27 @@ def test_a_run_has_to_be_named_and_be_there(
     assert "is damaged" in refusal(capsys, "--out", str(run))
     (run / "run.json").write_text('{"settings": {"modell": "gpt2"}}')
     assert "unknown key 'modell'. Did you mean 'model'" in refusal(capsys, "--out", str(run))
+
+
+def test_what_repeats_a_run_that_went_on_is_what_began_it(
+    train_flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, file = tmp_path / "run", tmp_path / "asked.toml"
+    file.write_text("lr = 2e-3\n")
+    start = ["train", *train_flags, f"--config={file}", f"--out={out}"]
+    assert main(start) == 0
+    first = RunRecord.load(out / "run.json")
+    for steps in ("7", "8"):
+        assert main(["train", "--resume", f"--out={out}", f"--steps={steps}", "--clip=0.5"]) == 0
+    gone_on = RunRecord.load(out / "run.json")
+    assert gone_on.command == first.command == ("outpace", *start)
+    assert [one["command"][-2] for one in gone_on.resumes] == ["--steps=7", "--steps=8"]
+    given_now = {"resume": "command line", "clip": "command line"}
+    assert gone_on.origins == first.origins | given_now
+    assert gone_on.origins["lr"] == str(file) and gone_on.origins["nproc"] == "default"
+    capsys.readouterr()
+    assert main(["runs", "show", str(out), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["again"]
+    assert "--steps 8" in again and "--clip 0.5" in again
+    flags = {word.split("=")[0] for word in train_flags} | {"--lr", "--clip"}
+    assert {word for word in again.split() if word.startswith("--")} <= flags

@@ -78,7 +78,8 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
     monkeypatch.setattr("outpace.experiment.trials.Trials.run", interrupted)
     asked = ["tune", *words, "--trials=9", "--within=0", "--resume"]
     assert main([*asked, f"--out={tmp_path / 't'}"]) == 130
-    assert f"--out {tmp_path / 't'} --resume" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "go on with:\noutpace tune " in told and f" --resume --out={tmp_path / 't'}\n" in told
     kept = Tuning.load(tmp_path / "t" / "tuning.json")
     assert kept.stopped == "it was interrupted" and len(kept.trials) == 2
     assert Plan.load(tmp_path / "t" / "plan.json") == kept.fastest.plan
@@ -95,6 +96,9 @@ def test_training_by_the_plan_checks_the_promise(tuned, capfd, tmp_path):
     assert promise["expected_s"] == tuning.step_time_s and promise["steps"] == 5
     off = promise["step_time_s"] / promise["expected_s"] - 1
     assert promise["kept"] == (abs(off) <= 0.03)
+    short = [*plan, "--steps=3", f"--out={tmp_path / 'short'}"]
+    assert main(["train", *short]) == 0
+    assert "which will not be checked: the first 3 steps are warm-up" in capfd.readouterr().err
     other = [*plan, "--global-batch=16", f"--out={tmp_path / 'other'}", "--json"]
     assert main(["train", *other]) == 0
     assert json.loads(capfd.readouterr().out)["promise"] is None

@@ -8,9 +8,11 @@ from outpace.cli.main import main
 from outpace.launch import auto
 from outpace.launch.auto import settle
 from outpace.launch.tuning import Proposer
+from outpace.planner.plans import plans
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
+from outpace.records.machine import Machine
 from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.probed import Probed
@@ -66,8 +68,11 @@ def test_the_planners_pick_is_trained_and_what_was_said_is_kept(train):
     assert record["plan"]["micro_batch"] == 2
     plan = Plan.parse(record["plan"], "the record")
     assert plan.world_size == 2
-    code, _, said = train("--resume", steps=3)
+    code, further, said = train("--resume", steps=3)
     assert code == 0 and "from step 2" in said and "2 processes" in said
+    assert further["command"] == record["command"] and len(further["resumes"]) == 1
+    changed = {"resume": "command line", "plan": "default"}
+    assert further["origins"] == record["origins"] | changed
 
 
 @pytest.mark.gloo
@@ -146,13 +151,13 @@ def probe(path, rate, **values):
 
 def test_a_probe_of_this_machine_is_used(tmp_path):
     _, _, said = picked(nproc=1)
-    assert "catalog rates" in said[0] and "note: " in said[1]
+    assert "guessed rates" in said[0] and "note: " in said[1]
     probe(tmp_path / "machine.json", 1e9)
     found, _, said = picked(nproc=1)
     assert "probed rates" in said[0] and found.precision == "fp32"
     probe(tmp_path / "machine.json", 1e9, cpu="another one")
     _, _, said = picked(nproc=1)
-    assert "catalog rates" in said[0]
+    assert "guessed rates" in said[0]
 
 
 def test_tensor_parallelism_stays_inside_a_host(tmp_path):
@@ -221,3 +226,11 @@ def test_a_damaged_tuning_beside_a_plan_does_not_stop_a_training(tmp_path):
     asked = TrainSettings.parse({**TINY, "plan": str(tmp_path / "plan.json")}, "test")
     found, _ = settle(asked, dict.fromkeys(TINY, "command line"), None, said.append)
     assert found.expect_step_time_s is None and "is not checked" in said[0]
+
+
+def test_what_rests_on_a_guess_is_said_to_be_far_off():
+    settings = TrainSettings.parse(TINY, "test")
+    host = Machine(host_cores=2, host_memory_bytes=2**33, cpu="?")
+    one = plans(auto.question(settings, {}, host, 1)).plans[0].estimate
+    assert one.high_s / one.step_time_s == pytest.approx(one.step_time_s / one.low_s)
+    assert one.high_s > 3 * one.step_time_s  # a deviation of the rates

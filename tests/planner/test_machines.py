@@ -220,10 +220,10 @@ def test_a_host_that_nothing_was_measured_on():
     whole, half = (of_host(host, ranks) for ranks in (1, 2))
     assert whole.device.kind == "cpu" and whole.device.rate("fp32") > 1e9
     assert half.device.rate("fp32") == pytest.approx(whole.device.rate("fp32") / 2)
-    assert "outpace probe" in whole.notes[0]
+    assert "outpace probe" in whole.notes[0] and whole.source == "guessed"
     bare = of_host(Machine(host_cores=1, host_memory_bytes=GIB, cpu="?"), 1)
     assert bare.device.rate("fp32") > 1e9
     cards = (Device(name="NVIDIA GeForce RTX 4090", memory_bytes=23 * GIB),) * 2
     two = of_host(machine(probed=False, devices=cards), 2)
     assert two.devices == 2 and two.device.memory_bytes == 23 * GIB and not two.probed
-    assert replace(two.device, memory_bytes=None).name == "RTX 4090"
+    assert replace(two.device, memory_bytes=None).name == "RTX 4090" and two.source == "catalog"
