@@ -11,6 +11,7 @@ from outpace.cli import options
 from outpace.cli.parser import whole_number
 from outpace.experiment.past import Past, field_names, field_owner
 from outpace.records.errors import BadInputError, nearest
+from outpace.records.past import PastRun
 from outpace.records.units import read_bytes
 
 _FORM = re.compile(r"\s*([A-Za-z][\w-]*)\s*(<=|>=|!=|==?|<|>)\s*(.*?)\s*", re.DOTALL)
@@ -57,8 +58,9 @@ def field_of(word: str, where: str) -> str:
     name = word.replace("-", "_")
     if field_owner(name) is None:
         raise BadInputError(
-            f"{where}: runs have no {word!r}.{nearest(name, field_names())} Figures of the list, "
-            "of result.json and of the plan have names, and settings as in outpace train --help."
+            f"{where}: runs have no {word!r}.{nearest(name, field_names())} There are "
+            f"{', '.join(PastRun.model_fields)}; all that result.json and the plan hold, and "
+            "settings as in outpace train --help."
         )
     return name
 

@@ -74,7 +74,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         sys.stdout.write(content)
     else:
         for document in documents:
-            print(document.verdict[0])
+            print(*document.verdict, sep="\n")
         print(f"report: {out}")
     return 0
 
@@ -107,6 +107,11 @@ def _subject(path: Path) -> _Subject:
 
 
 def _record(path: Path) -> Any:
+    if path.suffix == ".toml":
+        raise BadInputError(
+            f"{path} says what is to be done, not what came of it. Run it first, as by outpace "
+            f"compare {path}, then outpace report the directory that it names."
+        )
     values = read_json(path)
     for name, kind in _RECORDS.items():
         if isinstance(values, dict) and name in values:

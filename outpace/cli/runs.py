@@ -2,14 +2,23 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outpace.cli import options
 from outpace.cli.conditions import condition_of, field_of
 from outpace.cli.parser import Parser
-from outpace.experiment.past import Past, asked_settings, find, is_run, read, sizes, with_going_on
+from outpace.experiment.past import (
+    Past,
+    asked_settings,
+    count,
+    find,
+    is_run,
+    read,
+    sizes,
+    with_going_on,
+)
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 
@@ -19,8 +28,8 @@ _EPILOG = (
     "result.json, and on the plan's and the run's settings by their names: --where strategy=ddp "
     "'final_loss<2.5'; all of them have to hold."
 )
-# Where outpace train, compare and tune put runs.
-_FOLDERS = ("runs", "comparisons", "tunings")
+# Where outpace train puts runs; compare and tune put many that nobody looks at one by one.
+_OWN, _OTHERS = "runs", ("comparisons", "tunings")
 # Not of what is trained: where it goes, and whether something was there.
 _OF_THE_MOMENT = ("out", "resume")
 
@@ -41,19 +50,26 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         return _show(paths[0], arguments.json)
     conditions = [condition_of(word) for word in arguments.where]
     sort = None if arguments.sort is None else field_of(arguments.sort, "--sort")
-    folders = _folders(paths)
+    folders = _folders(paths, arguments.all)
     runs = find(folders)
     kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
     _list(_sorted(kept, sort, arguments.reverse), len(runs), folders, arguments.json)
+    others = 0 if paths or arguments.all or arguments.json else count(_there(_OTHERS))
+    if others:
+        print(f"{others} more of comparisons and tunings: outpace runs --all")
     return 0
 
 
-def _folders(paths: list[Path]) -> list[Path]:
+def _folders(paths: list[Path], everywhere: bool) -> list[Path]:
     """Where to look. Raises BadInputError for what was named and is not there."""
     for path in paths:
         if not path.is_dir():
             raise BadInputError(f"there is no folder {path}. Name a run, or a folder with runs.")
-    return paths or [Path(name) for name in _FOLDERS if Path(name).is_dir()]
+    return paths or _there((_OWN, *_OTHERS) if everywhere else (_OWN,))
+
+
+def _there(names: Sequence[str]) -> list[Path]:
+    return [Path(name) for name in names if Path(name).is_dir()]
 
 
 def _sorted(runs: list[Past], name: str | None, reverse: bool) -> list[Past]:
@@ -77,7 +93,7 @@ def _list(runs: list[Past], of: int, folders: list[Path], as_json: bool) -> None
         print(json.dumps({"runs": [one.row.model_dump(mode="json") for one in runs]}, indent=2))
         return
     if not runs:
-        names = ", ".join(map(str, folders)) or f"any folder {', '.join(_FOLDERS)} of this one"
+        names = ", ".join(map(str, folders)) or f"a folder {_OWN} of this one"
         print(f"none of the {of} runs in {names} is so" if of else f"no runs in {names}")
         return
     from outpace.report.runs import runs_table
@@ -132,7 +148,9 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("path", nargs="*", type=Path, default=[], metavar="FOLDER",
-        help=f"where to look, with all below (default: {', '.join(_FOLDERS)})")  # fmt: skip
+        help=f"where to look, with all below (default: {_OWN})")  # fmt: skip
+    add("--all", action="store_true", default=False,
+        help="those of comparisons and tunings, too")  # fmt: skip
     add("--where", nargs="+", action="extend", default=[], metavar="CONDITION",
         help="only runs of which this holds: NAME and = != < <= > >= and a value")  # fmt: skip
     add("--sort", default=None, metavar="NAME",

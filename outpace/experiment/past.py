@@ -82,6 +82,11 @@ def find(folders: Iterable[Path]) -> list[Past]:
     return sorted(runs, key=lambda one: one.row.started or "", reverse=True)
 
 
+def count(folders: Iterable[Path]) -> int:
+    """Of runs in these folders and below them, without reading any."""
+    return sum(trouble is None for _, trouble in _places(folders))
+
+
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
     """Folders of runs, and folders that cannot be looked into. A run holds no other runs."""
     troubles: list[OSError] = []

@@ -17,17 +17,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from scipy.special import betaln
-
 from outpace.records.comparison import Verdict
-
-_LOG_HALF_HALF = float(betaln(0.5, 0.5))
-
-
-def log_evidence(rounds: int, one_way: int) -> float:
-    """log E(n, k) against the other way being as likely."""
-    beta = float(betaln(one_way + 0.5, rounds - one_way + 0.5))
-    return rounds * math.log(2) + beta - _LOG_HALF_HALF
+from outpace.records.evidence import log_evidence
 
 
 def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from outpace.records.base import Record
+from outpace.records.evidence import fewest_rounds
 from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
 from outpace.records.units import show_share
@@ -118,10 +119,7 @@ class Verdict(Record):
         if not self.in_turn:
             return self._of_two_runs(self.slowdown, arm, against)
         if self.low is None or self.high is None:
-            return (
-                f"{arm} and {against}: {self.rounds} rounds are too few to claim anything "
-                f"(measured {self.slowdown:+.1%})"
-            )
+            return self._so_far(self.slowdown, arm, against, quantity)
         if self.claimed:
             slower = self.slowdown > 0 if self.slower is None else self.slower
             size = self.slowdown if slower else -self.slowdown
@@ -145,15 +143,24 @@ class Verdict(Record):
             f"{arm} and {against}: no difference larger than {show_share(largest)} can be claimed"
         )
 
+    def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
+        """Of so few rounds that nothing could be claimed whatever they were."""
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        size = f"{show_share(abs(slowdown))} {quantity[slowdown < 0]} than" if slowdown else "like"
+        return (
+            f"{arm} is {size} {against} in {rounds}, too few to claim anything: it takes "
+            f"{fewest_rounds(self.alpha)} or more"
+        )
+
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
         """Blocks of one run have in common what differs from one start to the next."""
-        blocks = "too few blocks to say how sure"
+        parts = "too few steps to say how steadily"
         if self.low is not None and self.high is not None:
-            blocks = f"blocks: {_signed(self.low)} to {_signed(self.high)}"
+            parts = f"{_signed(self.low)} to {_signed(self.high)} over parts of the runs"
         return (
             f"{arm} took {show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} "
-            f"than {against} in these two runs ({blocks}); runs differ by themselves, so nothing "
-            "is claimed: outpace compare … runs both in turns"
+            f"than {against} in these two runs ({parts}). Two runs of the same may differ as much, "
+            "so no difference is claimed: that takes runs in turn, as outpace compare makes them"
         )
 
 

@@ -1,24 +1,16 @@
 """A comparison in a terminal: the verdict first, then what each arm took."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from outpace.records.comparison import ArmResult, Comparison, left
 from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
-
-_LOAD_NOTE = (
-    "sent: by all ranks in a step, counted in the warm-up. idle: share of time in which ranks' "
-    "main threads waited for others or for data; of GPUs, in which no kernel ran (waiting for an "
-    "exchange is one). busy: mean over the GPUs of the run, and over all cores of its hosts, "
-    "whoever used them."
-)
+from outpace.report.narrow import Narrow
 
 
 @dataclass(frozen=True)
@@ -60,6 +52,43 @@ _LOAD = (
     Column("GPU busy", "device_utilisation", show_share),
     Column("cores busy", "core_utilisation", show_share),
 )
+
+
+# What a column's name does not say.
+_NOTES = {
+    "ratio": "ratio: to {first}, the median of the rounds' ratios, not that of the medians beside "
+    "it.",
+    "sent a step": "sent: by all ranks in a step, counted in the warm-up.",
+    "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
+    "GPU busy": "GPU busy: mean over the GPUs of the run. Of GPUs idle is where no kernel ran, and "
+    "waiting for an exchange is one.",
+    "cores busy": "cores busy: of all cores of the hosts, whoever used them.",
+}
+
+
+def headline(comparison: Comparison) -> str | None:
+    """Of three arms or more: which is fastest, and whether that is claimed. None of fewer.
+
+    Only differences to the first are looked at round by round.
+    """
+    first, *others = comparison.arms
+    known = [one for one in others if one.verdict is not None and one.verdict.slowdown is not None]
+    if len(known) < 2 or comparison.experiment.metric is not None:
+        return None
+    shares = {one.arm: one.verdict.slowdown or 0.0 for one in known if one.verdict is not None}
+    best = min(known, key=lambda one: shares[one.arm])
+    if shares[best.arm] >= 0:
+        claimed = [one.arm for one in known if one.verdict is not None and one.verdict.claimed]
+        return f"Fastest: {first.arm}{_claims(claimed, len(known))}."
+    own = best.verdict is not None and best.verdict.claimed
+    than = f"{show_share(-shares[best.arm])} faster than {first.arm}"
+    return f"Fastest: {best.arm}, {than}{'' if own else ', which is not claimed'}."
+
+
+def _claims(claimed: Sequence[str], of: int) -> str:
+    if len(claimed) == of:
+        return ", claimed against each other arm"
+    return f", claimed against {', '.join(claimed)}" if claimed else ", which is not claimed"
 
 
 def verdict_lines(comparison: Comparison) -> list[str]:
@@ -104,33 +133,44 @@ def _left_out(comparison: Comparison) -> dict[str, str | None]:
 
 
 def shown(comparison: Comparison) -> RenderableType:
-    """For a terminal of 80 columns or more."""
-    parts: list[RenderableType] = [Text()]
-    parts += [Text(line, style="bold") for line in verdict_lines(comparison)]
-    parts += [Text(), _arms(comparison, _FIGURES)]
+    """For a terminal."""
+    head = headline(comparison)
+    said = [*([head] if head else []), *verdict_lines(comparison)]
+    parts: list[RenderableType] = [Text(), *(Text(line, style="bold") for line in said)]
+    parts += [Text(), *_arms(comparison, _FIGURES)]
     if any(arm.parts for arm in comparison.arms):
         parts += [Text(), _parts(comparison)]
-    load = _arms(comparison, _LOAD)
-    if load.columns[1:]:
-        parts += [Text(), load, Text(_LOAD_NOTE, style="dim")]
+    if _filled(comparison, _LOAD):
+        parts += [Text(), *_arms(comparison, _LOAD)]
     notes = [comparison.losses] if comparison.losses else []
     notes += comparison.differing
-    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
-    notes.append(f"{rounds} rounds in {show_seconds(comparison.took_s)}: {comparison.stopped}.")
-    parts += [Text(), *(Text(note) for note in notes)]
+    parts += [Text(), *(Text(note) for note in (*notes, ended(comparison)))]
     return Group(*parts)
 
 
-def _arms(comparison: Comparison, of: Sequence[Column]) -> Table:
-    """A row an arm; of the columns those in which anything is known."""
+def ended(comparison: Comparison) -> str:
+    """How much was run, and why no more."""
+    if not comparison.experiment.in_turn:
+        return f"Nothing was run for it: {comparison.stopped}."
+    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
+    count = "1 round" if rounds == 1 else f"{rounds} rounds"
+    return f"{count} in {show_seconds(comparison.took_s)}: {comparison.stopped}."
+
+
+def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableType]:
+    """A row an arm; of the columns those in which anything is known, and what is said of them."""
     kept = _filled(comparison, of)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for column in kept:
-        table.add_column(column.name, justify="right")
-    for arm in comparison.arms:
-        table.add_row(Text(arm.arm), *(column.text(arm) for column in kept))
-    return table
+    figures = {one.name: [one.text(arm) for arm in comparison.arms] for one in kept}
+    yield Narrow("", [Text(arm.arm) for arm in comparison.arms], figures)
+    notes = column_notes(comparison, kept)
+    if notes:
+        yield Text(notes, style="dim")
+
+
+def column_notes(comparison: Comparison, of: Sequence[Column]) -> str:
+    """What has to be said of some columns."""
+    first = comparison.arms[0].arm
+    return " ".join(_NOTES[one.name].format(first=first) for one in of if one.name in _NOTES)
 
 
 def columns(comparison: Comparison) -> list[Column]:
@@ -146,12 +186,8 @@ def _filled(comparison: Comparison, of: Sequence[Column]) -> list[Column]:
 
 def _parts(comparison: Comparison) -> RenderableType:
     """Where a step's time goes, by arm."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("of a step")
-    for part in PARTS:
-        table.add_column(part, justify="right")
-    for arm in comparison.arms:
-        if arm.parts is not None:
-            each = [getattr(arm.parts, f"{part}_s") for part in PARTS]
-            table.add_row(Text(arm.arm), *(show_seconds(value) for value in each))
-    return table
+    known = [(arm.arm, arm.parts) for arm in comparison.arms if arm.parts is not None]
+    figures = {
+        part: [show_seconds(getattr(own, f"{part}_s")) for _, own in known] for part in PARTS
+    }
+    return Narrow("of a step", [Text(name) for name, _ in known], figures)

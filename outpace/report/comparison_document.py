@@ -10,7 +10,7 @@ from outpace.records.machine import Machine
 from outpace.records.units import show_seconds
 from outpace.report import runs_parts, where
 from outpace.report.colours import colour
-from outpace.report.comparison import Column, columns, verdict_lines
+from outpace.report.comparison import Column, column_notes, columns, headline, verdict_lines
 from outpace.report.document import (
     Cell,
     Document,
@@ -20,6 +20,7 @@ from outpace.report.document import (
     Section,
     Table,
     Words,
+    in_words,
     pairs,
 )
 from outpace.report.environment import command, machine_table, topology
@@ -28,6 +29,7 @@ from outpace.report.figures import (
     Line,
     Unit,
     against,
+    axis,
     bars,
     lines,
     listed,
@@ -39,6 +41,9 @@ from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run, read_run
 from outpace.train.run_dir import RUN_FILE
 
+_HALF = ", and the middle half of them"
+_QUARTERS = 4  # rounds, of which quarters can be told
+_TICKS = 10
 _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 
 
@@ -48,27 +53,36 @@ def comparison_document(
     """What may be claimed, how sure, and where the arms differ; runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
-    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
+    head = headline(comparison)
+    said = (*([head] if head else []), *verdict_lines(comparison))
+    trained = _of_trainings(comparison, runs, probe) if comparison.experiment.metric is None else ()
     return Document(
         "comparison", " against ".join(names) if len(names) < 4 else f"{len(names)} arms",
-        tuple(verdict_lines(comparison)),
-        (("rounds", str(rounds)), *_took(comparison), ("stopped since", comparison.stopped)),
+        said, tuple(_facts_of(comparison)),
         (
-            Section("How they compare", tuple(_compared(comparison))),
-            Section("Where the time goes", tuple(_parts(comparison, runs))),
-            Section("Loss", tuple(_losses(comparison, runs))),
-            Section("Memory", tuple(_memory(comparison))),
-            Section("Predicted against measured", tuple(_predicted(comparison, runs, probe))),
-            Section("Utilisation", tuple(runs_parts.loads(runs))),
-            topology(comparison.machine, probe),
-            _environment(comparison, runs),
+            Section("How they compare", tuple(_compared(comparison))), *trained,
+            topology(comparison.machine, probe), _environment(comparison, runs),
         ),
     )  # fmt: skip
 
 
-def _took(comparison: Comparison) -> list[tuple[str, str]]:
-    """Of runs that were over already, nothing."""
-    return [("took", show_seconds(comparison.took_s))] if comparison.took_s else []
+def _of_trainings(
+    comparison: Comparison, runs: dict[str, Run], probe: Machine | None
+) -> Iterable[Section]:
+    """What commands of one's own do not tell."""
+    yield Section("Where the time goes", tuple(_parts(comparison, runs)))
+    yield Section("Loss", tuple(_losses(comparison, runs)))
+    yield Section("Memory", tuple(_memory(comparison)))
+    yield Section("Predicted against measured", tuple(_predicted(comparison, runs, probe)))
+    yield Section("Utilisation", tuple(runs_parts.loads(runs)))
+
+
+def _facts_of(comparison: Comparison) -> Iterable[tuple[str, str]]:
+    if not comparison.experiment.in_turn:
+        return [("run for it", "nothing: these runs were over")]
+    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
+    return [("rounds", str(rounds)), ("took", show_seconds(comparison.took_s)),
+            ("why it ended", comparison.stopped)]  # fmt: skip
 
 
 def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, Run]:
@@ -94,6 +108,9 @@ def _compared(comparison: Comparison) -> Iterable[Part]:
     yield _values(comparison)
     yield _rounds(comparison)
     yield _table(comparison)
+    notes = column_notes(comparison, columns(comparison))
+    if notes:
+        yield Words(notes)
     for note in (*comparison.differing, *comparison.beside):
         yield Words(note)
 
@@ -116,24 +133,30 @@ def _differences(comparison: Comparison) -> Figure:
 
 
 def _values(comparison: Comparison) -> Figure:
-    """Of each arm the median of its rounds, and where half of them lie."""
+    """Of each arm the median of its rounds, and between which the middle half of them lies."""
     found = {arm.arm: _quartiles(comparison, arm) for arm in comparison.arms}
     unit = unit_of(comparison)
     middle = [quartiles[1] for quartiles in found.values()]
     around = [(low, high) for low, _, high in found.values()]
     what = "time of a step" if comparison.experiment.metric is None else "metric"
     alt = listed([f"{name}: {unit.show(value)}" for name, value in zip(found, middle, strict=True)])
+    half = _HALF if any(low is not None for low, _ in around) else ""
     return bars(
-        f"{what.capitalize()}: the median of rounds, and half of them", alt, list(found),
-        middle, unit, what, around, [colour(place) for place in range(len(found))],
+        f"{what.capitalize()}: the median of rounds{half}", alt, list(found), middle, unit, what,
+        around, [colour(place) for place in range(len(found))],
     )  # fmt: skip
 
 
 def _quartiles(comparison: Comparison, arm: ArmResult) -> tuple[float | None, ...]:
-    """Of the rounds' values: a quarter lies below the first, half below the second."""
+    """Of the rounds' values: a quarter lies below the first, half below the second.
+
+    Of few only the median: two values are no interval.
+    """
     values = [one.value for one in comparison.outcomes
               if one.arm == arm.arm and one.value is not None]  # fmt: skip
-    return tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist()) if values else (None,) * 3
+    if len(values) < _QUARTERS:
+        return (None, float(np.median(values)) if values else None, None)
+    return tuple(np.quantile(values, (0.25, 0.5, 0.75)).tolist())
 
 
 def _rounds(comparison: Comparison) -> Figure:
@@ -151,7 +174,10 @@ def _rounds(comparison: Comparison) -> Figure:
     failed = sum(one.value is None for one in comparison.outcomes)
     runs = len({(one.arm, one.run or one.round) for one in comparison.outcomes})
     alt = f"{len(rows)} measurements in {runs} runs, {failed} of them failed."
-    return lines("Every round", alt, series, [Along("round", "round", _COUNT)], unit, what, table)
+    last = max((one.round + 1 for one in comparison.outcomes), default=1)
+    whole = axis("round", tick0=1, dtick=-(-last // _TICKS))
+    return lines("Every round", alt, series, [Along("round", "round", _COUNT)], unit, what, table,
+                 xaxis=whole)  # fmt: skip
 
 
 def _table(comparison: Comparison) -> Table:
@@ -210,8 +236,8 @@ def _predicted(
     title = "Time of a step, as predicted with its interval"
     around: list[tuple[float | None, float | None]] = []
     if comparison.experiment.metric is None:  # else the rounds' values are no times
-        title += ", as measured with half of the rounds"
         around = [(low, high) for low, _, high in (_quartiles(comparison, arm) for arm in arms)]
+        title += ", and as measured" + (" with the middle half of rounds" if any(around[0]) else "")
     yield against(
         title, [arm.arm for arm in arms], times, measured, seconds([*times, *measured]),
         "time of a step", [(one.low_s, one.high_s) for one in estimates], around,
@@ -230,17 +256,19 @@ def _facts(comparison: Comparison) -> Iterable[Part]:
 
 def _environment(comparison: Comparison, runs: dict[str, Run]) -> Section:
     arms = tuple(
-        (arm.name, ", ".join(f"{k}={v}" for k, v in arm.settings.items()) or arm.command or "–",
+        (arm.name,
+         ", ".join(f"{k}={in_words(v)}" for k, v in arm.settings.items()) or arm.command or "–",
          ", ".join(f"{k}={v}" for k, v in arm.environment.items()) or "–")
         for arm in comparison.experiment.arms
     )  # fmt: skip
-    common = [(name, str(value)) for name, value in comparison.experiment.common.items()
+    common = [(name, in_words(value)) for name, value in comparison.experiment.common.items()
               if value is not None]  # fmt: skip
     return Section("Environment and command", (
         command("The command that repeats it", comparison.command),
         Table("What the arms are", ("arm", "settings", "environment"), arms),
-        pairs("What they have in common", common),
+        *([pairs("What they have in common", common)] if common else []),
         *_facts(comparison),
         pairs("When", [("started", comparison.started)]),
-        machine_table(comparison.machine), *runs_parts.versions(runs),
+        machine_table(comparison.machine),
+        *(runs_parts.versions(runs) if comparison.experiment.metric is None else ()),
     ))  # fmt: skip

@@ -110,6 +110,19 @@ class Document:
     sections: tuple[Section, ...]
 
 
+def in_words(value: Any) -> str:
+    """A setting's value as a person writes it, not as Python does."""
+    if value is None or value in ((), [], {}):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={in_words(own)}" for key, own in value.items())
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(in_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def pairs(title: str, rows: Sequence[tuple[str, str | None]]) -> Table:
     """Names and values; what is None is left out."""
     known = tuple((name, value) for name, value in rows if value is not None)

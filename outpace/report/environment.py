@@ -7,7 +7,7 @@ from outpace.probe.placement import place
 from outpace.records.machine import Machine
 from outpace.records.run import RunRecord
 from outpace.records.units import show_bytes
-from outpace.report.document import Code, Part, Picture, Section, Table, Words, pairs
+from outpace.report.document import Code, Part, Picture, Section, Table, Words, in_words, pairs
 from outpace.report.topology import advice
 from outpace.report.topology_svg import topology_svg
 
@@ -107,7 +107,7 @@ def versions(found: Mapping[str, str]) -> Table:
 def _settings(record: RunRecord) -> Table:
     """Those that are not as they are by themselves, and who set them."""
     rows = tuple(
-        (name, str(getattr(record.settings, name)), origin)
+        (name, in_words(getattr(record.settings, name)), origin)
         for name, origin in record.origins.items()
         if origin != _DEFAULT and hasattr(record.settings, name)
     )

@@ -58,11 +58,18 @@ def _slower(slowdown: float) -> str:
     return "nothing" if slowdown < 5e-4 else f"{show_share(slowdown)} more time"
 
 
+_RATES = {
+    "probed": "a probe",
+    "catalog": "published rates",
+    "guessed": "rates that are guessed (outpace probe measures them)",
+}
+
+
 def _surely(answer: Plans) -> str:
     first = answer.plans[0].estimate
     return (
         f"Estimated in {answer.took_s:.1f} s from "
-        f"{'a probe' if answer.source == 'probed' else 'published rates'}: the true time lies "
+        f"{_RATES[answer.source]}: the true time lies "
         f"between {first.low_s / first.step_time_s:.2f} and {first.high_s / first.step_time_s:.2f} "
         f"of the estimate with {first.level * 100:.0f} % (docs/accuracy.md). "
         "outpace plan --explain N walks through one; outpace estimate --depth trace checks its "

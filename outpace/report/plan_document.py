@@ -157,9 +157,10 @@ def _machine(answer: Plans) -> Iterable[Part]:
     )
     if rows:
         yield Table("Which link each axis crosses", ("plan", "axis", "link"), rows)
-    source = "a probe of the machine" if answer.source == "probed" else "the catalog"
+    sources = {"probed": "a probe of the machine", "catalog": "the catalog",
+               "guessed": "a guess: outpace probe measures them"}  # fmt: skip
     yield pairs("The answer", [
-        ("rates from", source), ("plans considered", f"{answer.considered:,}"),
+        ("rates from", sources[answer.source]), ("plans considered", f"{answer.considered:,}"),
         ("took", show_seconds(answer.took_s)), ("nodes left idle", str(answer.idle_nodes)),
     ])  # fmt: skip
     for note in answer.notes:

@@ -17,6 +17,8 @@ from outpace.records.past import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.report.document import in_words
+from outpace.report.narrow import Narrow
 from outpace.report.summary import summary
 
 _STYLES = {"done": "green", "going on": "cyan", "unfinished": "yellow", "damaged": "red"}
@@ -37,31 +39,25 @@ _NOTES = {
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
     """A row a run, in two lines: what it is below its path, how far it came below the time."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("run", overflow="fold", min_width=12)
-    table.add_column("when (UTC)", no_wrap=True)
-    figures = _figures(rows)
-    for name in ("steps", *figures):
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, row in enumerate(rows):
-        steps = f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
-        state = Text(f"\n{row.state}", style=_STYLES[row.state])
-        table.add_row(
-            Text(row.path, style="bold").append(f"\n{_what(row)}", style="not bold dim"),
-            Text(when(row.started)).append(state),
-            steps,
-            *(column[place] for column in figures.values()),
-        )
-    return table
+    steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
+             for row in rows]  # fmt: skip
+    states = [Text(when(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
+              for row in rows]  # fmt: skip
+    names = [Text(row.path, style="bold").append(f"\n{_what(row)}", style="not bold dim")
+             for row in rows]  # fmt: skip
+    figures: dict[str, Sequence[str | Text]] = {
+        "when (UTC)": states, "steps": steps, **_figures(rows)
+    }  # fmt: skip
+    return Narrow("run", names, figures, "Not shown for want of width (--json has all)")
 
 
 def _figures(rows: Sequence[PastRun]) -> dict[str, list[str]]:
     """Columns by name: those in which anything is known."""
     found = {
+        "loss": [_known(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
         "step": [_known(row.step_time_s, show_seconds(row.step_time_s)) for row in rows],
         "tokens/s": [_known(row.tokens_per_s, f"{row.tokens_per_s or 0:,.0f}") for row in rows],
         "MFU": [_known(row.mfu, show_share(row.mfu)) for row in rows],
-        "loss": [_known(row.final_loss, f"{row.final_loss or 0:.4f}") for row in rows],
         "memory": [_known(row.peak_memory_bytes, show_bytes(row.peak_memory_bytes))
                    for row in rows],
     }  # fmt: skip
@@ -152,7 +148,7 @@ def _plan(plan: Plan) -> dict[str, str]:
     """Its layout, and all in which it is not the plainest."""
     fields = Plan.model_fields
     asked = {name: value for name, value in plan if value != fields[name].default}
-    return {"layout": plan.mesh, **{name: _shown(value) for name, value in asked.items()}}
+    return {"layout": plan.mesh, **{name: in_words(value) for name, value in asked.items()}}
 
 
 def _latest(row: PastRun) -> dict[str, str]:
@@ -167,18 +163,12 @@ def _settings(record: RunRecord) -> RenderableType:
     for name, value in asked_settings(record).items():
         table.add_row(
             Text(name.replace("_", "-")),
-            Text(_shown(value), style="bold"),
+            Text(in_words(value), style="bold"),
             Text(record.origins[name], style="dim"),
         )
     if not table.row_count:
         table.add_row(Text("all as by default", style="dim"), "", "")
     return table
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _pairs(title: str, pairs: Iterable[tuple[str, str]]) -> Table:

@@ -1,13 +1,14 @@
 """A tuning in a terminal: the plan that won, what it gains, and what was tried."""
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report.figures import off
+from outpace.report.narrow import Narrow
+
+_COLUMNS = ("measured", "predicted", "off by", "memory", "before any")
 
 
 def verdict_line(tuning: Tuning) -> str:
@@ -32,29 +33,31 @@ def by_one_trial(tuning: Tuning) -> str:
 
 
 def shown(tuning: Tuning) -> RenderableType:
-    """For a terminal of 80 columns or more."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("plan")
-    for name in ("at first", "predicted", "measured", "which is", "memory"):
-        table.add_column(name, justify="right")
-    for trial in tuning.trials:
-        style = "bold" if trial.number == tuning.best else ""
-        table.add_row(*map(Text, _cells(trial)), style=style)
+    """For a terminal."""
+    names = [
+        Text(f"{one.number}. {one.title}", style="bold" if one.number == tuning.best else "")
+        for one in tuning.trials
+    ]
+    cells = [_cells(trial) for trial in tuning.trials]
+    figures = {name: [own[place] for own in cells] for place, name in enumerate(_COLUMNS)}
+    table = Narrow("trial", names, figures)
     notes = [
         f"trials: {len(tuning.trials)}, of {tuning.considered:,} plans in "
         f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
     ]
+    notes.append(
+        "before any: predicted before any trial. off by: measured, above what was predicted."
+    )
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
     return Group(Text(), Text(verdict_line(tuning), style="bold"), Text(), table, Text(),
                  *map(Text, notes))  # fmt: skip
 
 
 def _cells(trial: Trial) -> list[str]:
-    """A trial's row."""
-    predicted = [show_seconds(trial.first_predicted_s), show_seconds(trial.predicted_s)]
+    """Of the columns."""
+    predicted = [show_seconds(trial.predicted_s), show_seconds(trial.first_predicted_s)]
     if trial.step_time_s is None:
-        return [str(trial.number), trial.title, *predicted, "failed", "–", "–"]
+        return ["failed", predicted[0], "–", "–", predicted[1]]
     above = off(trial.predicted_s, trial.step_time_s).text
-    return [str(trial.number), trial.title, *predicted, show_seconds(trial.step_time_s), above,
-            show_bytes(trial.peak_memory_bytes)]  # fmt: skip
+    return [show_seconds(trial.step_time_s), predicted[0], above,
+            show_bytes(trial.peak_memory_bytes), predicted[1]]  # fmt: skip

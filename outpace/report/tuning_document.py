@@ -19,6 +19,7 @@ from outpace.report.document import (
     Section,
     Table,
     Words,
+    in_words,
     pairs,
 )
 from outpace.report.environment import command, machine_table, topology
@@ -93,7 +94,7 @@ def _facts(tuning: Tuning) -> Iterable[tuple[str, str]]:
     return [
         ("trials", str(len(tuning.trials))), ("failed", str(failed)),
         ("plans considered", f"{tuning.considered:,}"), ("took", show_seconds(tuning.took_s)),
-        ("stopped since", tuning.stopped),
+        ("why it ended", tuning.stopped),
     ]  # fmt: skip
 
 
@@ -214,7 +215,9 @@ def _environment(tuning: Tuning, runs: Mapping[str, Run]) -> Section:
     if best is not None:
         parts.append(Code("The fastest plan, for outpace train --plan",
                           best.plan.model_dump_json(indent=2, exclude_defaults=True)))  # fmt: skip
-    given = [(name, str(value)) for name, value in tuning.settings.items() if value is not None]
+    given = [
+        (name, in_words(value)) for name, value in tuning.settings.items() if value is not None
+    ]
     return Section("Environment and command", (
         *parts, pairs("Settings of every trial", given),
         pairs("When", [("started", tuning.started)]), machine_table(tuning.machine),

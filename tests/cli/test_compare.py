@@ -62,7 +62,9 @@ def test_an_arm_that_fails_is_a_result(capsys, tmp_path):
     printed = capsys.readouterr()
     assert "round 1 of at most 2: echo t=1: metric 1\n" in printed.err
     shown = " ".join(printed.out.split())
-    assert "failed: exit code 3: broken" in shown and "2 rounds are too few to claim" in shown
+    assert "failed: exit code 3: broken" in shown and "in 2 rounds, too few to claim" in shown
+    assert "echo t=2 is 100.0 % higher than echo t=1 in 2 rounds" in shown
+    assert "it takes 11 or more" in shown  # of three arms
 
 
 def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):
@@ -252,7 +254,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     shown = " ".join(capsys.readouterr().out.split())
     assert "not made in turn" in shown and "Losses agree on all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
-    assert "in these two runs (too few blocks" in shown and "per M" in shown
+    assert "in these two runs (too few steps" in shown and "per M" in shown
     (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment
     assert stored.experiment.common["nproc"] == 2  # what trains the same again, and no more
     assert not {"out", "measure_only", "sample_tokens"} & stored.experiment.common.keys()

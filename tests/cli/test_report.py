@@ -25,7 +25,7 @@ def test_a_run_becomes_a_page_beside_it(run, capsys, tmp_path):
     shutil.copytree(run, copy)
     assert main(["report", str(copy)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("6 steps, ") and said[1] == f"report: {copy / 'report.html'}"
+    assert said[0].startswith("6 steps, ") and said[-1] == f"report: {copy / 'report.html'}"
     assert (copy / "report.html").read_text().startswith("<!DOCTYPE html>")
     before = {path.name for path in copy.iterdir()}
     assert main(["report", str(copy / "run.json"), "--json"]) == 0

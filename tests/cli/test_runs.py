@@ -1,6 +1,7 @@
 """`outpace runs`: what lies in folders, whole or not; conditions, order, and one run in full."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -49,7 +50,7 @@ def listed(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
 
     def rows(*words):
-        assert main(["runs", *words, "--json"]) == 0
+        assert main(["runs", *words, "--all", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["runs"]
         return {Path(one["path"]).name: one for one in found}
 
@@ -70,6 +71,30 @@ def test_all_runs_are_listed_newest_first_and_damaged_ones_as_such(listed):
     assert rows["cut"]["step_time_s"] > 0 and rows["cut"]["final_loss"] > 0
     assert rows["zero3-000"]["mesh"] == "dp_shard 2" and rows["zero3-000"]["processes"] == 2
     assert rows["new"]["final_loss"] == 2.0 and rows["new"]["steps"] == 6
+
+
+def test_those_of_experiments_are_listed_where_they_are_asked_for(home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    for words, names in (([], False), (["--all"], True), (["comparisons"], True)):
+        monkeypatch.setenv("COLUMNS", "100")
+        assert main(["runs", *words]) == 0
+        shown = capsys.readouterr().out
+        assert ("zero3-000" in shown) is names
+        assert ("1 more of comparisons and tunings: outpace runs --all" in shown) is not names
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_a_list_keeps_its_figures_whole_at_any_width(width, home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["runs"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    assert "2026-03-01 10:00" in shown and "6/6" in shown
+    if width >= 120:
+        assert re.search(r"\d MiB", shown) and "Not shown" not in shown
+    else:
+        assert "Not shown for want of width" in shown and "memory" in shown
 
 
 @pytest.mark.parametrize(
@@ -154,7 +179,7 @@ def test_a_person_sees_a_table_in_which_nothing_is_markup(
 def test_where_there_is_nothing_it_says_so(tmp_path, monkeypatch, capsys, home):
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
-    assert "no runs in any folder runs, comparisons, tunings" in capsys.readouterr().out
+    assert "no runs in a folder runs of this one" in capsys.readouterr().out
     assert main(["runs", str(home), "--where", "strategy=tp"]) == 0
     assert "none of the 6 runs" in capsys.readouterr().out
 

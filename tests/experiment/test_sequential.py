@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.experiment.sequential import interval, log_evidence, verdict
+from outpace.experiment.sequential import interval, verdict
+from outpace.records.evidence import fewest_rounds, log_evidence
 
 
 def test_evidence_by_hand():
@@ -105,5 +106,18 @@ def test_of_runs_that_are_over_nothing_is_claimed():
     found = verdict([0.9] * 30, [1.0] * 30, 0.01, 0.95, in_turn=False)
     assert not found.claimed
     assert found.words("b", "a").startswith(
-        "b took 10.0 % less time than a in these two runs (blocks: -10.0 % to -10.0 %); runs differ"
+        "b took 10.0 % less time than a in these two runs (-10.0 % to -10.0 % over parts of the "
+        "runs). Two runs of the same may differ as much, so no difference is claimed"
     )
+
+
+def test_so_few_rounds_that_nothing_could_be_claimed_say_how_many_it_takes():
+    """And as many, all one way, are enough."""
+    for alpha in (0.01, 0.005, 0.001):
+        said = verdict([1.5, 1.6], [1.0, 1.0], alpha, 0.95).words("b", "a")
+        assert said.startswith("b is 54.9 % slower than a in 2 rounds, too few to claim anything")
+        enough = fewest_rounds(alpha)
+        assert said.endswith(f"it takes {enough} or more")
+        assert verdict([1.5] * enough, [1.0] * enough, alpha, 0.95).claimed
+        assert not verdict([1.5] * (enough - 1), [1.0] * (enough - 1), alpha, 0.95).claimed
+    assert fewest_rounds(0.01) == 10

@@ -179,9 +179,8 @@ def test_checkpointing_works_under_ddp(make_spec, tokens, one_rank, mode):
 
 
 @COMPILER
-@pytest.mark.parametrize(
-    "mode", ["none", *(pytest.param(one, marks=pytest.mark.slow) for one in ("selective", "full"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_compiled_blocks_are_close(make_spec, tokens, one_rank, mode):
     """One graph for both blocks, no breaks; with checkpointing, autocast and DDP."""
     plain = _objective(make_spec, "qwen3")

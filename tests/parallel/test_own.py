@@ -20,9 +20,15 @@ KINDS = {"gradient", "norm", "loss", "state", "evaluation"}
     "cases",
     [
         ("mlp:ddp", "mlp:ring", "mlp:zero2", "mlp:zero3", "mlp:tp"),
-        ("mlp:gpipe", "mlp:mp", "mlp:1f1b", "mlp:interleaved", "mlp:zb", "mlp:zbv"),
+        pytest.param(
+            ("mlp:gpipe", "mlp:mp", "mlp:1f1b", "mlp:interleaved", "mlp:zb", "mlp:zbv"),
+            marks=pytest.mark.slow,
+        ),
         ("cnn_synchronised:ddp", "cnn_synchronised:zero3", "cnn:gpipe", "cnn:1f1b", "cnn:zbv"),
-        ("llama:ddp", "llama_tied:zero3", "llama:gpipe", "llama_tied:1f1b"),
+        pytest.param(
+            ("llama:ddp", "llama_tied:zero3", "llama:gpipe", "llama_tied:1f1b"),
+            marks=pytest.mark.slow,
+        ),
         ("llama:tp", "llama_tied:tp", "qwen:tp"),
     ],
     ids=lambda cases: cases[0].partition(":")[0],

@@ -117,7 +117,8 @@ def tuning(run, tmp_path_factory):
     path = tmp_path_factory.mktemp("report-tuning") / "tuning.json"
     machine = Machine.parse(json.loads((run / "run.json").read_text())["machine"], "run.json")
     trials = tuple(
-        Trial(number=number, why="the planner's fastest", title=f"plan {number}", plan=Plan(),
+        Trial(number=number, why="the planner's fastest", title=f"plan {number}",
+              plan=Plan(micro_batch=number),
               first_predicted_s=0.1 * number, predicted_s=0.12 * number, step_time_s=step_time_s,
               peak_memory_bytes=number * 2**28, failure=failure, took_s=3.0, run=str(run))
         for number, step_time_s, failure in ((1, 0.15, None), (2, None, "out of memory"),

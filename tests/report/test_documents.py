@@ -358,7 +358,7 @@ def test_a_probe_shows_every_figure_with_its_interval(probe):
 def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     record = Tuning.load(tuning)
     document = tuning_document(record, tuning.parent)
-    assert document.verdict[0] == "Fastest: plan 1, 150.0 ms a step."
+    assert document.verdict[0] == "Fastest: plan 1, 150.0 ms a step (by one trial)."
     assert "takes 50.0 % less time" in document.verdict[1]
     times = figure(document, "Time of a step, as predicted")
     assert cells(times.table)[1][3] == "n/a"
@@ -370,10 +370,10 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     assert cells(trials)[1][6] == "out of memory"
     progress = figure(document, "The fastest step")
     assert [row[3].value for row in progress.table.rows] == [0.15, 0.15, 0.15]
-    other = record.trials[0].plan.model_copy(update={"micro_batch": 64})
-    one = record.trials[0].model_copy(update={"plan": other})
-    single = record.model_copy(update={"trials": (one, *record.trials[1:]), "best": 1})
-    assert tuning_document(single).verdict[0].endswith("a step (by one trial).")
+    again = tuple(record.trials[of].model_copy(update={"number": number, "raced": True})
+                  for of, number in ((0, 4), (2, 5)))  # fmt: skip
+    raced = record.model_copy(update={"trials": (*record.trials, *again)})
+    assert tuning_document(raced).verdict[0] == "Fastest: plan 1, 150.0 ms a step."
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
     assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
 
