@@ -28,7 +28,7 @@ from outpace.cli.parser import Parser, number_type
 from outpace.interop.own_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, harmless
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
 
@@ -78,7 +78,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
         show(shown(comparison), folder, "again", comparison.command)
         if comparison.beside:
-            print(*comparison.beside, sep="\n  ")
+            print(*map(harmless, comparison.beside), sep="\n  ")
     return 0 if any(one.value is not None for one in comparison.outcomes) else 1
 
 
@@ -177,12 +177,18 @@ def _beginning(experiment: Experiment, settings: list[TrainSettings], folder: Pa
     """What is about to be run, and how long at most."""
     arms = [arm.name for arm in experiment.arms]
     if settings:
-        counts = [f"{one.nproc or 1} process{'es' * ((one.nproc or 1) > 1)}" for one in settings]
-        arms = [f"{name} on {count}" for name, count in zip(arms, counts, strict=True)]
+        arms = [f"{name}{_on(one)}" for name, one in zip(arms, settings, strict=True)]
     rounds = f"at most {experiment.rounds} round{'s' * (experiment.rounds > 1)}"
     return (
         f"{', '.join(arms)}: {rounds}, none begun after {experiment.budget_s:.0f} s, into {folder}"
     )
+
+
+def _on(settings: TrainSettings) -> str:
+    """So many processes, where a plan does not say it."""
+    if settings.plan is not None:
+        return ""
+    return f" on {settings.nproc or 1} process{'es' * ((settings.nproc or 1) > 1)}"
 
 
 def _say(sentence: str) -> None:
@@ -360,7 +366,7 @@ def _parser() -> Parser:
     add("--price", type=number_type(float, 0), default=None, metavar="X",
         help="of a device (on a CPU: the host) and hour: what a million tokens cost")  # fmt: skip
     add("--trusted", action="store_true", default=False,
-        help="run the commands of a comparison.json, which may be anyone's")  # fmt: skip
+        help="take commands and variables of a comparison.json, which may be anyone's")  # fmt: skip
     add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
         help="compare what was already run")  # fmt: skip
     options.add_settings(parser, _TEXTS)

@@ -25,6 +25,8 @@ from outpace.records.units import read_bytes
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RUN_FILE = "run.json"
+# Of the command that starts ranks: no settings, and ranks are not told.
+OF_STARTING = ("--hosts", "--hostfile", "--min-nodes", "--max-nodes", "--max-restarts")
 # Words for what is on or off, in small letters.
 BOOLEANS = {"true": True, "on": True, "yes": True, "1": True,
             "false": False, "off": False, "no": False, "0": False}  # fmt: skip

@@ -12,7 +12,7 @@ from outpace.cli.parser import Parser
 from outpace.records.base import read_json, write_atomic
 from outpace.records.certificate import Certificate
 from outpace.records.comparison import Comparison
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, harmless
 from outpace.records.estimate import Plans
 from outpace.records.machine import Machine
 from outpace.records.standstill import Standstill
@@ -74,7 +74,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         sys.stdout.write(content)
     else:
         for document in documents:
-            print(*document.verdict, sep="\n")
+            print(*map(harmless, document.verdict), sep="\n")
         print(f"report: {out}")
     return 0
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,11 +136,20 @@ def repeated(record: RunRecord) -> str:
     """The command that trains the same again, wherever the settings came from."""
     if record.settings.model.startswith("python:"):  # a live model, which no command names
         return shlex.join(["python", *record.command])
-    given = asked_settings(record)
-    if record.plan.world_size > 1:  # of a launcher's processes nothing is in the settings
+    given, starting = asked_settings(record), list(_of_starting(record.command))
+    if record.plan.world_size > 1 and not starting:
+        # Of a launcher's processes nothing is in the settings.
         given.setdefault("nproc", record.plan.world_size)
     own = {name: value for name, value in given.items() if name not in _OF_THE_MOMENT}
-    return shlex.join(["outpace", "train", *options.as_flags(own)])
+    return shlex.join(["outpace", "train", *starting, *options.as_flags(own)])
+
+
+def _of_starting(command: Sequence[str]) -> Iterator[str]:
+    """Where ranks ran, and what keeps them going: no settings, but words of the command."""
+    for word, following in zip(command, (*command[1:], ""), strict=True):
+        name, equals, _ = word.partition("=")
+        if name in options.OF_STARTING:
+            yield from (word,) if equals else (word, following)
 
 
 def _parser() -> Parser:

@@ -26,8 +26,6 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 _ABOUT = "Train a transformer. Without options: a small GPT on Python's own source, in minutes."
-# Of the command that starts ranks; these are not told.
-_OF_STARTING = ("--hosts", "--hostfile", "--min-nodes", "--max-nodes", "--max-restarts")
 _RESTARTS = 3  # with --min-nodes
 _EPILOG = "Numbers may be written 1e6, 10M or 2B. Exit code 75: interrupted, saved, --resume works."
 
@@ -53,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.print_config:
         print_config(asked.settings, asked.origins, arguments.json)
         return 0
-    ranks, handed = ranks_from(environ), _without(argv, _OF_STARTING)
+    ranks, handed = ranks_from(environ), _without(argv, options.OF_STARTING)
     done = _done(asked.settings) if arguments.auto_resume else None
     if done is not None:
         if ranks is None or ranks.rank == 0:
@@ -377,7 +375,7 @@ def asked_of(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
 
 def _starting(arguments: argparse.Namespace) -> list[str]:
     """Options of starting ranks that were given."""
-    return [name for name in _OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
+    return [name for name in options.OF_STARTING if getattr(arguments, name[2:].replace("-", "_"))]
 
 
 def _asked(arguments: argparse.Namespace, command: list[str]) -> _Asked:

@@ -56,7 +56,8 @@ class Trials:
         """Train by several at once, which take turns; all of them must fit together."""
         entrants = [self._entrant(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
-            (WARMUP_STEPS + _TURNS * (entrant.turn_steps + 1)) * chosen.proposal.step_time_s
+            (WARMUP_STEPS + _TURNS * (entrant.turn_steps + entrant.left_out))
+            * chosen.proposal.step_time_s
             for entrant, chosen in zip(entrants, several, strict=True)
         )
         began_s = time.monotonic()
@@ -78,7 +79,8 @@ class Trials:
         if self.host_bytes is not None:
             given.setdefault("memory_limit", self.host_bytes // plan.world_size)
         steps = max(round(TURN_S / chosen.proposal.step_time_s), 2)
-        return Entrant(given, where / "run", where / "config.toml", steps)
+        behind = int(self.host_bytes is None)
+        return Entrant(given, where / "run", where / "config.toml", steps, behind)
 
     def _trial(
         self, number: int, chosen: Chosen, ended: Measurement | Failed, **found: Any

@@ -15,6 +15,7 @@ from outpace.records.units import show_seconds
 
 _CLOSE = 0.1  # plans nearer to the fastest than this run in turn at the end, to tell them apart
 _RACE = 3  # of them, at most, and the default
+_FEWEST_RACE = 2
 _OF_TRIALS = 0.4  # for that, at most
 _SURE = 1.645  # deviations to either end of what holds 90 %
 _NORMAL = NormalDist()
@@ -83,6 +84,8 @@ def tune(
             return Ended(
                 tuple(trials), f"no plan that is left can win by more than {limits.within:.0%}"
             )
+        if trials and trials[-1].raced and left <= _FEWEST_RACE:
+            return Ended(tuple(trials), "too few trials are left to try a plan and tell it apart")
         number = len(trials) + 1
         for trial in [run(number, chosen)] if chosen is not None else race(number, race_of):
             trials.append(trial)
@@ -120,7 +123,7 @@ def _finalists(planner: Planner, trials: Sequence[Trial], most: int) -> list[Cho
     found = [
         _chosen(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
     ]
-    return found[:most] if len(found[:most]) > 1 else []
+    return found[:most] if len(found[:most]) >= _FEWEST_RACE else []
 
 
 def _untried(planner: Planner, trials: Sequence[Trial], within: float) -> Proposal | None:
@@ -162,11 +165,6 @@ def _key(plan: Plan) -> str:
 def step_times_s(trials: Sequence[Trial]) -> dict[str, float]:
     """By plan, as JSON: by its last trial that did not fail, which is in turn with others."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
-
-
-def time_of(plan: Plan, trials: Sequence[Trial]) -> float | None:
-    """What a step by this plan takes, by its last trial; None: none came to its end."""
-    return step_times_s(trials).get(_key(plan))
 
 
 def _race_of(trials: Sequence[Trial]) -> list[Trial]:

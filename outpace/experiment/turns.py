@@ -28,10 +28,14 @@ started = [psutil.Process(int(pid)) for pid in sys.argv[1:] if psutil.pid_exists
 sys.stdin.read()
 for one in started:
     try:
-        for process in (*one.children(recursive=True), one):
-            process.resume()
+        those = [*one.children(recursive=True), one]
     except psutil.Error:
-        pass
+        continue
+    for process in those:
+        try:
+            process.resume()
+        except psutil.Error:
+            pass
 """
 
 
@@ -43,6 +47,12 @@ class Entrant:
     run: Path
     config: Path
     turn_steps: int  # counted, of each turn
+    behind: int = 0  # steps after which a step's line is there: a GPU computes behind its host
+
+    @property
+    def left_out(self) -> int:
+        """Of each turn, steps in which it was stopped."""
+        return 1 + self.behind
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class _Started:
         """Let it go on for its steps and stop it again; the last time to its end."""
         if self.running.exit_code is not None:
             return
-        begin = self.done() + 1  # behind the step in which it was stopped
+        begin = self.done() + self.entrant.left_out  # behind the steps in which it was stopped
         self.running.go_on()
         while self.running.exit_code is None and time.monotonic() < until_s:
             if not last and self.done() >= begin + self.entrant.turn_steps:
@@ -118,7 +128,7 @@ class _Started:
 @contextmanager
 def _started(entrant: Entrant, turns: int) -> Iterator[_Started]:
     """Nothing of it is left behind."""
-    steps = WARMUP_STEPS + turns * (entrant.turn_steps + 1)
+    steps = WARMUP_STEPS + turns * (entrant.turn_steps + entrant.left_out)
     given = {**entrant.given, "steps": steps, "comm_timeout_s": _WAIT_S}
     running = Running(words_of(given, entrant.run, entrant.config), {})
     try:

@@ -95,11 +95,11 @@ class Proposer:
     def _too_many_bytes(self, trials: Sequence[Trial]) -> dict[int, float]:
         """By the formula, bytes of a rank: the least that did not fit, though predicted to.
 
-        By the number of processes, which share what there is.
+        By the number of processes, which share what there is. Of several at once none tells.
         """
         found: dict[int, float] = {}
         for trial in trials:
-            if trial.exit_code in OUT_OF_MEMORY_CODES:
+            if trial.exit_code in OUT_OF_MEMORY_CODES and not trial.raced:
                 world = trial.plan.world_size
                 (needs,) = _needs(self._jobs[world], [trial.plan]).tolist()
                 found[world] = min(needs, found.get(world, math.inf))

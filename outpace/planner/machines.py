@@ -16,6 +16,7 @@ from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.networks import of_node
 from outpace.planner.outlines import outline
 from outpace.records.errors import BadInputError
+from outpace.records.estimate import RateSource
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Accelerator, Bundle, Node
 from outpace.records.machine import Machine
@@ -54,7 +55,7 @@ class Cluster:
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property
-    def source(self) -> str:
+    def source(self) -> RateSource:
         """Of its rates."""
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 

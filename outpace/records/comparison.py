@@ -134,6 +134,8 @@ class Verdict(Record):
                 f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
             )
         if self.low > 0 or self.high < 0:
+            if self.rounds < fewest_rounds(self.alpha):
+                return self._so_far(self.slowdown, arm, against, quantity)
             return (
                 f"{arm} and {against}: not told apart at {100 * self.alpha:.2g} %: between "
                 f"{_signed(self.low)} and {_signed(self.high)} ({100 * self.level:.0f} %)"

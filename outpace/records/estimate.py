@@ -8,6 +8,7 @@ from outpace.records.base import Record
 from outpace.records.plan import Plan
 
 Depth = Literal["estimate", "trace", "measure"]
+RateSource = Literal["probed", "catalog", "guessed"]
 
 
 class Estimate(Record):
@@ -100,5 +101,5 @@ class Plans(Record):
     insistences: tuple[Insistence, ...] = ()
     considered: NonNegativeInt
     took_s: NonNegativeFloat
-    source: str = Field(description="of the rates: probed, catalog or guessed")
+    source: RateSource = Field(description="of the rates")
     notes: tuple[str, ...] = ()

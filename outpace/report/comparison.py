@@ -56,8 +56,8 @@ _LOAD = (
 
 # What a column's name does not say.
 _NOTES = {
-    "ratio": "ratio: to {first}, the median of the rounds' ratios, not that of the medians beside "
-    "it.",
+    "ratio": "ratio: to {first}, the median of the {rounds}' ratios, not that of the medians "
+    "beside it.",
     "sent a step": "sent: by all ranks in a step, counted in the warm-up.",
     "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
     "GPU busy": "GPU busy: mean over the GPUs of the run. Of GPUs idle is where no kernel ran, and "
@@ -82,7 +82,8 @@ def headline(comparison: Comparison) -> str | None:
         return f"Fastest: {first.arm}{_claims(claimed, len(known))}."
     own = best.verdict is not None and best.verdict.claimed
     than = f"{show_share(-shares[best.arm])} faster than {first.arm}"
-    return f"Fastest: {best.arm}, {than}{'' if own else ', which is not claimed'}."
+    claim = "" if own else ", which is not claimed"
+    return f"Fastest: {best.arm}, {than}{claim}. Only differences to {first.arm} are tested."
 
 
 def _claims(claimed: Sequence[str], of: int) -> str:
@@ -170,7 +171,13 @@ def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableTy
 def column_notes(comparison: Comparison, of: Sequence[Column]) -> str:
     """What has to be said of some columns."""
     first = comparison.arms[0].arm
-    return " ".join(_NOTES[one.name].format(first=first) for one in of if one.name in _NOTES)
+    words = {"first": first, "rounds": rounds_of(comparison)}
+    return " ".join(_NOTES[one.name].format(**words) for one in of if one.name in _NOTES)
+
+
+def rounds_of(comparison: Comparison) -> str:
+    """What stands in the place of rounds in runs that were over."""
+    return "rounds" if comparison.experiment.in_turn else "parts"
 
 
 def columns(comparison: Comparison) -> list[Column]:

@@ -10,7 +10,14 @@ from outpace.records.machine import Machine
 from outpace.records.units import show_seconds
 from outpace.report import runs_parts, where
 from outpace.report.colours import colour
-from outpace.report.comparison import Column, column_notes, columns, headline, verdict_lines
+from outpace.report.comparison import (
+    Column,
+    column_notes,
+    columns,
+    headline,
+    rounds_of,
+    verdict_lines,
+)
 from outpace.report.document import (
     Cell,
     Document,
@@ -142,8 +149,8 @@ def _values(comparison: Comparison) -> Figure:
     alt = listed([f"{name}: {unit.show(value)}" for name, value in zip(found, middle, strict=True)])
     half = _HALF if any(low is not None for low, _ in around) else ""
     return bars(
-        f"{what.capitalize()}: the median of rounds{half}", alt, list(found), middle, unit, what,
-        around, [colour(place) for place in range(len(found))],
+        f"{what.capitalize()}: the median of {rounds_of(comparison)}{half}", alt, list(found),
+        middle, unit, what, around, [colour(place) for place in range(len(found))],
     )  # fmt: skip
 
 
@@ -170,13 +177,14 @@ def _rounds(comparison: Comparison) -> Figure:
         rows += [(Number(one.round + 1, str(one.round + 1)), arm.arm, unit.cell(one.value),
                   one.failure or "") for one in own]  # fmt: skip
     what = "time of a step" if comparison.experiment.metric is None else "metric"
-    table = Table("Every round", ("round", "arm", what, "failure"), tuple(rows))
+    one = rounds_of(comparison).removesuffix("s")
+    table = Table(f"Every {one}", (one, "arm", what, "failure"), tuple(rows))
     failed = sum(one.value is None for one in comparison.outcomes)
     runs = len({(one.arm, one.run or one.round) for one in comparison.outcomes})
     alt = f"{len(rows)} measurements in {runs} runs, {failed} of them failed."
     last = max((one.round + 1 for one in comparison.outcomes), default=1)
-    whole = axis("round", tick0=1, dtick=-(-last // _TICKS))
-    return lines("Every round", alt, series, [Along("round", "round", _COUNT)], unit, what, table,
+    whole = axis(one, tick0=1, dtick=-(-last // _TICKS))
+    return lines(f"Every {one}", alt, series, [Along(one, one, _COUNT)], unit, what, table,
                  xaxis=whole)  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report.figures import off
 from outpace.report.narrow import Narrow
 
-_COLUMNS = ("measured", "predicted", "off by", "memory", "before any")
+_COLUMNS = ("measured", "compared", "predicted", "off by", "memory", "before any")
 
 
 def verdict_line(tuning: Tuning) -> str:
@@ -46,7 +46,8 @@ def shown(tuning: Tuning) -> RenderableType:
         f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
     ]
     notes.append(
-        "before any: predicted before any trial. off by: measured, above what was predicted."
+        "compared: by what a quarter of its steps stay below, of those that ran in turn by their "
+        "turns. off by: measured, above what was predicted. before any: predicted before any trial."
     )
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
     return Group(Text(), Text(verdict_line(tuning), style="bold"), Text(), table, Text(),
@@ -57,7 +58,7 @@ def _cells(trial: Trial) -> list[str]:
     """Of the columns."""
     predicted = [show_seconds(trial.predicted_s), show_seconds(trial.first_predicted_s)]
     if trial.step_time_s is None:
-        return ["failed", predicted[0], "–", "–", predicted[1]]
+        return ["failed", "–", predicted[0], "–", "–", predicted[1]]
     above = off(trial.predicted_s, trial.step_time_s).text
-    return [show_seconds(trial.step_time_s), predicted[0], above,
+    return [show_seconds(trial.step_time_s), show_seconds(trial.compared_s), predicted[0], above,
             show_bytes(trial.peak_memory_bytes), predicted[1]]  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from outpace.experiment.tune import step_times_s, time_of
+from outpace.experiment.tune import step_times_s
 from outpace.records.machine import Machine
 from outpace.records.tuning import Trial, Tuning
 from outpace.records.units import show_bytes, show_seconds, show_share
@@ -76,10 +76,11 @@ def _verdict(tuning: Tuning) -> Iterable[str]:
     default = None if tuning.default is None else tuning.trial(tuning.default)
     yield f"Fastest: {best.title}, {show_seconds(tuning.step_time_s)} a step{by_one_trial(tuning)}."
     if default is not None and default is not best and tuning.gain is not None:
+        took_s = [one.step_time_s for one in tuning.trials if one.plan == default.plan]
+        how = "in turn" if any(one.raced for one in tuning.trials) else "undisturbed"
         yield (
-            f"The default, {default.title}, takes "
-            f"{show_seconds(time_of(default.plan, tuning.trials))}: the fastest "
-            f"takes {show_share(tuning.gain)} less time."
+            f"The default, {default.title}, takes {show_seconds(took_s[-1])}; compared {how}, the "
+            f"fastest takes {show_share(tuning.gain)} less time."
         )
     elif default is best:
         yield "It is the default."
@@ -162,7 +163,8 @@ def _search(tuning: Tuning) -> Iterable[Part]:
     if any(one.step_time_s is not None for one in tuning.trials):
         yield _progress(tuning)
     rows = tuple(_row(tuning, one) for one in tuning.trials)
-    columns = ("trial", "plan", "step", "memory", "took", "why it was tried", "failure", "run")
+    columns = ("trial", "plan", "step", "compared", "memory", "took", "why it was tried", "failure",
+               "run")  # fmt: skip
     yield Table("The trials", columns, rows)
 
 
@@ -170,6 +172,7 @@ def _row(tuning: Tuning, one: Trial) -> tuple[Cell, ...]:
     return (
         Number(one.number, str(one.number)), _name(tuning, one).partition(" ")[2],
         Number(one.step_time_s, show_seconds(one.step_time_s)),
+        Number(one.compared_s, show_seconds(one.compared_s)),
         Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
         Number(one.took_s, show_seconds(one.took_s)), one.why, one.failure or "", one.run,
     )  # fmt: skip
@@ -184,7 +187,7 @@ def _progress(tuning: Tuning) -> Figure:
     for number, one in enumerate(tuning.trials, 1):
         spent_s += one.took_s
         x.append(spent_s)
-        each.append(one.step_time_s)
+        each.append(one.compared_s)
         best.append(min(step_times_s(tuning.trials[:number]).values(), default=None))
     unit, time = seconds([*each, *best]), seconds(x)
     series = [

@@ -240,7 +240,8 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     assert not [one.failure for one in found.outcomes if one.failure]
     for arm in found.arms:
         assert arm.step_time_s > 0 and arm.tokens_per_s > 0 and arm.peak_memory_bytes > 0
-        assert arm.price_per_million_tokens > 0 and arm.parts.total_s > 0
+        paid = 2 / 3600 / arm.tokens_per_s * 1e6  # for the host
+        assert arm.price_per_million_tokens == pytest.approx(paid) and arm.parts.total_s > 0
         assert 0 < arm.idle_share < 1 and 0 < arm.core_utilisation <= 1
         assert arm.device_utilisation is None  # GPUs that are there compute nothing of it
         (outcome,) = (one for one in found.outcomes if one.arm == arm.arm)

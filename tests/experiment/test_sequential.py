@@ -95,11 +95,17 @@ def test_a_claim_that_was_reached_is_kept():
 
 
 def test_an_interval_that_is_not_enough_for_a_claim_is_told_as_it_is():
-    times = [1.0 + 0.01 * n for n in range(1, 9)]
-    found = verdict(times, [1.0] * 8, 0.01, 0.95)
-    assert not found.claimed
+    times = [0.99, *(1.0 + 0.01 * n for n in range(1, 12))]
+    found = verdict(times, [1.0] * 12, 0.01, 0.95)
+    assert not found.claimed and found.low > 0
     said = found.words("b", "a")
-    assert said == "b and a: not told apart at 1 %: between +1.0 % and +8.0 % (95 %)"
+    assert said.startswith("b and a: not told apart at 1 %: between +1.0 % and +")
+
+
+def test_an_interval_of_rounds_that_are_too_few_for_a_claim_says_so():
+    found = verdict([1.1] * 8, [1.0] * 8, 0.01, 0.95)
+    assert found.low is not None and not found.claimed
+    assert "too few to claim anything: it takes 10 or more" in found.words("b", "a")
 
 
 def test_of_runs_that_are_over_nothing_is_claimed():

@@ -35,7 +35,7 @@ with open(values["out"] + "/metrics.jsonl", "w", buffering=1) as file:
         if step == values["seed"]:
             sys.exit("broken")
         began = time.monotonic()
-        time.sleep(0.1)
+        time.sleep(0.2)
         ended = time.monotonic()
         line = {"step_time_s": ended - began, "samples": step, "loss": 1.0, "at": [began, ended]}
         file.write(json.dumps(line) + "\\n")
@@ -75,7 +75,7 @@ def test_one_runs_at_a_time_and_steps_with_a_pause_do_not_count(entrant):
     assert all(isinstance(one.ended, Measurement) for one in found)
     assert all([len(turn) for turn in one.turns] == [3, 3, 3] for one in found)
     counted = [seconds for one in found for turn in one.turns for seconds in turn]
-    assert max(counted) < 0.2  # a pause takes 0.4 s and more
+    assert max(counted) < 0.4  # a pause takes 0.8 s and more
     spans = []
     for name, one in zip(names, found, strict=True):
         took = [(end - begin, begin, end) for begin, end in times_of(Path(name))]

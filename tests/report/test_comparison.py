@@ -68,9 +68,11 @@ def test_names_and_figures_are_whole_at_any_width(width):
     [
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 12, "Fastest: a, claimed against each other arm."),
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 3, "Fastest: a, which is not claimed."),
-        ({"a": 1.0, "b": 0.9, "c": 0.8}, 12, "Fastest: c, 20.0 % faster than a."),
+        ({"a": 1.0, "b": 0.9, "c": 0.8}, 12,
+         "Fastest: c, 20.0 % faster than a. Only differences to a are tested."),
         ({"a": 1.0, "c": 0.8, "d": 1.0}, 3,
-         "Fastest: c, 20.0 % faster than a, which is not claimed."),
+         "Fastest: c, 20.0 % faster than a, which is not claimed. Only differences to a are "
+         "tested."),
     ],
 )  # fmt: skip
 def test_of_several_arms_the_fastest_comes_first(steps_s, rounds, line):

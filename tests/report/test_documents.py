@@ -287,7 +287,7 @@ def test_a_comparison_says_what_may_be_claimed_with_intervals(comparison):
     difference = figure(document, "Difference to alone")
     (row,) = difference.table.rows
     assert [cell.value for cell in row[1:]] == [verdict.slowdown, verdict.low, verdict.high]
-    rounds = figure(document, "Every round")
+    rounds = figure(document, "Every part")  # of runs that were over
     assert len(rounds.traces) == 2
     assert rounds.alt == f"{len(record.outcomes)} measurements in 2 runs, 0 of them failed."
     arms = next(one for one in parts(document, Table) if one.title == "The arms")
@@ -367,7 +367,7 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     console.print(shown(record))
     assert "+25.0 %" in console.file.getvalue()  # the same sign in a terminal
     trials = next(one for one in parts(document, Table) if one.title == "The trials")
-    assert cells(trials)[1][6] == "out of memory"
+    assert cells(trials)[1][7] == "out of memory"
     progress = figure(document, "The fastest step")
     assert [row[3].value for row in progress.table.rows] == [0.15, 0.15, 0.15]
     again = tuple(record.trials[of].model_copy(update={"number": number, "raced": True})
