@@ -20,6 +20,7 @@ import figures_accuracy
 import figures_compare
 import figures_faults
 import figures_levers
+import figures_performance
 import figures_probe
 import figures_seeds
 from pages import stand, table
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = (
     "accuracy", "benchmarks", "clusters", "security", "compare", "folklore", "lora", "memory",
-    "memory_formula", "offload", "optimizers", "probe", "report", "seeds", "strategies", "tune",
+    "memory_formula", "offload", "optimizers", "performance", "probe", "report", "seeds",
+    "strategies", "tune",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -219,6 +221,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_compare.WRITERS,
     **figures_faults.WRITERS,
     **figures_levers.WRITERS,
+    **figures_performance.WRITERS,
     **figures_probe.WRITERS,
     **figures_seeds.WRITERS,
     "convergence_gpu": figures_levers.convergence,

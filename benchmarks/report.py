@@ -40,34 +40,35 @@ SHARES = {"data": 0.01, "forward": 0.3, "backward": 0.55, "optimizer": 0.05, "co
           "other": 0.01}  # fmt: skip
 
 
-def write_run(folder: Path) -> list[int]:
+def write_run(folder: Path, steps: int = STEPS) -> list[int]:
     """The run's files; returns the steps whose loss is a spike."""
     chance = random.Random(0)
     plan = Plan(strategy="1f1b", pp=8, pp_microbatches=16, precision="bf16")
-    settings = TrainSettings(model="gpt2", global_batch=16, steps=STEPS, seq_len=1024)
+    settings = TrainSettings(model="gpt2", global_batch=16, steps=steps, seq_len=1024)
     RunRecord(
         outpace="0.1.0", command=("outpace", "train", "--model", "gpt2"), settings=settings,
         origins={"model": "command line"}, plan=plan, identity=plan.identity(16),
-        model=preset("gpt2"), parameters=124_000_000, total_steps=STEPS, seq_len=1024,
+        model=preset("gpt2"), parameters=124_000_000, total_steps=steps, seq_len=1024,
         train_data="benchmark", eval_data=None, versions={"torch": "2.13.0"}, commit=None,
         uncommitted_changes=None, machine=identify(find_accelerator), device="cpu", threads=1,
         started="2026-11-22T00:00:00+00:00",
     ).save(folder / "run.json")  # fmt: skip
-    spikes = sorted(chance.sample(range(5000, STEPS), SPIKES))
+    late = range(steps // 20, steps)
+    spikes = sorted(chance.sample(late, min(SPIKES, len(late))))
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(1, STEPS + 1):
-            file.write(one_step(step, step in spikes, chance).model_dump_json() + "\n")
+        for step in range(1, steps + 1):
+            file.write(one_step(step, step in spikes, steps, chance).model_dump_json() + "\n")
     write_loads(folder, chance)
-    write_result(folder)
+    write_result(folder, steps)
     return spikes
 
 
-def one_step(step: int, spike: bool, chance: random.Random) -> StepRecord:
+def one_step(step: int, spike: bool, steps: int, chance: random.Random) -> StepRecord:
     took_s = 0.5 * chance.lognormvariate(0, 0.03)
     loss = 2.5 + 8 * math.exp(-step / 8000) + chance.gauss(0, 0.04)
     return StepRecord(
         step=step, tokens=step * TOKENS, samples=step * 16, loss=20.0 if spike else loss,
-        lr=1e-3 * (1 - step / STEPS), grad_norm=chance.lognormvariate(0, 0.3), step_time_s=took_s,
+        lr=1e-3 * (1 - step / steps), grad_norm=chance.lognormvariate(0, 0.3), step_time_s=took_s,
         **{f"{part}_s": took_s * SHARES[part] for part in PARTS}, tokens_per_s=TOKENS / took_s,
         samples_per_s=16 / took_s, model_flops_per_s=1e13, hardware_flops_per_s=1e13, mfu=None,
         peak_memory_bytes=10**10, loss_scale=None, skipped_steps=0,
@@ -90,10 +91,10 @@ def write_loads(folder: Path, chance: random.Random) -> None:
         seen.save(folder / "utilisation" / f"host-{node}.json")
 
 
-def write_result(folder: Path) -> None:
+def write_result(folder: Path, steps: int) -> None:
     parts = TimeParts(**{f"{part}_s": 0.5 * share for part, share in SHARES.items()})
     Measurement(
-        run=str(folder), steps=STEPS, tokens=STEPS * TOKENS, samples=STEPS * 16,
+        run=str(folder), steps=steps, tokens=steps * TOKENS, samples=steps * 16,
         parameters=124_000_000, world_size=8, step_time_s=0.5, tokens_per_s=2 * TOKENS,
         samples_per_s=32.0, model_flops_per_s=1e13, hardware_flops_per_s=1e13, mfu=None, hfu=None,
         peak_memory_bytes=10**10, parts=parts, parts_by_rank=(parts,) * 8, first_loss=10.5,

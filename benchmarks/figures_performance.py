@@ -1,0 +1,223 @@
+"""What was recorded of speed, as Markdown: the race against peers, a GPU, how costs grow."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pages import stand, table
+
+OURS = "outpace"
+# What is asked of the race: tokens/s, memory and the way to the first step, beside peers; the
+# share of the best matrix product; two processes beside one.
+FASTER, LEANER, SOONER, SHARE, TWO = 1.15, 0.70, 0.6, 0.70, 0.95
+_WITH = {"": "", "zero3": ", ZeRO-3", "offload": ", ZeRO-3 offloaded"}
+
+
+def heat_title(heat: dict[str, Any]) -> str:
+    """A case, its processes, and what it is trained with."""
+    count = heat["processes"]
+    processes = "1 process" if count == 1 else f"{count} processes"
+    return f"({heat['case']}) {heat['title']}, {processes}{_WITH[heat['kind']]}"
+
+
+def ran(heat: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Entrants that came to their end with the plain loop's losses."""
+    return {
+        name: one
+        for name, one in heat["entrants"].items()
+        if "failure" not in one and one["same_losses"]
+    }
+
+
+def best_peer(heat: dict[str, Any], measure: str, largest: bool = True) -> tuple[str, float] | None:
+    """The peer that has most of a measure, or least."""
+    peers = {name: one[measure] for name, one in ran(heat).items() if name != OURS}
+    if not peers:
+        return None
+    name = (max if largest else min)(peers, key=lambda key: peers[key])
+    return name, peers[name]
+
+
+def beside(heat: dict[str, Any], measure: str, largest: bool = True) -> float | None:
+    """outpace's figure as a multiple of the best peer's."""
+    own, best = ran(heat).get(OURS), best_peer(heat, measure, largest)
+    return None if own is None or best is None else own[measure] / best[1]
+
+
+def share_of_best_product(heat: dict[str, Any]) -> float | None:
+    """Of the machine's best matrix product; None where that was not steady."""
+    own, best = ran(heat).get(OURS), heat["best_product_flops_per_s"]
+    if own is None or best is None:
+        return None
+    share: float = heat["model_flops"] / own["step_time_s"] / best
+    return share
+
+
+def peers(result: dict[str, Any]) -> str:
+    """A table for each heat."""
+    return "\n".join(_heats(result["heats"])) + stand(_latest(result))
+
+
+def _heats(heats: dict[str, Any]) -> Iterator[str]:
+    head = ["", "tokens/s", "of outpace's", "memory", "first step after", "loss reached after"]
+    for heat in heats.values():
+        own = ran(heat).get(OURS)
+        rows = [
+            _row(name, one, own)
+            for name, one in sorted(
+                heat["entrants"].items(), key=lambda pair: -pair[1].get("tokens_per_s", 0.0)
+            )
+        ]
+        rows += [[name, why, "", "", "", ""] for name, why in heat["cannot"].items()]
+        yield f"**{heat_title(heat)}**\n\n{table(head, rows)}"
+
+
+def _row(name: str, one: dict[str, Any], own: dict[str, Any] | None) -> list[str]:
+    if "failure" in one:
+        return [name, "failed", "", "", "", ""]
+    reached = one["loss_reached_s"]
+    same = "" if one["same_losses"] else " (other losses)"
+    return [
+        f"**{name}**" if name == OURS else name + same,
+        f"{one['tokens_per_s']:,.0f}",
+        "" if own is None else f"{one['tokens_per_s'] / own['tokens_per_s']:.2f}",
+        f"{one['rank_bytes'] / 2**20:,.0f} MiB",
+        f"{one['first_step_s']:.1f} s",
+        "–" if reached is None else f"{reached:.1f} s",
+    ]
+
+
+def targets(result: dict[str, Any]) -> str:
+    """What is asked, beside what was reached."""
+    heats = result["heats"]
+    rows = [*_speed(heats), *_shares(heats), *_memory(heats), *_starts(heats), *_two(heats)]
+    return table(["asked", "of", "reached"], rows) + stand(_latest(result))
+
+
+def _latest(result: dict[str, Any]) -> dict[str, Any]:
+    return max(result["heats"].values(), key=lambda heat: heat["date"])
+
+
+def _speed(heats: dict[str, Any]) -> Iterator[list[str]]:
+    for heat in heats.values():
+        ratio, best = beside(heat, "tokens_per_s"), best_peer(heat, "tokens_per_s")
+        if ratio is not None and best is not None:
+            yield [f"tokens/s ≥ {FASTER:.2f} × the best peer's", heat_title(heat),
+                   f"{ratio:.2f} × {best[0]}{_mark(ratio >= FASTER)}"]  # fmt: skip
+
+
+def _shares(heats: dict[str, Any]) -> Iterator[list[str]]:
+    for heat in heats.values():
+        share = share_of_best_product(heat)
+        if share is not None and heat["case"] in "abc" and heat["processes"] == 1:
+            yield [f"≥ {SHARE:.2f} of the best matrix product", heat_title(heat),
+                   f"{share:.2f}{_mark(share >= SHARE)}"]  # fmt: skip
+
+
+def _memory(heats: dict[str, Any]) -> Iterator[list[str]]:
+    heat = heats.get("b-1")
+    ratio = None if heat is None else beside(heat, "rank_bytes", largest=False)
+    if heat is not None and ratio is not None:
+        yield [f"memory ≤ {LEANER:.2f} × the best peer's", heat_title(heat),
+               f"{ratio:.2f} ×{_mark(ratio <= LEANER)}"]  # fmt: skip
+
+
+def _starts(heats: dict[str, Any]) -> Iterator[list[str]]:
+    for heat in heats.values():
+        own, trainer = ran(heat).get(OURS), ran(heat).get("Trainer")
+        if own is not None and trainer is not None:
+            ratio = own["first_step_s"] / trainer["first_step_s"]
+            yield [f"first step after ≤ {SOONER} × Trainer's", heat_title(heat),
+                   f"{ratio:.2f} ×{_mark(ratio <= SOONER)}"]  # fmt: skip
+
+
+def _two(heats: dict[str, Any]) -> Iterator[list[str]]:
+    for name, heat in heats.items():
+        two = heats.get(f"{heat['case']}-2")
+        if name.endswith("-1") and two is not None and OURS in ran(heat) and OURS in ran(two):
+            ratio = ran(two)[OURS]["tokens_per_s"] / ran(heat)[OURS]["tokens_per_s"]
+            yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
+                   f"{ratio:.2f} ×{_mark(ratio >= TWO)}"]  # fmt: skip
+
+
+def _mark(reached: bool) -> str:
+    return "" if reached else ", **not reached**"
+
+
+def scaling(result: dict[str, Any]) -> str:
+    """A row for each cost."""
+    rows = [
+        [
+            curve["of"],
+            f"{curve['sizes'][0]:,} – {curve['sizes'][-1]:,}",
+            f"{_cost(cost, one['medians'][0])} – {_cost(cost, one['medians'][-1])}",
+            f"{one['exponent']:.2f}",
+            f"{one['most']:g}{'' if one['within'] else ', **more**'}",
+            curve["because"],
+        ]
+        for curve in result["curves"].values()
+        for cost, one in curve["costs"].items()
+    ]
+    head = ["cost", "sizes", "from – to", "exponent", "at most", "since"]
+    return table(head, rows) + stand(result)
+
+
+def _cost(name: str, value: float) -> str:
+    return f"{value / 2**20:,.0f} MiB" if name == "bytes" else f"{value:,.3g} s"
+
+
+def gpu(result: dict[str, Any]) -> str:
+    """A row for each run of outpace, and for each peer."""
+    head = ["model", "", "tokens/s", "MFU", "of the best product", "memory: traced, measured",
+            "step: predicted, measured"]  # fmt: skip
+    rows = [
+        line
+        for row in result["rows"]
+        for line in (
+            *(_gpu_run(row, one) for one in row["runs"]),
+            *(_gpu_peer(row, name, one) for name, one in row["peers"].items()),
+        )
+    ]
+    left = "; ".join(result["left_out"])
+    about = f"\nLeft out for want of time: {left}.\n" if left else ""
+    return table(head, rows) + about + stand(result)
+
+
+def _gpu_run(row: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    name, what = _shape(row), ", ".join([f"outpace, {one['variant']}", *one["more"][1::2]])
+    if "failure" in one:
+        return [name, what, "failed", "", "", "", ""]
+    traced, measured = one.get("traced_bytes"), one.get("allocated_bytes")
+    predicted, step_s = one["predicted_step_time_s"], one["step_time_s"]
+    return [
+        name, what, f"{one['tokens_per_s']:,.0f}", _share(one["mfu"]),
+        _share(one["of_best_product"]), _both(traced, measured, 2**30, "GiB"),
+        _both(predicted, step_s, 1e-3, "ms"),
+    ]  # fmt: skip
+
+
+def _gpu_peer(row: dict[str, Any], name: str, one: dict[str, Any]) -> list[str]:
+    speed = "failed" if "failure" in one else f"{one['tokens_per_s']:,.0f}"
+    took = "" if "failure" in one else f"{one['step_time_s'] * 1000:.0f} ms"
+    return [_shape(row), name, speed, "", "", "", took]
+
+
+def _shape(row: dict[str, Any]) -> str:
+    return f"{row['model']}, {row['batch']} × {row['seq_len']:,}"
+
+
+def _share(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.0%}"
+
+
+def _both(said: float | None, seen: float | None, unit: float, name: str) -> str:
+    if said is None or seen is None:
+        return "n/a"
+    return f"{said / unit:,.1f}, {seen / unit:,.1f} {name} ({said / seen - 1:+.1%})"
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "gpu": gpu,
+    "peers": peers,
+    "peers--targets": targets,
+    "scaling": scaling,
+}

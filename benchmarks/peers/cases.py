@@ -1,0 +1,165 @@
+"""What is raced: a model's first weights and its batches, the same for everybody.
+
+`write` lays a case down: `model/` (as `from_pretrained` reads it), what outpace reads as data, and
+`batches/` with the very samples that outpace draws for each step, as arrays, for everybody else.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SEED = 0
+_CHARACTERS = 1200  # of a text to classify: more than its tokens are cut to
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, as transformers' config has it, with a sequence and a batch."""
+
+    name: str
+    title: str
+    model_type: str
+    config: Mapping[str, Any]
+    seq_len: int
+    batch: int
+    architecture: str = "AutoModelForCausalLM"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of outpace train, beside COMMON
+
+    @property
+    def labelled(self) -> bool:
+        """Texts with a label each, rather than text."""
+        return self.architecture == "AutoModelForSequenceClassification"
+
+    @property
+    def vocab(self) -> int:
+        """Entries of the embedding."""
+        size: int = self.config["vocab_size"]
+        return size
+
+
+GPT2_SMALL = {"n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024,
+              "vocab_size": 50257, **NO_DROPOUT}  # fmt: skip
+CASES = {
+    one.name: one
+    for one in (
+        Case("a", "GPT-2 shape 6 × 384, vocabulary 8,192", "gpt2",
+             {"n_layer": 6, "n_embd": 384, "n_head": 6, "n_positions": 256, "vocab_size": 8192,
+              **NO_DROPOUT}, 256, 8),
+        Case("b", "GPT-2 124M", "gpt2", GPT2_SMALL, 512, 2),
+        Case("c", "Llama shape of 60M, grouped queries", "llama",
+             {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8,
+              "num_key_value_heads": 2, "intermediate_size": 1408, "vocab_size": 32000,
+              "max_position_embeddings": 1024, "tie_word_embeddings": False}, 1024, 2),
+        Case("d", "BERT-base, two classes", "bert",
+             {"vocab_size": 30522, "hidden_dropout_prob": 0.0,
+              "attention_probs_dropout_prob": 0.0, "num_labels": 2}, 128, 16,
+             "AutoModelForSequenceClassification",
+             {"task": "classify", "padding": "fixed"}),
+    )
+}  # fmt: skip
+# Small enough for a test: the same programs, in seconds.
+TINY = {
+    "tiny": Case("tiny", "GPT-2 shape 2 × 64", "gpt2",
+                 {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "vocab_size": 512,
+                  **NO_DROPOUT}, 64, 4),
+}  # fmt: skip
+LR, BETAS, CLIP = 3e-4, (0.9, 0.95), 1.0
+COMMON: Mapping[str, Any] = {
+    "lr": LR, "schedule": "constant", "warmup": 0, "beta1": BETAS[0], "beta2": BETAS[1],
+    "weight_decay": 0.0, "clip": CLIP, "eval_batches": 1, "sample_tokens": 0,
+    "measure_only": True, "seed": SEED, "device": "cpu",
+}  # fmt: skip
+
+
+def write(case: Case, folder: Path, steps: int, precision: str) -> None:
+    """Lay it down, once: what is there is whole."""
+    if (folder / "case.json").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_model(case, folder / "model")
+    texts = list(_texts())
+    if case.labelled:
+        _write_rows(case, texts, folder)
+    else:
+        _write_tokens(case, texts, folder)
+    settings = {**COMMON, **case.settings, "model": str(folder / "model"),
+                "data": [str(folder / ("rows.jsonl" if case.labelled else "tokens.bin"))],
+                "seq_len": case.seq_len, "global_batch": case.batch,
+                "precision": precision}  # fmt: skip
+    _write_batches(settings, case, folder, steps)
+    document = {"settings": settings, "architecture": case.architecture, "batch": case.batch,
+                "seq_len": case.seq_len, "lr": LR, "betas": BETAS, "clip": CLIP}  # fmt: skip
+    (folder / "case.json").write_text(json.dumps(document, indent=1))
+
+
+def _write_model(case: Case, folder: Path) -> None:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+    torch.manual_seed(SEED)
+    getattr(transformers, case.architecture).from_config(config).save_pretrained(folder)
+
+
+def _texts() -> Iterator[str]:
+    """Python's own source, file by file."""
+    from outpace.data.sources import open_source
+
+    for path in open_source("stdlib").files:
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _write_tokens(case: Case, texts: list[str], folder: Path) -> None:
+    """As nanoGPT has them: raw uint16."""
+    import numpy as np
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=case.vocab, show_progress=False)
+    ids = [own for one in tokenizer.encode_batch(texts) for own in one.ids]
+    np.asarray(ids, dtype=np.uint16).tofile(folder / "tokens.bin")
+
+
+def _write_rows(case: Case, texts: list[str], folder: Path) -> None:
+    """Passages that are longer than what is read of them; the label: whether they have a class."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertTokenizerFast
+
+    chance = random.Random(SEED)
+    passages = [
+        text[start : start + _CHARACTERS]
+        for text in texts
+        for start in range(0, len(text) - _CHARACTERS, _CHARACTERS)
+    ]
+    chance.shuffle(passages)
+    with (folder / "rows.jsonl").open("w") as file:
+        for passage in passages:
+            row = {"sentence": passage, "label": int("class " in passage)}
+            file.write(json.dumps(row) + "\n")
+    trained = BertWordPieceTokenizer()
+    trained.train_from_iterator(texts, vocab_size=case.vocab, show_progress=False)
+    trained.save_model(str(folder / "model"))
+    BertTokenizerFast(str(folder / "model" / "vocab.txt")).save_pretrained(folder / "model")
+
+
+def _write_batches(settings: dict[str, Any], case: Case, folder: Path, steps: int) -> None:
+    """What outpace draws for each step, in the order of its samples."""
+    import numpy as np
+
+    from outpace.launch.job import prepared
+    from outpace.records.ranks import Ranks
+    from outpace.records.settings import TrainSettings
+
+    given = {**settings, "steps": steps, "out": str(folder / "none")}
+    asked = TrainSettings.parse(given, "benchmark")
+    with prepared(asked, ranks=Ranks(), origins={}, command=[], foresee=False) as ready:
+        data = ready.job.materials.train_data
+        keys = data.locate(SEED, np.arange(steps * case.batch))
+        batch = data.__getitems__(keys)
+    (folder / "batches").mkdir()
+    for name, values in batch.items():
+        np.save(folder / "batches" / f"{name}.npy", values.numpy())

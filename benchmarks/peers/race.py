@@ -1,0 +1,255 @@
+"""outpace beside what people would use in its place: the same weights, batches and precision.
+
+    python benchmarks/peers/race.py                    # all cases, records results/peers.json
+    python benchmarks/peers/race.py --case a --processes 2 --kind zero3   # one of them anew
+    python benchmarks/peers/race.py --quick            # a tiny case of a few steps, records nothing
+
+Sets up each peer in an environment of its own (below --folder, kept for the next time), lays
+down each case, and runs all in turn, in another order each round. Of every run the time at which
+each step's line was there is seen from outside, in the same way for all, and so is the memory of
+its processes (of the largest; workers of a compiler and launchers are smaller). Tokens/s are those
+of the median step after warm-up; peers that do not compute the plain loop's losses are not counted.
+What is recorded is kept; --anew begins from nothing. Before each case the best matrix product is
+measured. The whole takes about WHOLE minutes on 2 cores.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import cases  # noqa: E402
+import entrants  # noqa: E402
+import environments  # noqa: E402
+import watching  # noqa: E402
+from recording import RESULTS, circumstances, save  # noqa: E402
+
+from outpace.records.machine import Machine  # noqa: E402
+
+WARMUP, COUNTED, ROUNDS = 3, 15, 2  # steps of each run; 30 are counted in two rounds
+LIMIT_S = 900.0
+# Beside the plain loop's losses: bf16's rounding differs from one order of products to another.
+FIRST_LOSS, LATER_LOSS = 0.005, 0.03
+PRECISION = "bf16"
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A case on so many processes, with a way to train."""
+
+    case: cases.Case
+    processes: int
+    kind: str = ""
+
+    @property
+    def name(self) -> str:
+        """Under which it is recorded."""
+        return "-".join(filter(None, (self.case.name, str(self.processes), self.kind)))
+
+
+def heats() -> list[Heat]:
+    """The whole race."""
+    both = [Heat(case, processes) for case in cases.CASES.values() for processes in (1, 2)]
+    return [*both, Heat(cases.CASES["a"], 2, "zero3"), Heat(cases.CASES["b"], 2, "offload")]
+
+
+def run(
+    heat: Heat,
+    folder: Path,
+    counted: int,
+    rounds: int,
+    peers: Sequence[entrants.Peer] | None = None,
+    python_of: Callable[[str, Path], Path] = environments.python_of,
+) -> dict[str, Any]:
+    """outpace and `peers` (None: all) in turn; what each took."""
+    steps = WARMUP + counted
+    place = folder / "cases" / f"{heat.case.name}-{steps}"
+    cases.write(heat.case, place, steps, PRECISION)
+    asked = entrants.PEERS[heat.kind] if peers is None else peers
+    commands, flops = _commands(heat, folder, place, steps, asked, python_of), 0.0
+    chance = random.Random(heat.name)
+    found: dict[str, list[watching.Seen]] = {name: [] for name in commands}
+    for number in range(rounds):
+        for name in chance.sample(sorted(commands), len(commands)):
+            words, log = commands[name]
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            seen = watching.watch(words, log, entrants.ENVIRONMENT, LIMIT_S)
+            found[name].append(seen)
+            flops = flops or _flops(folder / "run" / "metrics.jsonl")
+            print(f"{heat.name}, round {number + 1}: {name}: {_told(seen)}", file=sys.stderr,
+                  flush=True)  # fmt: skip
+    return {**judged(heat, found), "model_flops": flops}
+
+
+def _flops(metrics: Path) -> float:
+    """That the model needs for a step, as outpace counts them; 0 where it did not run."""
+    if not metrics.is_file():
+        return 0.0
+    step = json.loads(metrics.read_text().splitlines()[-1])
+    return float(step["model_flops_per_s"] * step["step_time_s"])
+
+
+def best_product_flops_per_s(folder: Path) -> float | None:
+    """The machine's best matrix product in this precision (MAMF), as `outpace probe` finds it."""
+    out = folder / "machine.json"
+    subprocess.run([sys.executable, "-m", "outpace", "probe", "matmul", "--quick", "--out",
+                    str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    probed = Machine.load(out).probed
+    best = None if probed is None else probed.best_rate(PRECISION)
+    return None if best is None else best.value
+
+
+def _commands(
+    heat: Heat,
+    folder: Path,
+    place: Path,
+    steps: int,
+    peers: Sequence[entrants.Peer],
+    python_of: Callable[[str, Path], Path],
+) -> dict[str, tuple[list[str], Path]]:
+    """Of each entrant what is run, and the file in which its steps' lines come."""
+    config = place / "outpace.toml"
+    settings = json.loads((place / "case.json").read_text())["settings"]
+    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    out = folder / "run"
+    found = {entrants.OURS: (
+        entrants.own_command(config, heat.processes, heat.kind, steps, out),
+        out / "metrics.jsonl",
+    )}  # fmt: skip
+    for peer in peers:
+        python = python_of(peer.environment, folder / "environments")
+        log = folder / "peer.jsonl"
+        found[peer.name] = (peer.command(python, heat.processes, place, steps, log), log)
+    return found
+
+
+def _told(seen: watching.Seen) -> str:
+    if len(seen.steps_s) <= WARMUP:
+        return f"failed ({seen.exit_code}): {seen.said.strip().splitlines()[-1:]}"
+    step_s = statistics.median(step_times_s(seen.steps_s))
+    return f"{step_s:.3f} s a step, the first after {seen.steps_s[0]:.1f} s"
+
+
+def step_times_s(ends_s: Sequence[float]) -> list[float]:
+    """After warm-up, from when each step's line was there."""
+    return [after - before for before, after in itertools.pairwise(ends_s)][WARMUP - 1 :]
+
+
+def judged(heat: Heat, found: dict[str, list[watching.Seen]]) -> dict[str, Any]:
+    """What each entrant's runs come to."""
+    tokens = heat.case.batch * heat.case.seq_len
+    plain = next(name for name in found if name.startswith("plain"))
+    yardstick = found[plain][0].losses
+    target = _target([one.losses for runs in found.values() for one in runs])
+    rows = {}
+    for name, runs in found.items():
+        whole = [one for one in runs if one.exit_code == 0 and len(one.steps_s) > WARMUP]
+        row: dict[str, Any] = {"runs": [asdict(one) | {"said": ""} for one in runs]}
+        if whole:
+            step_s = statistics.median([s for one in whole for s in step_times_s(one.steps_s)])
+            row |= {
+                "step_time_s": step_s, "tokens_per_s": tokens / step_s,
+                "peak_bytes": max(one.peak_bytes for one in whole),
+                "rank_bytes": max(one.rank_bytes for one in whole),
+                "first_step_s": statistics.median(one.steps_s[0] for one in whole),
+                "loss_reached_s": _reached_s(whole, target),
+                "same_losses": all(same(one.losses, yardstick) for one in whole),
+            }  # fmt: skip
+        else:
+            row["failure"] = runs[-1].said.strip()[-500:]
+        rows[name] = row
+    return {"case": heat.case.name, "title": heat.case.title, "processes": heat.processes,
+            "kind": heat.kind, "tokens": tokens, "target_loss": target, "entrants": rows,
+            "cannot": dict(entrants.CANNOT.get(heat.kind, {}))}  # fmt: skip
+
+
+def same(losses: Sequence[float], yardstick: Sequence[float]) -> bool:
+    """Whether these are the losses of the same training."""
+    allowed = [FIRST_LOSS] + [LATER_LOSS] * (len(yardstick) - 1)
+    return len(losses) == len(yardstick) and all(
+        abs(own - its) <= most * its
+        for own, its, most in zip(losses, yardstick, allowed, strict=True)
+    )
+
+
+def _target(losses: Sequence[Sequence[float]]) -> float | None:
+    """A loss that all come to: the highest of what each has at its last step."""
+    return max((one[-1] for one in losses if one), default=None)
+
+
+def _reached_s(runs: Sequence[watching.Seen], target: float | None) -> float | None:
+    """From the command on, the median over runs; None: one did not come to it."""
+    found = []
+    for one in runs:
+        at = next((at_s for at_s, loss in zip(one.steps_s, one.losses, strict=False)
+                   if target is not None and loss <= target), None)  # fmt: skip
+        if at is None:
+            return None
+        found.append(at)
+    return statistics.median(found)
+
+
+def recorded(anew: bool) -> dict[str, Any]:
+    """Heats by name, as they were recorded last."""
+    path = RESULTS / "peers.json"
+    if anew or not path.is_file():
+        return {}
+    heats: dict[str, Any] = json.loads(path.read_text())["heats"]
+    return heats
+
+
+def _is_wanted(heat: Heat, arguments: argparse.Namespace) -> bool:
+    """By the options; where a case is named without a kind, it is that without one."""
+    named = any((arguments.case, arguments.processes, arguments.kind))
+    kinds = (heat.kind,) if not named else (arguments.kind or "",)
+    return (
+        arguments.case in (None, heat.case.name)
+        and arguments.processes in (None, heat.processes)
+        and heat.kind in kinds
+    )
+
+
+def main() -> None:
+    """Race what is asked for, and record it heat by heat."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers",
+                        help="environments and cases")  # fmt: skip
+    parser.add_argument("--case", choices=cases.CASES)
+    parser.add_argument("--processes", type=int, choices=(1, 2))
+    parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
+    parser.add_argument("--anew", action="store_true", help="heats that are recorded, too")
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        heat = Heat(cases.TINY["tiny"], arguments.processes or 1, arguments.kind or "")
+        print(json.dumps(run(heat, arguments.folder, 2, 1), indent=1))
+        return
+    named = any((arguments.case, arguments.processes, arguments.kind))
+    done = recorded(arguments.anew)
+    for heat in heats():
+        if not _is_wanted(heat, arguments) or (heat.name in done and not named):
+            continue
+        row = run(heat, arguments.folder, COUNTED, ROUNDS)
+        interpreters = arguments.folder / "environments"
+        row["environments"] = {
+            name: environments.versions(environments.python_of(name, interpreters))
+            for name in {peer.environment for peer in entrants.PEERS[heat.kind]}
+        }
+        row["best_product_flops_per_s"] = best_product_flops_per_s(arguments.folder)
+        done[heat.name] = {**row, **circumstances()}
+        save("peers", {"heats": done, "warmup": WARMUP, "counted": COUNTED, "rounds": ROUNDS})
+
+
+if __name__ == "__main__":
+    main()

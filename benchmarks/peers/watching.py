@@ -1,0 +1,74 @@
+"""Runs a training and sees from outside what everybody has in common: its lines and its memory."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from outpace.experiment.processes import Running
+
+_LOOK_S = 0.01  # when a step's line is looked for
+_WEIGH_S = 0.25
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one run: when each step's line was there, from the command on; its loss; memory."""
+
+    steps_s: tuple[float, ...]
+    losses: tuple[float, ...]
+    peak_bytes: int  # of all processes together
+    rank_bytes: int  # of the largest
+    exit_code: int | None  # None: it was ended at its limit
+    said: str
+
+
+def watch(words: Sequence[str], log: Path, environment: Mapping[str, str], limit_s: float) -> Seen:
+    """Run a command that appends a line with a `loss` to `log` for each step.
+
+    Memory is what each process had at most (VmHWM), added up: what the machine must have. A run
+    that takes longer than the limit is ended with all that it started.
+    """
+    log.unlink(missing_ok=True)
+    times: list[float] = []
+    peaks: dict[int, int] = {}
+    began_s = weighed_s = time.monotonic()
+    running = Running(list(words), environment)
+    try:
+        while running.exit_code is None and time.monotonic() - began_s < limit_s:
+            now_s = time.monotonic()
+            times += [now_s - began_s] * (len(_lines(log)) - len(times))
+            if now_s - weighed_s >= _WEIGH_S:
+                weighed_s = now_s
+                peaks |= _peaks(running.pid)
+            time.sleep(_LOOK_S)
+    finally:
+        exit_code = running.exit_code
+        said = running.end()
+    lines = _lines(log)
+    times += [time.monotonic() - began_s] * (len(lines) - len(times))
+    losses = tuple(json.loads(line)["loss"] for line in lines)
+    total, largest = sum(peaks.values()), max(peaks.values(), default=0)
+    return Seen(tuple(times), losses, total, largest, exit_code, said[-4000:])
+
+
+def _lines(log: Path) -> list[str]:
+    """Those that are whole."""
+    text = log.read_text() if log.is_file() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _peaks(pid: int) -> dict[int, int]:
+    """Of the process and all below it, the most that each had."""
+    found: dict[int, int] = {}
+    with suppress(psutil.Error):
+        for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with suppress(OSError):
+                for line in Path(f"/proc/{one.pid}/status").read_text().splitlines():
+                    if line.startswith("VmHWM:"):
+                        found[one.pid] = int(line.split()[1]) << 10
+    return found

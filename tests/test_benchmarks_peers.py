@@ -1,0 +1,78 @@
+"""The race: outpace and a peer train the same, are seen from outside, and judged alike."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of benchmarks/ import each other by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+
+
+def test_outpace_and_a_plain_loop_train_the_same(tmp_path):
+    import cases
+    import entrants
+    import race
+
+    plain = next(peer for peer in entrants.PEERS[""] if peer.name == "plain loop")
+    broken = dataclasses.replace(plain, name="broken", flags=("no-such-flag",))
+    found = race.run(
+        race.Heat(cases.TINY["tiny"], 1), tmp_path, counted=2, rounds=1, peers=(plain, broken),
+        python_of=lambda name, folder: Path(sys.executable),  # which has what these need
+    )  # fmt: skip
+    ours, theirs = found["entrants"]["outpace"], found["entrants"]["plain loop"]
+    for one in (ours, theirs):
+        (run,) = one["runs"]
+        assert len(run["steps_s"]) == 5 and one["same_losses"]
+        assert 0 < one["first_step_s"] <= run["steps_s"][-1]
+        assert 100 << 20 < one["rank_bytes"] <= one["peak_bytes"]
+    assert "no-such-flag" in found["entrants"]["broken"]["failure"]
+    assert found["model_flops"] > 6 * 2 * 12 * 64**2 * 4 * 64  # of the blocks' matrices alone
+
+
+def test_who_computes_something_else_is_not_counted():
+    import race
+
+    losses = (6.0, 5.9, 5.8)
+    assert race.same(losses, losses) and race.same((6.01, 5.95, 5.7), losses)
+    assert not race.same((6.1, 5.9, 5.8), losses)  # the first is of the same weights
+    assert not race.same((6.0, 5.9), losses)
+
+
+def test_the_tables_say_what_was_reached(monkeypatch):
+    from figures_performance import beside, peers, targets
+
+    def one(tokens_per_s, **more):
+        return {"tokens_per_s": tokens_per_s, "step_time_s": 100 / tokens_per_s,
+                "rank_bytes": 2**30, "first_step_s": 5.0, "loss_reached_s": 9.0,
+                "same_losses": True, **more}  # fmt: skip
+
+    stand = {
+        "machine": {"host_cores": 2, "cpu": "a processor", "devices": []},
+        "versions": {"torch": "2.13.0", "python": "3.11"}, "date": "2026-11-22", "commit": "0",
+        "uncommitted_changes": False, "command": ["python", "x.py"],
+    }  # fmt: skip
+    entrants = {
+        "outpace": one(120.0, first_step_s=3.0), "plain loop": one(100.0), "Trainer": one(80.0),
+        "wrong": one(500.0, same_losses=False), "broken": {"failure": "no"},
+    }  # fmt: skip
+    heat = {"case": "a", "title": "small", "processes": 1, "kind": "", "entrants": entrants,
+            "cannot": {"Lightning": "refuses"}, "model_flops": 60.0,
+            "best_product_flops_per_s": 100.0, **stand}  # fmt: skip
+    result = {"heats": {"a-1": heat}}
+    assert beside(heat, "tokens_per_s") == pytest.approx(1.2)
+    said = targets(result)
+    assert "1.20 × plain loop |" in said and "0.72**" not in said
+    assert "| 0.72 |" in said  # 60 FLOP in 100/120 s, of 100 FLOP/s
+    assert "0.60 × |" in said
+    shown = peers(result)
+    assert "| **outpace** | 120 | 1.00 | 1,024 MiB | 3.0 s | 9.0 s |" in shown
+    assert "wrong (other losses)" in shown and "| broken | failed |" in shown
+    assert "| Lightning | refuses |" in shown
