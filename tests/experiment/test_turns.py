@@ -92,7 +92,7 @@ def test_one_that_fails_leaves_the_others_to_go_on(entrant):
     good, bad = in_turn([entrant("a"), entrant("b", fails_at=7)], 3, 60.0)
     assert isinstance(good.ended, Measurement) and sum(map(len, good.turns)) == 9
     assert bad == Turned(Failed(1, "exit code 1: broken"), bad.turns)
-    assert paired_s([good, bad]) == [pytest.approx(0.1, rel=0.5), None]
+    assert paired_s([good, bad]) == [pytest.approx(0.2, rel=0.5), None]
 
 
 def test_what_does_not_end_in_time_is_ended(entrant):
