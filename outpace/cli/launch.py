@@ -52,6 +52,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
     per_node = arguments.ranks_per_node or arguments.gpus_per_node or 1
     folder = Path.cwd() if arguments.folder is None else arguments.folder.absolute()
+    words, out = _checked(command, arguments.name, folder)
     return ClusterJob.parse(
         {
             "name": arguments.name,
@@ -59,15 +60,16 @@ def _job(arguments: Namespace, command: list[str]) -> ClusterJob:
             "ranks_per_node": per_node,
             "gpus_per_node": arguments.gpus_per_node,
             "cpus_per_rank": arguments.cpus_per_rank,
-            "command": _checked(command, arguments.name, folder),
+            "command": words,
             "folder": folder,
+            "out": out,
         },
         "outpace launch",
     )
 
 
-def _checked(command: list[str], name: str, folder: Path) -> tuple[str, ...]:
-    """The command with what lets it go on, read as it will be there."""
+def _checked(command: list[str], name: str, folder: Path) -> tuple[tuple[str, ...], Path | None]:
+    """The command with what lets it go on, read as it will be there; and where its run lies."""
     from outpace.cli.train import asked_of
 
     if command[:1] == ["outpace"]:
@@ -93,7 +95,7 @@ def _checked(command: list[str], name: str, folder: Path) -> tuple[str, ...]:
             f"--nproc {settings.nproc}: the scheduler starts the ranks. Leave it out, and say "
             "--ranks-per-node before the --."
         )
-    return (*command, *more)
+    return (*command, *more), settings.out
 
 
 def _slurm(job: ClusterJob, arguments: Namespace) -> int:

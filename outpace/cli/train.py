@@ -136,7 +136,8 @@ def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -
     found = (
         read_hosts(arguments.hostfile) if arguments.hosts is None else parse_hosts(arguments.hosts)
     )
-    least, most = arguments.min_nodes or len(found), arguments.max_nodes or len(found)
+    most = arguments.max_nodes or len(found)
+    least = arguments.min_nodes or most
     if not least <= most <= len(found):
         raise BadInputError(
             f"--min-nodes {least}, --max-nodes {most}, and {len(found)} hosts: they must not be "

@@ -87,8 +87,8 @@ def _token(out: Path) -> Iterator[Path]:
     A run takes an empty folder for its own while hosts that are away are asked: it passes over it.
     """
     places = (out.absolute(), *out.absolute().parents)
-    token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
-    try:
+    try:  # also to look: the disk may be gone
+        token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
         token.write_text("seen?")
     except OSError as error:
         raise BadInputError(

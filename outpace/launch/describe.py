@@ -164,6 +164,11 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
             "on a CPU everything lies in host memory: offloading there shows that it works, and "
             "costs memory. --offload disk frees some"
         )
+    if job.ranks.local_world_size % job.plan.tp:
+        hints.append(
+            f"tp {job.plan.tp} does not divide the {job.ranks.local_world_size} ranks of a host: "
+            "some of its groups lie across hosts, whose network every layer waits for"
+        )
     expected_s, left = job.settings.expect_step_time_s, job.total_steps - start_step
     if expected_s is not None and left <= WARMUP_STEPS:
         hints.append(

@@ -229,11 +229,17 @@ def _looking_out(
 ) -> Iterator[list[str]]:
     """Ask the ranks to save and end when one of these hosts is ready again; yields its name."""
     back: list[str] = []
+    said: set[str] = set()
 
     def look() -> None:
         while not asked.over.wait(_LOOK_OUT_S):
             with suppress(BadInputError):  # the run's disk is not there: not a time to begin anew
-                ready = [one.host.name for one in training.ask(away, like) if one.ready]
+                answers = training.ask(away, like)
+                unfit = {problem for one in answers if one.against for problem in one.problems}
+                for problem in sorted(unfit - said):
+                    _say(f"{problem}. It is back, and is not taken in like this")
+                said.update(unfit)
+                ready = [one.host.name for one in answers if one.ready]
                 if ready and asked.end(signal.SIGTERM):
                     back.append(ready[0])
 
@@ -309,12 +315,12 @@ class _Part:
             self.errors.append(line.rstrip())
             self._keep(f"host-{self.work.node}", line)
             return
-        self._keep(f"rank-{rank}", rest)
         if rank == "0":  # as if it were here: tables, and --json's document
             shown.write(rest)
         else:
             sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
         shown.flush()
+        self._keep(f"rank-{rank}", rest)  # last: the disk may be full
 
     def _keep(self, name: str, line: str) -> None:
         with (self.kept / f"{name}.txt").open("a", encoding="utf-8") as file:
@@ -364,7 +370,7 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     failures: dict[int, int] = {}
     reports: list[Report] = []
     names: dict[int, str] = {}
-    errors = []
+    errors: list[tuple[bool, str]] = []
     for part in parts:
         if part.ended is None:
             continue
@@ -379,10 +385,12 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
         names |= dict.fromkeys([*its, *(one.rank for one in said_by)], part.host.name)
         failures |= its
         reports += said_by
-        errors += [f"{part.host.name}: {part.ended['error']}"] if part.ended["error"] else []
+        if part.ended["error"]:
+            told = bool(part.ended["signals"])
+            errors.append((told, f"{part.host.name}: {part.ended['error']}"))
     conclude(Ended(failures, reports, signals, names))
     if signals and (lost or errors):
         name = signal.Signals(signals[0]).name
         raise WorkerError(f"stopped by {name} before training began", 128 + signals[0])
-    if errors:
-        raise WorkerError(errors[0], 1, lost=True)
+    if errors:  # who was told to end is not to blame
+        raise WorkerError(min(errors, key=lambda error: error[0])[1], 1, lost=True)

@@ -33,6 +33,7 @@ def script(job: ClusterJob, wishes: Wishes, path: str) -> str:
             "# node, and so does this script itself when its time is nearly up.",
             "stopping=",
             "trap 'stopping=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
+            *_saved(job),
             "",
             *_starting(job, wishes),
             "running=$!",
@@ -41,11 +42,43 @@ def script(job: ClusterJob, wishes: Wishes, path: str) -> str:
             "    code=$?",
             '    kill -0 "$running" 2>/dev/null || break  # else it was the signal',
             "done",
-            '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"',
+            *_put_back(job),
             'exit "$code"',
             "",
         ]
     )
+
+
+def _saved(job: ClusterJob) -> Iterator[str]:
+    """The newest checkpoint, before anything runs."""
+    if job.out is not None:
+        checkpoints = shlex.quote(f"{job.out}/checkpoints")
+        yield f"saved() {{ ls -t {checkpoints}/*/complete.json 2>/dev/null | head -n 1; }}"
+        yield "before=$(saved)"
+
+
+def _put_back(job: ClusterJob) -> Iterator[str]:
+    """Into the queue, but for what twice saved nothing within its time: that would go on for ever.
+
+    The first time it may have tokenised its data, which is kept.
+    """
+    if job.out is None:
+        yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'
+        return
+    yield f'idle={job.name}-"$SLURM_JOB_ID".idle'
+    yield 'if [ -n "$stopping" ] && [ "$code" != 0 ]; then'
+    yield '    if [ "$(saved)" != "$before" ]; then'
+    yield '        rm -f "$idle"'
+    yield '    elif [ -e "$idle" ]; then'
+    yield f"        echo '{job.name}: twice nothing was saved within its time. It is not put' >&2"
+    yield "        echo 'back: give it more (--time), or have it save more often.' >&2"
+    yield '        rm -f "$idle"'
+    yield '        exit "$code"'
+    yield "    else"
+    yield '        touch "$idle"'
+    yield "    fi"
+    yield '    scontrol requeue "$SLURM_JOB_ID"'
+    yield "fi"
 
 
 def _directives(job: ClusterJob, wishes: Wishes) -> Iterator[str]:

@@ -22,6 +22,7 @@ class ClusterJob(Record):
     cpus_per_rank: PositiveInt | None = None
     command: tuple[str, ...] = Field(min_length=1)
     folder: Path = Field(description="where the command runs, as all nodes see it")
+    out: Path | None = Field(default=None, description="the run's folder, where it is known")
 
     @field_validator("name")
     @classmethod

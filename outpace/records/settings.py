@@ -323,7 +323,9 @@ class TrainSettings(Record):
         "computation", "CPU threads per process (default: cores / processes)"
     )
     comm_timeout_s: PositiveFloat = _field(
-        "computation", "seconds: an exchange that takes longer ends the run", 300.0
+        "computation",
+        "seconds: an exchange of a step that takes longer ends the run (saving has six hours)",
+        300.0,
     )
 
     eval_every: NonNegativeInt = _field("run", "steps between evaluations; 0 = start and end", 0)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,6 +101,18 @@ class Cluster:
     def _link(self, name: str, state: str) -> None:
         host = next(one for one in self.hosts if one.name == name)
         do("ip", "-n", host.space, "link", "set", host.device, state)
+
+    @contextmanager
+    def behind_a_firewall(self, name: str) -> Iterator[None]:
+        """A host reaches no port of the first host; ssh, which has come to it, goes on."""
+        host = next(one for one in self.hosts if one.name == name)
+        rule = ("to", self.hosts[0].address, "ipproto", "tcp", "sport", "1024-65535",
+                "dport", "1024-65535", "blackhole")  # fmt: skip
+        do("ip", "-n", host.space, "rule", "add", *rule)
+        try:
+            yield
+        finally:
+            do("ip", "-n", host.space, "rule", "delete", *rule)
 
     def limit(self, rate: str | None) -> None:
         """So many bits a second from each to the other; None: as many as go."""

@@ -91,6 +91,29 @@ def test_a_rank_that_is_killed_is_named_with_its_host(cluster, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_host_that_does_not_reach_the_port_is_to_blame(cluster, tmp_path):
+    """And not the first host, which waits for it in vain and is ended."""
+    with cluster.behind_a_firewall("host-b"):
+        code, _, errors = cluster.run(
+            "train", *TINY, "--steps", 4, "--hosts", BOTH, "--out", "run", cwd=tmp_path
+        )
+    assert code != 0
+    assert "host-b: " in errors and "where all meet, is not reached from here" in errors
+    assert "host-a: stopped" not in errors
+    assert ended_everywhere(cluster, tmp_path)
+
+
+@pytest.mark.slow
+def test_some_hosts_may_be_kept_in_reserve(cluster, tmp_path):
+    code, _, errors = cluster.run(
+        "train", *TINY, "--steps", 4, "--hosts", BOTH, "--max-nodes", 1, "--out", "run",
+        cwd=tmp_path
+    )  # fmt: skip
+    assert code == 0, errors
+    assert "on host-a of 2 hosts" in errors and len(losses(tmp_path / "run")) == 4
+
+
+@pytest.mark.slow
 def test_a_mistake_is_said_once_and_without_a_traceback(cluster, tmp_path):
     code, _, errors = cluster.run(
         "train", *TINY, "--hosts", BOTH, "--out", "run", "--strategy", "tp", "--tp", 3, cwd=tmp_path

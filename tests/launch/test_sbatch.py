@@ -89,6 +89,28 @@ def test_near_its_limit_it_saves_and_is_put_back(cluster: Path, ends: int) -> No
     assert calls[2:] == ["scancel <--signal=TERM><7>", *back]
 
 
+def test_what_twice_saves_nothing_within_its_time_is_not_put_back(cluster: Path) -> None:
+    """But once: the first time it may have tokenised its data."""
+    text = script(job(out="r s"), Wishes(time="1:00:00"), str(cluster / "bin"))
+    idle, checkpoints = cluster / "try-7.idle", cluster / "r s" / "checkpoints"
+    for number, back in enumerate((True, False, True, True)):
+        for name in ("training", "calls"):
+            (cluster / name).unlink(missing_ok=True)
+        process = started(cluster, text, 100)
+        while not (cluster / "training").exists() or not (cluster / "training").read_text():
+            time.sleep(0.02)
+        time.sleep(0.2)  # until its trap is set
+        if number == 3:
+            (checkpoints / "step-5").mkdir(parents=True)
+            (checkpoints / "step-5" / "complete.json").touch()
+        process.send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=30)
+        calls = (cluster / "calls").read_text().splitlines()
+        assert ("scontrol <requeue><7>" in calls) is back and process.returncode == 75
+        assert ("twice nothing was saved within its time" in errors) is not back
+        assert idle.exists() is (number in (0, 2))
+
+
 def test_what_else_is_asked_of_sbatch_stays_one_word() -> None:
     text = script(job(), Wishes(directives=("comment=run 3 #x", "exclusive", "gres=gpu:2")), "/bin")
     assert "#SBATCH --comment='run 3 #x'\n#SBATCH --exclusive\n#SBATCH --gres=gpu:2\n" in text
