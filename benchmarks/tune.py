@@ -2,16 +2,19 @@
 
     python benchmarks/tune.py              # records results/tune.json; 150 minutes on 2 cores
     python benchmarks/tune.py --problem 3  # the third anew; the others stay as they are recorded
+    python benchmarks/tune.py --problem 3 --again  # of its record only the finalists anew
     python benchmarks/tune.py --quick      # shows that it works, records nothing
 
 Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
 of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
 five best and the tuner's pick are measured again in turn: all of them train at once, and each goes
-on for two seconds of each round while the others are stopped, so that neither noise nor what
-changes on a machine over minutes crowns one. Of a trial, and of a turn, counts what a quarter of
-its steps stay below. Regret is what the pick takes longer than the fastest of these, the median
-over rounds, where each round's fastest is that of the other rounds; its price is the tuner's time
-as a share of the grid's: of both from the start of the first trial to the end of the last.
+on for two seconds of each round while the others are stopped; four rounds, and all anew, four
+times. So neither noise, nor what changes on a machine over minutes, nor where the memory of one
+start happens to lie (some 3 % from start to start) crowns one. Of a trial, and of a turn, counts
+what a quarter of its steps stay below. Regret is what the pick takes longer than the fastest of
+these, the median over rounds, where the fastest is that of the other starts; its price is the
+tuner's time as a share of the grid's: of both from the start of the first trial to the end of the
+last.
 """
 
 import argparse
@@ -81,7 +84,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
         {"strategy": "3d", "tp": 2, "dp_shard": 2},
     ),
 }
-_AGAIN, _ROUNDS = 5, 16
+_AGAIN, _STARTS, _ROUNDS = 5, 4, 4
 LEAST = 48
 
 
@@ -125,7 +128,7 @@ def in_turn(
 
     entrants = []
     for number, plan in enumerate(plans.values()):
-        where = folder / "again" / str(number)
+        where = folder / str(number)
         where.mkdir(parents=True)
         plan.save(where / "plan.json")
         own = {**given, "plan": str(where / "plan.json")}
@@ -139,25 +142,43 @@ def in_turn(
         }
 
 
-def regret(pick: str, rounds: list[dict[str, float | None]]) -> float:
-    """What the pick takes longer than the fastest: the median over rounds.
+Round = dict[str, float | None]
 
-    Beside each round the fastest is that of the other rounds: of several that are alike the one
-    that noise favours looks fastest, and is not when it is looked at again.
+
+def regret(pick: str, starts: list[list[Round]]) -> float:
+    """What the pick takes longer than the fastest: the median over the rounds of all starts.
+
+    Beside each start the fastest is that of the other starts: of several that are alike the one
+    that luck favours looks fastest, and is not when it is looked at again.
     """
     found = []
-    for at, took in enumerate(rounds):
-        beside = rounds[:at] + rounds[at + 1 :] or rounds
-        fastest = min(took, key=lambda key: _ratio(key, pick, beside))
-        if took[pick] and took[fastest]:
-            found.append(took[pick] / took[fastest] - 1)
+    for at, rounds in enumerate(starts):
+        beside = [one for other in starts[:at] + starts[at + 1 :] or starts for one in other]
+        fastest = min(rounds[0], key=lambda key: _ratio(key, pick, beside))
+        found += [took[pick] / took[fastest] - 1 for took in rounds if took[pick] and took[fastest]]
     assert found, "the pick never ran again"
     return max(statistics.median(found), 0.0)
 
 
-def _ratio(key: str, pick: str, rounds: list[dict[str, float | None]]) -> float:
+def _ratio(key: str, pick: str, rounds: list[Round]) -> float:
     ratios = [took[key] / took[pick] for took in rounds if took[key] and took[pick]]
     return statistics.median(ratios) if ratios else math.inf
+
+
+def finals(
+    given: dict[str, Any], plans: list[Any], expected_s: float, folder: Path, quick: bool
+) -> dict[str, Any]:
+    """The pick, which is the first of `plans`, beside the others: its regret, and every turn."""
+    keys = {plan.model_dump_json(): plan for plan in plans}
+    starts = [
+        list(in_turn(given, keys, expected_s, folder / "again" / str(start),
+                     1 if quick else _ROUNDS))
+        for start in range(1 if quick else _STARTS)
+    ]  # fmt: skip
+    return {
+        "regret": regret(plans[0].model_dump_json(), starts),
+        "again_s": [[[took[key] for took in rounds] for rounds in starts] for key in keys],
+    }
 
 
 def grid_measured(problem: Problem, folder: Path, most: int | None) -> list[Any]:
@@ -189,24 +210,41 @@ def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
     ran = sorted((t for t in trials if t.compared_s), key=lambda t: t.compared_s)
     pick = tuning.fastest
     assert pick is not None and tuning.step_time_s is not None
-    finalists = {t.plan.model_dump_json(): t.plan for t in (pick, *ran[:_AGAIN])}
-    rounds = list(in_turn(given, finalists, tuning.step_time_s, folder,
-                          _ROUNDS if most is None else 1))  # fmt: skip
+    plans = [pick.plan, *(trial.plan for trial in ran[:_AGAIN])]
+    found = finals(given, plans, tuning.step_time_s, folder, most is not None)
     return {
         "problem": problem.name,
         "configurations": len(trials),
         "strategies": len({trial.plan.strategy for trial in trials}),
         "failed": sum(trial.step_time_s is None for trial in trials),
-        "regret": regret(pick.plan.model_dump_json(), rounds),
+        **found,
         "any": statistics.fmean(t.compared_s for t in ran) / ran[0].compared_s - 1,
         "default": tuning.gain,
         "trials": len(tuning.trials),
         "share": tuning.took_s / sum(t.took_s for t in trials),
         "pick": pick.title,
-        "again_s": [[took[key] for took in rounds] for key in finalists],
         "tuning": tuning.model_dump(mode="json", exclude={"machine", "command", "settings"}),
         "grid": [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials],
     }
+
+
+def again(problem: Problem, row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A recorded row with its finalists measured anew; grid and tuning stay."""
+    from outpace.launch.tuning import Proposer
+    from outpace.records.plan import Plan
+    from outpace.records.settings import TrainSettings
+
+    given = problem.given(folder)
+    proposer = Proposer(TrainSettings.parse(given, "benchmark"),
+                        dict.fromkeys(given, "command line"))  # fmt: skip
+    plans = list(grid(problem, proposer.default.precision))
+    ran = [trial for trial in row["grid"] if trial["undisturbed_s"]]
+    ran.sort(key=lambda trial: trial["undisturbed_s"])
+    tuning = row["tuning"]
+    pick = Plan.parse(tuning["trials"][tuning["best"] - 1]["plan"], "recorded")
+    best = [plans[trial["number"] - 1] for trial in ran[:_AGAIN]]
+    found = finals(given, [pick, *best], tuning["step_time_s"], folder, False)
+    return {**row, **found, "finalists": circumstances()}
 
 
 def recorded() -> dict[str, dict[str, Any]]:
@@ -221,18 +259,23 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--problem", type=int, choices=range(1, len(PROBLEMS) + 1))
+    parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     asked = PROBLEMS[:1] if arguments.quick else PROBLEMS
     if arguments.problem is not None:
         asked = (PROBLEMS[arguments.problem - 1],)
     for problem in asked:
         with tempfile.TemporaryDirectory() as folder:
-            row = one(problem, Path(folder), 3 if arguments.quick else None)
+            if arguments.again:
+                row = again(problem, recorded()[problem.name], Path(folder))
+            else:
+                row = one(problem, Path(folder), 3 if arguments.quick else None)
         shown = {k: v for k, v in row.items() if k not in ("tuning", "grid", "again_s")}
         print(json.dumps(shown, indent=2), flush=True)
         if not arguments.quick:
             assert row["configurations"] >= LEAST and row["strategies"] >= 3
-            rows = {**recorded(), problem.name: {**row, **circumstances()}}
+            stand = {} if arguments.again else circumstances()
+            rows = {**recorded(), problem.name: {**row, **stand}}
             known = [rows[one.name] for one in PROBLEMS if one.name in rows]
             save("tune", {"rows": known, "problems": len(PROBLEMS)})
     return 0
