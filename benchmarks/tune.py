@@ -2,7 +2,7 @@
 
     python benchmarks/tune.py              # records results/tune.json; 150 minutes on 2 cores
     python benchmarks/tune.py --problem 3  # the third anew; the others stay as they are recorded
-    python benchmarks/tune.py --problem 3 --again  # of its record only the finalists anew
+    python benchmarks/tune.py --problem 3 --keep-grid  # its grid, too; on the machine it is of
     python benchmarks/tune.py --quick      # shows that it works, records nothing
 
 Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
@@ -181,70 +181,72 @@ def finals(
     }
 
 
-def grid_measured(problem: Problem, folder: Path, most: int | None) -> list[Any]:
-    """A trial of each of its plans."""
-    from outpace.experiment.tune import Chosen
+def proposals(problem: Problem, folder: Path) -> list[Any]:
+    """Of each of its plans."""
     from outpace.launch.tuning import Proposer
     from outpace.records.settings import TrainSettings
 
     given = problem.given(folder)
     proposer = Proposer(TrainSettings.parse(given, "benchmark"),
                         dict.fromkeys(given, "command line"))  # fmt: skip
-    plans = list(grid(problem, proposer.default.precision))[:most]
-    proposals = [proposer.proposal(plan) for plan in plans]
-    chosen = [Chosen("of the grid", proposal, proposal.step_time_s) for proposal in proposals]
-    return measured(given, chosen, folder / "grid")
+    plans = grid(problem, proposer.default.precision)
+    return [proposer.proposal(plan) for plan in plans]
 
 
-def one(problem: Problem, folder: Path, most: int | None) -> dict[str, Any]:
-    """A problem's row."""
+def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[dict[str, Any]]:
+    """A trial of each."""
+    from outpace.experiment.tune import Chosen
+
+    chosen = [Chosen("of the grid", one, one.step_time_s) for one in proposed]
+    trials = measured(problem.given(folder), chosen, folder / "grid")
+    return [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials]
+
+
+def tuned(problem: Problem, folder: Path) -> Any:
+    """What `outpace tune` comes to."""
     from outpace.records.tuning import Tuning
 
-    trials, given = grid_measured(problem, folder, most), problem.given(folder)
     config = folder / "tune.toml"
+    given = problem.given(folder)
     config.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in given.items()))
     out = folder / "tuning"
     subprocess.run([sys.executable, "-m", "outpace", "tune", "--config", str(config), "--out",
                     str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
-    tuning = Tuning.load(out / "tuning.json")
-    ran = sorted((t for t in trials if t.compared_s), key=lambda t: t.compared_s)
+    return Tuning.load(out / "tuning.json")
+
+
+def one(
+    problem: Problem, folder: Path, most: int | None, trials: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """A problem's row. `trials`: of the grid, where it was measured before."""
+    proposed = proposals(problem, folder)[:most]
+    trials = trials or grid_measured(problem, proposed, folder)
+    tuning = tuned(problem, folder)
+    times = {trial["number"]: _compared_s(trial) for trial in trials if _compared_s(trial)}
+    ran = sorted(times, key=lambda number: times[number])
     pick = tuning.fastest
     assert pick is not None and tuning.step_time_s is not None
-    plans = [pick.plan, *(trial.plan for trial in ran[:_AGAIN])]
-    found = finals(given, plans, tuning.step_time_s, folder, most is not None)
+    plans = [pick.plan, *(proposed[number - 1].plan for number in ran[:_AGAIN])]
+    found = finals(problem.given(folder), plans, tuning.step_time_s, folder, most is not None)
     return {
         "problem": problem.name,
         "configurations": len(trials),
-        "strategies": len({trial.plan.strategy for trial in trials}),
-        "failed": sum(trial.step_time_s is None for trial in trials),
+        "strategies": len({one.plan.strategy for one in proposed}),
+        "failed": len(trials) - len(ran),
         **found,
-        "any": statistics.fmean(t.compared_s for t in ran) / ran[0].compared_s - 1,
+        "any": statistics.fmean(times.values()) / times[ran[0]] - 1,
         "default": tuning.gain,
         "trials": len(tuning.trials),
-        "share": tuning.took_s / sum(t.took_s for t in trials),
+        "share": tuning.took_s / sum(trial["took_s"] for trial in trials),
         "pick": pick.title,
         "tuning": tuning.model_dump(mode="json", exclude={"machine", "command", "settings"}),
-        "grid": [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials],
+        "grid": trials,
     }
 
 
-def again(problem: Problem, row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A recorded row with its finalists measured anew; grid and tuning stay."""
-    from outpace.launch.tuning import Proposer
-    from outpace.records.plan import Plan
-    from outpace.records.settings import TrainSettings
-
-    given = problem.given(folder)
-    proposer = Proposer(TrainSettings.parse(given, "benchmark"),
-                        dict.fromkeys(given, "command line"))  # fmt: skip
-    plans = list(grid(problem, proposer.default.precision))
-    ran = [trial for trial in row["grid"] if trial["undisturbed_s"]]
-    ran.sort(key=lambda trial: trial["undisturbed_s"])
-    tuning = row["tuning"]
-    pick = Plan.parse(tuning["trials"][tuning["best"] - 1]["plan"], "recorded")
-    best = [plans[trial["number"] - 1] for trial in ran[:_AGAIN]]
-    found = finals(given, [pick, *best], tuning["step_time_s"], folder, False)
-    return {**row, **found, "finalists": circumstances()}
+def _compared_s(trial: dict[str, Any]) -> float | None:
+    found: float | None = trial["undisturbed_s"] or trial["step_time_s"]
+    return found
 
 
 def recorded() -> dict[str, dict[str, Any]]:
@@ -259,23 +261,20 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--problem", type=int, choices=range(1, len(PROBLEMS) + 1))
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--keep-grid", action="store_true")
     arguments = parser.parse_args()
     asked = PROBLEMS[:1] if arguments.quick else PROBLEMS
     if arguments.problem is not None:
         asked = (PROBLEMS[arguments.problem - 1],)
     for problem in asked:
         with tempfile.TemporaryDirectory() as folder:
-            if arguments.again:
-                row = again(problem, recorded()[problem.name], Path(folder))
-            else:
-                row = one(problem, Path(folder), 3 if arguments.quick else None)
+            trials = recorded()[problem.name]["grid"] if arguments.keep_grid else None
+            row = one(problem, Path(folder), 3 if arguments.quick else None, trials)
         shown = {k: v for k, v in row.items() if k not in ("tuning", "grid", "again_s")}
         print(json.dumps(shown, indent=2), flush=True)
         if not arguments.quick:
             assert row["configurations"] >= LEAST and row["strategies"] >= 3
-            stand = {} if arguments.again else circumstances()
-            rows = {**recorded(), problem.name: {**row, **stand}}
+            rows = {**recorded(), problem.name: {**row, **circumstances()}}
             known = [rows[one.name] for one in PROBLEMS if one.name in rows]
             save("tune", {"rows": known, "problems": len(PROBLEMS)})
     return 0
