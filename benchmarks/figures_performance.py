@@ -16,7 +16,8 @@ def heat_title(heat: dict[str, Any]) -> str:
     """A case, its processes, and what it is trained with."""
     count = heat["processes"]
     processes = "1 process" if count == 1 else f"{count} processes"
-    return f"({heat['case']}) {heat['title']}, {processes}{_WITH[heat['kind']]}"
+    what = f"({heat['case']}) {heat['title']}, {processes}{_WITH[heat['kind']]}"
+    return f"{what}, {heat['precision']}"
 
 
 def ran(heat: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -109,7 +109,7 @@ def write_data(shape: Shape, folder: Path) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps(shape.config))
     (folder / "case.json").write_text(json.dumps({
         "architecture": "AutoModelForCausalLM", "batch": shape.batch, "seq_len": shape.seq_len,
-        "lr": 3e-4, "betas": (0.9, 0.95), "clip": 1.0,
+        "lr": 3e-4, "betas": (0.9, 0.95), "clip": 1.0, "precision": "bf16",
     }))  # fmt: skip
     return folder / "tokens.bin"
 

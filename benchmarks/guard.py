@@ -68,7 +68,8 @@ def main() -> int:
         heat = race.Heat(case, 1)
         if arguments.case not in (None, name) or heat.name not in known:
             continue
-        row = race.run(heat, arguments.folder, COUNTED, ROUNDS, plain, _this_python)
+        row = race.run(heat, arguments.folder, known[heat.name]["precision"], COUNTED, ROUNDS,
+                       plain, _this_python)  # fmt: skip
         now = ratios(row)
         kept, words = judged(now, ratios(known[heat.name]))
         lost += not kept

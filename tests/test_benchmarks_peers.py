@@ -24,7 +24,8 @@ def test_outpace_and_a_plain_loop_train_the_same(tmp_path):
     plain = next(peer for peer in entrants.PEERS[""] if peer.name == "plain loop")
     broken = dataclasses.replace(plain, name="broken", flags=("no-such-flag",))
     found = race.run(
-        race.Heat(cases.TINY["tiny"], 1), tmp_path, counted=2, rounds=1, peers=(plain, broken),
+        race.Heat(cases.TINY["tiny"], 1), tmp_path, "bf16", counted=2, rounds=1,
+        peers=(plain, broken),
         python_of=lambda name, folder: Path(sys.executable),  # which has what these need
     )  # fmt: skip
     ours, theirs = found["entrants"]["outpace"], found["entrants"]["plain loop"]
@@ -63,8 +64,8 @@ def test_the_tables_say_what_was_reached(monkeypatch):
         "outpace": one(120.0, first_step_s=3.0), "plain loop": one(100.0), "Trainer": one(80.0),
         "wrong": one(500.0, same_losses=False), "broken": {"failure": "no"},
     }  # fmt: skip
-    heat = {"case": "a", "title": "small", "processes": 1, "kind": "", "entrants": entrants,
-            "cannot": {"Lightning": "refuses"}, "model_flops": 60.0,
+    heat = {"case": "a", "title": "small", "processes": 1, "kind": "", "precision": "bf16",
+            "entrants": entrants, "cannot": {"Lightning": "refuses"}, "model_flops": 60.0,
             "best_product_flops_per_s": 100.0, **stand}  # fmt: skip
     result = {"heats": {"a-1": heat}}
     assert beside(heat, "tokens_per_s") == pytest.approx(1.2)

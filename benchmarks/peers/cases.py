@@ -92,7 +92,8 @@ def write(case: Case, folder: Path, steps: int, precision: str) -> None:
                 "precision": precision}  # fmt: skip
     _write_batches(settings, case, folder, steps)
     document = {"settings": settings, "architecture": case.architecture, "batch": case.batch,
-                "seq_len": case.seq_len, "lr": LR, "betas": BETAS, "clip": CLIP}  # fmt: skip
+                "precision": precision, "seq_len": case.seq_len, "lr": LR, "betas": BETAS,
+                "clip": CLIP}  # fmt: skip
     (folder / "case.json").write_text(json.dumps(document, indent=1))
 
 

@@ -10,7 +10,7 @@ each step's line was there is seen from outside, in the same way for all, and so
 its processes (of the largest; workers of a compiler and launchers are smaller). Tokens/s are those
 of the median step after warm-up; peers that do not compute the plain loop's losses are not counted.
 What is recorded is kept; --anew begins from nothing. Before each case the best matrix product is
-measured. The whole takes about WHOLE minutes on 2 cores.
+measured; the precision is what the machine multiplies faster in, bf16 or fp32.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ WARMUP, COUNTED, ROUNDS = 3, 15, 2  # steps of each run; 30 are counted in two r
 LIMIT_S = 900.0
 # Beside the plain loop's losses: bf16's rounding differs from one order of products to another.
 FIRST_LOSS, LATER_LOSS = 0.005, 0.03
-PRECISION = "bf16"
+PRECISIONS = ("bf16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def heats() -> list[Heat]:
 def run(
     heat: Heat,
     folder: Path,
+    precision: str,
     counted: int,
     rounds: int,
     peers: Sequence[entrants.Peer] | None = None,
@@ -74,8 +75,8 @@ def run(
 ) -> dict[str, Any]:
     """outpace and `peers` (None: all) in turn; what each took."""
     steps = WARMUP + counted
-    place = folder / "cases" / f"{heat.case.name}-{steps}"
-    cases.write(heat.case, place, steps, PRECISION)
+    place = folder / "cases" / f"{heat.case.name}-{precision}-{steps}"
+    cases.write(heat.case, place, steps, precision)
     asked = entrants.PEERS[heat.kind] if peers is None else peers
     commands, flops = _commands(heat, folder, place, steps, asked, python_of), 0.0
     chance = random.Random(heat.name)
@@ -89,7 +90,7 @@ def run(
             flops = flops or _flops(folder / "run" / "metrics.jsonl")
             print(f"{heat.name}, round {number + 1}: {name}: {_told(seen)}", file=sys.stderr,
                   flush=True)  # fmt: skip
-    return {**judged(heat, found), "model_flops": flops}
+    return {**judged(heat, found), "precision": precision, "model_flops": flops}
 
 
 def _flops(metrics: Path) -> float:
@@ -100,14 +101,19 @@ def _flops(metrics: Path) -> float:
     return float(step["model_flops_per_s"] * step["step_time_s"])
 
 
-def best_product_flops_per_s(folder: Path) -> float | None:
-    """The machine's best matrix product in this precision (MAMF), as `outpace probe` finds it."""
+def best_products_flops_per_s(folder: Path) -> dict[str, float]:
+    """The machine's best matrix product by precision (MAMF), as `outpace probe` finds it."""
     out = folder / "machine.json"
     subprocess.run([sys.executable, "-m", "outpace", "probe", "matmul", "--quick", "--out",
                     str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
     probed = Machine.load(out).probed
-    best = None if probed is None else probed.best_rate(PRECISION)
-    return None if best is None else best.value
+    best = {} if probed is None else {one: probed.best_rate(one) for one in PRECISIONS}
+    return {precision: rate.value for precision, rate in best.items() if rate is not None}
+
+
+def faster_precision(best: Mapping[str, float]) -> str:
+    """The one that the machine multiplies faster in."""
+    return max(PRECISIONS, key=lambda one: best.get(one, 0.0))
 
 
 def _commands(
@@ -228,25 +234,30 @@ def main() -> None:
     parser.add_argument("--case", choices=cases.CASES)
     parser.add_argument("--processes", type=int, choices=(1, 2))
     parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
+    parser.add_argument("--precision", choices=PRECISIONS, help="else what is faster here")
     parser.add_argument("--anew", action="store_true", help="heats that are recorded, too")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     if arguments.quick:
         heat = Heat(cases.TINY["tiny"], arguments.processes or 1, arguments.kind or "")
-        print(json.dumps(run(heat, arguments.folder, 2, 1), indent=1))
+        print(
+            json.dumps(run(heat, arguments.folder, arguments.precision or "fp32", 2, 1), indent=1)
+        )
         return
     named = any((arguments.case, arguments.processes, arguments.kind))
     done = recorded(arguments.anew)
     for heat in heats():
         if not _is_wanted(heat, arguments) or (heat.name in done and not named):
             continue
-        row = run(heat, arguments.folder, COUNTED, ROUNDS)
+        best = best_products_flops_per_s(arguments.folder)
+        precision = arguments.precision or faster_precision(best)
+        row = run(heat, arguments.folder, precision, COUNTED, ROUNDS)
         interpreters = arguments.folder / "environments"
         row["environments"] = {
             name: environments.versions(environments.python_of(name, interpreters))
             for name in {peer.environment for peer in entrants.PEERS[heat.kind]}
         }
-        row["best_product_flops_per_s"] = best_product_flops_per_s(arguments.folder)
+        row["best_product_flops_per_s"] = best.get(precision)
         done[heat.name] = {**row, **circumstances()}
         save("peers", {"heats": done, "warmup": WARMUP, "counted": COUNTED, "rounds": ROUNDS})
 

@@ -9,7 +9,7 @@ def main() -> None:
     """Train by `case`."""
     case, flags = asked("compile")
     more = {"dynamo_backend": "inductor"} if flags.compile else {}
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True, **more)
+    accelerator = Accelerator(mixed_precision="bf16" if case.bf16 else "no", cpu=True, **more)
     model = case.model()
     optimizer = case.optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)

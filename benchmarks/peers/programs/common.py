@@ -32,6 +32,7 @@ class Case:
         self.lr: float = document["lr"]
         self.betas: tuple[float, float] = tuple(document["betas"])
         self.clip: float = document["clip"]
+        self.bf16: bool = document["precision"] == "bf16"  # else fp32
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.share = self.batch // self.world_size

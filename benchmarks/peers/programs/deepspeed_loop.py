@@ -14,7 +14,7 @@ def main() -> None:
         zero |= {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     settings = {
         "train_batch_size": case.batch, "train_micro_batch_size_per_gpu": case.share,
-        "bf16": {"enabled": True}, "gradient_clipping": case.clip, "zero_optimization": zero,
+        "bf16": {"enabled": case.bf16}, "gradient_clipping": case.clip, "zero_optimization": zero,
         "steps_per_print": 10**9, "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True, "communication_data_type": "fp32",
     }  # fmt: skip

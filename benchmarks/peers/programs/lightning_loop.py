@@ -41,7 +41,8 @@ def main() -> None:
         module.model.compile()
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(
-            accelerator="cpu", devices=case.world_size, precision="bf16-mixed",
+            accelerator="cpu", devices=case.world_size,
+            precision="bf16-mixed" if case.bf16 else "32-true",
             strategy="ddp" if case.world_size > 1 else "auto", max_steps=case.steps,
             gradient_clip_val=case.clip, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,

@@ -14,7 +14,9 @@ def wrapped(case: Case, model: torch.nn.Module, zero3: bool, offload: bool) -> t
         return model
     if not zero3:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    policy = {}
+    if case.bf16:
+        policy["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
@@ -35,7 +37,7 @@ def main() -> None:
     optimizer = case.optimizer(trained)
     for batch in DataLoader(case.data(), batch_size=case.share, sampler=case.order()):
         batch = {name: part.to(case.device, non_blocking=True) for name, part in batch.items()}
-        with torch.autocast(case.device, dtype=torch.bfloat16, enabled=not flags.zero3):
+        with torch.autocast(case.device, torch.bfloat16, case.bf16 and not flags.zero3):
             loss = trained(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained.parameters(), case.clip)

@@ -33,7 +33,7 @@ def main() -> None:
             output_dir=folder, max_steps=case.steps, per_device_train_batch_size=case.share,
             learning_rate=case.lr, lr_scheduler_type="constant", weight_decay=0.0,
             adam_beta1=case.betas[0], adam_beta2=case.betas[1], max_grad_norm=case.clip,
-            optim="adamw_torch_fused", bf16=True, use_cpu=case.device == "cpu",
+            optim="adamw_torch_fused", bf16=case.bf16, use_cpu=case.device == "cpu",
             torch_compile=flags.compile, logging_strategy="no", save_strategy="no",
             report_to=[], disable_tqdm=True, remove_unused_columns=False,
             ddp_find_unused_parameters=False,
