@@ -1,5 +1,6 @@
 """`outpace runs`."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +147,7 @@ def repeated(record: RunRecord) -> str:
 
 def _of_starting(command: Sequence[str]) -> Iterator[str]:
     """Where ranks ran, and what keeps them going: no settings, but words of the command."""
-    for word, following in zip(command, (*command[1:], ""), strict=True):
+    for word, following in itertools.pairwise((*command, "")):
         name, equals, _ = word.partition("=")
         if name in options.OF_STARTING:
             yield from (word,) if equals else (word, following)

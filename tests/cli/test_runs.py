@@ -92,7 +92,7 @@ def test_a_list_keeps_its_figures_whole_at_any_width(width, home, monkeypatch, c
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert "2026-03-01 10:00" in shown and "6/6" in shown
     if width >= 120:
-        assert re.search(r"\d MiB", shown) and "Not shown" not in shown
+        assert re.search(r"\d [MG]iB", shown) and "Not shown" not in shown
     else:
         assert "Not shown for want of width" in shown and "memory" in shown
 
@@ -287,3 +287,9 @@ def test_mistakes_are_said(words, said, home, monkeypatch, capsys):
     assert main(["runs", *words]) == 2
     output = capsys.readouterr()
     assert said in output.err and not output.out
+
+
+def test_a_run_whose_command_is_not_known_is_shown_by_its_settings(run, tmp_path, capsys):
+    edited(run, tmp_path / "r", command=[])
+    assert main(["runs", "show", str(tmp_path / "r")]) == 0
+    assert "Again: outpace train --" in capsys.readouterr().out

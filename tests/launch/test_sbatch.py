@@ -18,8 +18,9 @@ from outpace.records.errors import BadInputError
 PROGRAMS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": 'case "$1" in show) printf "host1\\nhost2\\n" ;; esac',
-    "scancel": 'kill -TERM "$(cat training)"',
-    "outpace": 'echo $$ >training; trap "exit $ENDS" TERM; '
+    # By the time it is back, what it told to end has.
+    "scancel": 'kill -TERM "$(cat training)"; sleep 0.3',
+    "outpace": 'trap "exit $ENDS" TERM; echo $$ >training; '
     "for at in $(seq $STEPS); do sleep 0.1; done; exit $CODE",
 }
 
@@ -81,7 +82,6 @@ def test_near_its_limit_it_saves_and_is_put_back(cluster: Path, ends: int) -> No
     process = started(cluster, text, 100, ends=ends)
     while not (cluster / "training").exists() or not (cluster / "training").read_text():
         time.sleep(0.02)
-    time.sleep(0.2)  # until its trap is set
     process.send_signal(signal.SIGUSR1)
     code, calls = ended(process, cluster)
     assert code == ends
@@ -99,7 +99,6 @@ def test_what_twice_saves_nothing_within_its_time_is_not_put_back(cluster: Path)
         process = started(cluster, text, 100)
         while not (cluster / "training").exists() or not (cluster / "training").read_text():
             time.sleep(0.02)
-        time.sleep(0.2)  # until its trap is set
         if number == 3:
             (checkpoints / "step-5").mkdir(parents=True)
             (checkpoints / "step-5" / "complete.json").touch()
