@@ -1,6 +1,6 @@
 """`outpace tune` against whole grids: what its few trials miss of what many would have found.
 
-    python benchmarks/tune.py              # records results/tune.json; 150 minutes on 2 cores
+    python benchmarks/tune.py              # records results/tune.json; 3 hours on 2 cores
     python benchmarks/tune.py --problem 3  # the third anew; the others stay as they are recorded
     python benchmarks/tune.py --problem 3 --keep-grid  # its grid, too; on the machine it is of
     python benchmarks/tune.py --quick      # shows that it works, records nothing
@@ -193,13 +193,22 @@ def proposals(problem: Problem, folder: Path) -> list[Any]:
     return [proposer.proposal(plan) for plan in plans]
 
 
-def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[dict[str, Any]]:
+def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[Any]:
     """A trial of each."""
     from outpace.experiment.tune import Chosen
 
     chosen = [Chosen("of the grid", one, one.step_time_s) for one in proposed]
-    trials = measured(problem.given(folder), chosen, folder / "grid")
-    return [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials]
+    return measured(problem.given(folder), chosen, folder / "grid")
+
+
+def grid_kept(rows: list[dict[str, Any]], proposed: list[Any]) -> list[Any]:
+    """The same trials, as they were recorded: without plans and runs."""
+    from outpace.records.tuning import Trial
+
+    return [
+        Trial.parse({**row, "plan": proposal.plan.model_dump(mode="json"), "run": ""}, "tune.json")
+        for row, proposal in zip(rows, proposed, strict=True)
+    ]
 
 
 def tuned(problem: Problem, folder: Path) -> Any:
@@ -216,13 +225,13 @@ def tuned(problem: Problem, folder: Path) -> Any:
 
 
 def one(
-    problem: Problem, folder: Path, most: int | None, trials: list[dict[str, Any]] | None
+    problem: Problem, folder: Path, most: int | None, kept: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """A problem's row. `trials`: of the grid, where it was measured before."""
+    """A problem's row. `kept`: trials of the grid, where it was measured before."""
     proposed = proposals(problem, folder)[:most]
-    trials = trials or grid_measured(problem, proposed, folder)
+    trials = grid_kept(kept, proposed) if kept else grid_measured(problem, proposed, folder)
     tuning = tuned(problem, folder)
-    times = {trial["number"]: _compared_s(trial) for trial in trials if _compared_s(trial)}
+    times = {trial.number: trial.compared_s for trial in trials if trial.compared_s}
     ran = sorted(times, key=lambda number: times[number])
     pick = tuning.fastest
     assert pick is not None and tuning.step_time_s is not None
@@ -237,16 +246,11 @@ def one(
         "any": statistics.fmean(times.values()) / times[ran[0]] - 1,
         "default": tuning.gain,
         "trials": len(tuning.trials),
-        "share": tuning.took_s / sum(trial["took_s"] for trial in trials),
+        "share": tuning.took_s / sum(trial.took_s for trial in trials),
         "pick": pick.title,
         "tuning": tuning.model_dump(mode="json", exclude={"machine", "command", "settings"}),
-        "grid": trials,
+        "grid": [trial.model_dump(mode="json", exclude={"plan", "run"}) for trial in trials],
     }
-
-
-def _compared_s(trial: dict[str, Any]) -> float | None:
-    found: float | None = trial["undisturbed_s"] or trial["step_time_s"]
-    return found
 
 
 def recorded() -> dict[str, dict[str, Any]]:
@@ -266,6 +270,11 @@ def main() -> int:
     asked = PROBLEMS[:1] if arguments.quick else PROBLEMS
     if arguments.problem is not None:
         asked = (PROBLEMS[arguments.problem - 1],)
+    unknown = [one.name for one in asked if one.name not in recorded()]
+    if arguments.keep_grid and (arguments.quick or unknown):
+        parser.error("--keep-grid is for whole problems that are recorded, and "
+                     f"{'--quick measures a part' if arguments.quick else f'{unknown} are not'}: "
+                     "measure without it")  # fmt: skip
     for problem in asked:
         with tempfile.TemporaryDirectory() as folder:
             trials = recorded()[problem.name]["grid"] if arguments.keep_grid else None
