@@ -16,6 +16,7 @@ def _found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
 
 
+@pytest.mark.slow
 def test_outpace_and_a_plain_loop_train_the_same(tmp_path):
     import cases
     import entrants

@@ -45,6 +45,7 @@ def test_every_curve_can_be_measured():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_gpu_runs_without_one_on_small_shapes(tmp_path):
     from figures_performance import gpu
     from gpu import SMALL, all_rows

@@ -203,7 +203,11 @@ def test_predictions_are_nearer_with_every_trial(proposer):
     assert off[0] == pytest.approx(2 / 3, abs=0.01) and max(off[2:]) < 0.1
 
 
-def test_the_last_trials_run_in_turn(proposer):
+@pytest.mark.parametrize(
+    ("count", "raced"),
+    [(5, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 0), (4, 0), (8, 3)))],
+)
+def test_the_last_trials_run_in_turn(proposer, count, raced):
     """The fastest, what is close to it, and the default where there is room."""
 
     def took(proposal):  # others may always win, and never do
@@ -211,12 +215,10 @@ def test_the_last_trials_run_in_turn(proposer):
         return 1.0 - 1e-3 * len(set(map(str, made)))
 
     made = []
-    trials = play(proposer, runner(took), Limits(trials=8, within=-9.0)).trials
-    assert [trial.raced for trial in trials] == [False] * 5 + [True] * 3
-    assert {str(one.plan) for one in trials[5:]} == {str(one.plan) for one in trials[2:5]}
-    for count, raced in ((3, 0), (4, 0), (5, 2)):
-        trials = play(proposer, runner(took), Limits(trials=count, within=-9.0)).trials
-        assert [trial.raced for trial in trials] == [False] * (count - raced) + [True] * raced
+    trials = play(proposer, runner(took), Limits(trials=count, within=-9.0)).trials
+    alone, last = trials[: count - raced], trials[count - raced :]
+    assert not any(trial.raced for trial in alone) and all(trial.raced for trial in last)
+    assert {str(one.plan) for one in last} == {str(one.plan) for one in alone[len(alone) - raced :]}
 
 
 @pytest.mark.slow
