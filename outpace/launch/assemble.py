@@ -125,7 +125,7 @@ def assemble(
     objective = build_objective(job.materials, settings, plan, mixed, device)
     parameters, trained = parameter_counts(objective.model)
     record = run_record(job, origins, command, threads, parameters)
-    record = job.groups.once(lambda: claim(job, record))
+    record = job.groups.once(lambda: claim(job, record, stack))
     stack.push(lambda kind, *_: _discard_unbegun(job) if kind is not None else None)
     guard.tidy = partial(_tidy, job)
     if not settings.measure_only:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_count, show_seconds
 from outpace.train.accounting import OPENING_STEPS
+from outpace.train.callbacks import tell
 from outpace.train.checkpoint import clear_partial
+from outpace.train.held import held
 from outpace.train.precision import shape_hints
 from outpace.train.run_dir import RUN_FILE, RunDir
 from outpace.train.schedule import warmup_steps
@@ -27,16 +30,26 @@ from outpace.train.schedule import warmup_steps
 _TOY_PARAMETERS = 1_000_000
 
 
-def claim(job: Job, record: RunRecord) -> RunRecord:
+def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     """On rank 0: make the directory this run's, or see that it can be taken up again.
 
-    Returns the run's record. That of a resumed run is not written yet: more may stand against it.
-    Its command, and who gave what, stay those of its start, as that is what repeats it.
+    Until `stack` is closed no other training can. Returns the run's record. That of a resumed run
+    is not written yet: more may stand against it. Its command, and who gave what, stay those of its
+    start, as that is what repeats it.
     """
     if not job.settings.resume:
         job.run_dir.require_free()
         job.run_dir.begin(record)
+        stack.enter_context(held(job.run_dir.path, 0.0))
         return record
+    job.run_dir.require_run()
+    # Within this limit ranks notice that others are gone, as those before a restart may have to.
+    stack.enter_context(
+        held(
+            job.run_dir.path, job.settings.comm_timeout_s,
+            lambda sentence: tell(job.callbacks, "on_hint", sentence),
+        )
+    )  # fmt: skip
     earlier = job.run_dir.require_run()
     _require_same_materials(earlier, record, job.run_dir)
     _require_same_weights(earlier.plan, record.plan, job.run_dir)

@@ -63,6 +63,15 @@ def wait_for_step(run: Path, step: int, process) -> None:
     raise AssertionError(f"no step {step} within two minutes")
 
 
+def wait_for_more(run: Path, process) -> None:
+    """Until a run that begins anew has cut what was logged before, and does steps."""
+    before = len(losses(run))
+    while len(losses(run)) >= before:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    wait_for_step(run, 3, process)
+
+
 def test_two_ranks_train_as_one_and_a_resume_on_one_goes_on(tmp_path, command):
     one = do(command(tmp_path / "one", "--steps=6"))
     assert one.returncode == 0, one.stderr
@@ -128,6 +137,29 @@ def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_that_is_trained_is_not_gone_on_with_until_that_has_ended(tmp_path, command):
+    """Two queued jobs with one --out: the second would write over the first's files."""
+    first = start(command(tmp_path / "run", "--steps=5000"))
+    wait_for_step(tmp_path / "run", 3, first)
+    again = command(tmp_path / "run", "--steps=5000", "--auto-resume", "--comm-timeout-s=1")
+    refused = do(again)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"is being trained in by another process (process {first.pid} on " in refused.stderr
+    assert first.poll() is None
+    second = start(command(tmp_path / "run", "--steps=5000", "--auto-resume"))
+    while "waiting for 300 s for it to end" not in (line := second.stderr.readline()):
+        assert line, second.communicate()
+    first.kill()
+    first.communicate()
+    wait_for_more(tmp_path / "run", second)
+    second.send_signal(signal.SIGTERM)
+    _, errors = second.communicate(timeout=120)
+    assert second.returncode == 75, errors
+    steps = list(losses(tmp_path / "run"))
+    assert steps == list(range(1, len(steps) + 1))
+    assert not list((tmp_path / "run").glob(".outpace-*"))
 
 
 SLOW = """
