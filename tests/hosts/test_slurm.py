@@ -162,6 +162,9 @@ def goes_on(slurm, name, job):
     slurm.until(lambda: slurm.state(job) == "PENDING" and slurm.steps(name), job, "put back")
     folder = slurm.folder / "runs" / name / "checkpoints"
     saved = max(int(path.name.partition("-")[2]) for path in folder.glob("step-*"))
+    # Rather than after two minutes; but not in the second of its end, for which slurmd takes
+    # whatever it is told of the job to be revoked.
+    time.sleep(3)
     slurm("scontrol", "update", f"jobid={job}", "starttime=now")
     slurm.until(lambda: slurm.state(job) == "RUNNING", job, "begun again")
     slurm.until(lambda: slurm.steps(name)[-1] > saved + 3, job, "gone on")
