@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py               # records results/faults.json; an hour on 2 cores
     python benchmarks/faults.py --part kills  # this part anew; the others stay as they are recorded
+    python benchmarks/faults.py --part tests --failed  # what failed of it anew
     python benchmarks/faults.py --quick       # shows that it works, records nothing
 
 `kills`: ranks are ended by SIGKILL at random steps, five times in a run: while they start, compute,
@@ -51,6 +52,7 @@ KILLS, SAVES, DAMAGES = 200, 50, 20
 TESTS = ("tests/hosts/test_faults.py", "tests/hosts/test_hosts.py", "tests/hosts/test_slurm.py",
          "tests/launch/test_faults.py", "tests/launch/test_local.py", "tests/launch/test_oom.py",
          "tests/launch/test_processes.py", "tests/launch/test_shared.py")  # fmt: skip
+FINE = ("passed", "skipped")
 _LIMIT_S = 400
 
 
@@ -272,31 +274,34 @@ def _damaged(folder: Path, draw: random.Random, alone: Outcome) -> dict[str, Any
             "same": done.returncode == 0 and outcome(folder / "run") == alone}  # fmt: skip
 
 
-def tested(folder: Path) -> dict[str, Any]:
-    """What came of each fault that is a test."""
+def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
+    """What came of each fault that is a test; of `known` ones only those that failed, anew."""
     path = folder / "tests.xml"
+    rows = {} if known is None else {row["fault"]: row for row in known["rows"]}
+    failed = {name.partition("[")[0] for name, row in rows.items() if row["came"] not in FINE}
+    chosen = ["-k", " or ".join(sorted(failed))] if failed else []
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", f"--junitxml={path}",
-         *TESTS], cwd=ROOT, check=False,
+         *chosen, *TESTS], cwd=ROOT, check=False,
     )  # fmt: skip
-    rows = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         bad = {child.tag for child in case} & {"failure", "error", "skipped"}
-        rows.append({"fault": case.get("name"), "came": next(iter(bad), "passed"),
-                     "seconds": float(case.get("time", 0))})  # fmt: skip
-    return {"tests": len(rows), "passed": sum(row["came"] == "passed" for row in rows),
-            "rows": rows}  # fmt: skip
+        name = str(case.get("name"))
+        rows[name] = {"fault": name, "came": next(iter(bad), "passed"),
+                      "seconds": float(case.get("time", 0)), "again": name in rows}  # fmt: skip
+    return {"tests": len(rows), "passed": sum(row["came"] == "passed" for row in rows.values()),
+            "rows": list(rows.values())}  # fmt: skip
 
 
-def part(name: str, folder: Path, quick: bool) -> dict[str, Any]:
-    """One part's row."""
+def part(name: str, folder: Path, quick: bool, known: dict[str, Any] | None) -> dict[str, Any]:
+    """One part's row; of tests that are `known`, those that failed anew."""
     if name == "kills":
         return killed(MOMENTS, 2 * KILLS_IN_A_RUN if quick else KILLS, folder, 1)
     if name == "saves":
         return killed(("saves",), KILLS_IN_A_RUN if quick else SAVES, folder, 2)
     if name == "damage":
         return damaged(2 if quick else DAMAGES, folder)
-    return tested(folder)
+    return tested(folder, known)
 
 
 PARTS = ("kills", "saves", "damage", "tests")
@@ -307,16 +312,20 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--failed", action="store_true", help="of --part tests what failed, anew")
     arguments = parser.parse_args()
+    recorded = RESULTS / "faults.json"
+    known = json.loads(recorded.read_text())["parts"] if recorded.is_file() else {}
+    if arguments.failed and (arguments.part != "tests" or "tests" not in known):
+        parser.error("--failed is for --part tests, where it is recorded")
     for name in PARTS if arguments.part is None else (arguments.part,):
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            row = {"part": name, **part(name, Path(folder), arguments.quick)}
+            before = known["tests"] if arguments.failed else None
+            row = {"part": name, **part(name, Path(folder), arguments.quick, before)}
         row["took_s"] = round(time.monotonic() - began_s)
         print(json.dumps({k: v for k, v in row.items() if k != "rows"}, indent=2), flush=True)
         if not arguments.quick:
-            path = RESULTS / "faults.json"
-            known = json.loads(path.read_text())["parts"] if path.is_file() else {}
             known[name] = {**row, **circumstances()}
             save("faults", {"parts": {each: known[each] for each in PARTS if each in known}})
     return 0

@@ -106,8 +106,8 @@ class Cluster:
     def behind_a_firewall(self, name: str) -> Iterator[None]:
         """A host reaches no port of the first host; ssh, which has come to it, goes on."""
         host = next(one for one in self.hosts if one.name == name)
-        rule = ("to", self.hosts[0].address, "ipproto", "tcp", "sport", "1024-65535",
-                "dport", "1024-65535", "blackhole")  # fmt: skip
+        rule = ("to", self.hosts[0].address, "ipproto", "tcp", "sport", "1024-65534",
+                "dport", "1024-65534", "blackhole")  # fmt: skip
         do("ip", "-n", host.space, "rule", "add", *rule)
         try:
             yield
