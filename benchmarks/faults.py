@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py               # records results/faults.json; an hour on 2 cores
     python benchmarks/faults.py --part kills  # this part anew; the others stay as they are recorded
-    python benchmarks/faults.py --part tests --failed  # what failed of it anew
+    python benchmarks/faults.py --part tests --failed  # what did not pass of it
     python benchmarks/faults.py --quick       # shows that it works, records nothing
 
 `kills`: ranks are ended by SIGKILL at random steps, five times in a run: while they start, compute,
@@ -52,7 +52,6 @@ KILLS, SAVES, DAMAGES = 200, 50, 20
 TESTS = ("tests/hosts/test_faults.py", "tests/hosts/test_hosts.py", "tests/hosts/test_slurm.py",
          "tests/launch/test_faults.py", "tests/launch/test_local.py", "tests/launch/test_oom.py",
          "tests/launch/test_processes.py", "tests/launch/test_shared.py")  # fmt: skip
-FINE = ("passed", "skipped")
 _LIMIT_S = 400
 
 
@@ -275,10 +274,10 @@ def _damaged(folder: Path, draw: random.Random, alone: Outcome) -> dict[str, Any
 
 
 def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
-    """What came of each fault that is a test; of `known` ones only those that failed, anew."""
+    """What came of each fault that is a test; of `known` ones only those that did not pass, anew."""
     path = folder / "tests.xml"
     rows = {} if known is None else {row["fault"]: row for row in known["rows"]}
-    failed = {name.partition("[")[0] for name, row in rows.items() if row["came"] not in FINE}
+    failed = {name.partition("[")[0] for name, row in rows.items() if row["came"] != "passed"}
     chosen = ["-k", " or ".join(sorted(failed))] if failed else []
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", f"--junitxml={path}",
@@ -294,7 +293,7 @@ def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def part(name: str, folder: Path, quick: bool, known: dict[str, Any] | None) -> dict[str, Any]:
-    """One part's row; of tests that are `known`, those that failed anew."""
+    """One part's row; of tests that are `known`, those that did not pass anew."""
     if name == "kills":
         return killed(MOMENTS, 2 * KILLS_IN_A_RUN if quick else KILLS, folder, 1)
     if name == "saves":
@@ -312,7 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--failed", action="store_true", help="of --part tests what failed, anew")
+    parser.add_argument("--failed", action="store_true", help="of --part tests what did not pass, anew")
     arguments = parser.parse_args()
     recorded = RESULTS / "faults.json"
     known = json.loads(recorded.read_text())["parts"] if recorded.is_file() else {}

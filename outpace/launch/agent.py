@@ -86,6 +86,8 @@ def run(work: Work) -> NoReturn:
     ended = local.Ended({}, [], [])
     try:
         ended = local.run_ranks(work.slots, list(work.command), meeting=meeting)
+    except local.WorkerError as found:  # told to end before its ranks were there
+        error, ended = str(found), local.Ended({}, [], [found.exit_code - 128])
     except OutpaceError as found:
         error = str(found)
     except RendezvousConnectionError as found:
