@@ -274,7 +274,7 @@ def _damaged(folder: Path, draw: random.Random, alone: Outcome) -> dict[str, Any
 
 
 def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
-    """What came of each fault that is a test; of `known` ones only those that did not pass, anew."""
+    """What came of each fault that is a test; of `known` ones those that did not pass, anew."""
     path = folder / "tests.xml"
     rows = {} if known is None else {row["fault"]: row for row in known["rows"]}
     failed = {name.partition("[")[0] for name, row in rows.items() if row["came"] != "passed"}
@@ -311,7 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=PARTS)
-    parser.add_argument("--failed", action="store_true", help="of --part tests what did not pass, anew")
+    parser.add_argument("--failed", action="store_true", help="of --part tests what did not pass")
     arguments = parser.parse_args()
     recorded = RESULTS / "faults.json"
     known = json.loads(recorded.read_text())["parts"] if recorded.is_file() else {}
