@@ -169,7 +169,7 @@ def goes_on(slurm, name, job):
     slurm.until(lambda: slurm.state(job) == "RUNNING", job, "begun again")
     slurm.until(lambda: slurm.steps(name)[-1] > saved + 3, job, "gone on")
     assert slurm.steps(name) == list(range(1, slurm.steps(name)[-1] + 1))
-    assert f"from step {saved}" in (slurm.folder / f"{name}-{job}.log").read_text()
+    assert f"from step {saved:,}" in (slurm.folder / f"{name}-{job}.log").read_text()
     slurm("scancel", job)
     slurm.until(lambda: slurm.state(job) == "CANCELLED", job, "cancelled")
     time.sleep(5)
