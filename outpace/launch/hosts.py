@@ -61,12 +61,15 @@ class Training:
     folder: Path = field(default_factory=Path.cwd)
     rounds: tuple[str, ...] = ()
 
-    def ask(self, hosts: Sequence[Host], like: Answered | None = None) -> list[Answered]:
-        """What the hosts say."""
+    def ask(
+        self, hosts: Sequence[Host], like: Answered | None = None, during: bool = False
+    ) -> list[Answered]:
+        """What the hosts say; ranks of the last round are no earlier ones `during` it."""
+        rounds = self.rounds[:-1] if during else self.rounds
         question = Question(
             folder=str(self.folder),
             seen=tuple(self.paths),
-            earlier=tuple(f"{RUN_ID_PREFIX}{name}" for name in self.rounds),
+            earlier=tuple(f"{RUN_ID_PREFIX}{name}" for name in rounds),
         )
         return asking.ask(hosts, question, self.out, like)
 
@@ -234,7 +237,7 @@ def _looking_out(
     def look() -> None:
         while not asked.over.wait(_LOOK_OUT_S):
             with suppress(BadInputError):  # the run's disk is not there: not a time to begin anew
-                answers = training.ask(away, like)
+                answers = training.ask(away, like, during=True)
                 unfit = {problem for one in answers if one.against for problem in one.problems}
                 for problem in sorted(unfit - said):
                     _say(f"{problem}. It is back, and is not taken in like this")
