@@ -85,6 +85,7 @@ def test_a_link_that_is_cut_for_good_ends_all_in_time(cluster, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_host_that_is_lost_is_gone_on_without_and_taken_in_again(cluster, tmp_path, alone):
     count = 6000  # some that are left when it is asked, every 30 s, whether the host is back
     process = cluster.start(
