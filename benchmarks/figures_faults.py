@@ -27,7 +27,8 @@ def faults(result: dict[str, Any]) -> str:
     if "tests" in parts:
         one = parts["tests"]
         head = ["fault", "came out as it must", "took"]
-        rows = [[row["fault"].removeprefix("test_").replace("_", " "), row["came"],
+        rows = [[row["fault"].removeprefix("test_").replace("_", " "),
+                 row["came"] + (", run anew" if row.get("again") else ""),
                  f"{row['seconds']:.0f} s"] for row in one["rows"]]  # fmt: skip
         said += f"\n{one['passed']} of {one['tests']}:\n\n{table(head, rows)}"
     missing = [name for name in ("kills", "saves", "damage", "tests") if name not in parts]
