@@ -28,7 +28,7 @@ ASSUMED = Rates(
     ),
     Fabric(2, 2e9, 2e9, 2e9, (Protocol(1e-4, 1e-4, 1e-3, 1.0),)),
 )  # fmt: skip
-SETTINGS = settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def step_s(rates, one):

@@ -59,7 +59,7 @@ def test_a_plan_is_estimated_the_same_when_it_is_given():
     assert again.identity == first.identity
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(["outpace-tiny", "gpt2", "llama-3-8b"]),
     machine=st.sampled_from(["hgx-h100", "2x-titan-rtx", "l4", "4x-gtx-1080-ti"]),

@@ -23,7 +23,7 @@ from outpace.planner.step_setup import Question
 # Plainness may decide between plans that differ by so little.
 ALIKE = 1.0011
 GIB = 2**30
-EXAMPLES = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 
 
 def of(name):
