@@ -42,7 +42,7 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
         job.run_dir.begin(record)
         stack.enter_context(held(job.run_dir.path, 0.0))
         return record
-    job.run_dir.require_run()
+    job.run_dir.require_run()  # before anything is opened: no link leads out; the record may change
     # Within this limit ranks notice that others are gone, as those before a restart may have to.
     stack.enter_context(
         held(

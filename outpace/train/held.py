@@ -51,7 +51,10 @@ def held(
 
 def _taken(path: Path) -> int | None:
     """The open file that now is ours; None: somebody else's."""
-    own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise BadInputError(f"cannot write to {path.parent}: {error.strerror}") from None
     try:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

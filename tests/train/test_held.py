@@ -1,5 +1,7 @@
 """One training at a time in a directory."""
 
+import errno
+import fcntl
 import subprocess
 import sys
 import threading
@@ -69,11 +71,14 @@ def test_of_many_that_wait_one_has_it_at_a_time(tmp_path):
     assert len(most) == 20 and max(most) == 1
 
 
-def test_where_there_are_no_locks_everybody_may(tmp_path, monkeypatch):
-    import fcntl
+def test_where_nothing_can_be_written_is_said(tmp_path):
+    with pytest.raises(BadInputError, match=r"cannot write to .*gone: No such file"):
+        held(tmp_path / "gone", 0.0).__enter__()
 
+
+def test_where_there_are_no_locks_everybody_may(tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(95, "Operation not supported")
+        raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with held(tmp_path, 0.0), held(tmp_path, 0.0):
