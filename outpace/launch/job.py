@@ -1,5 +1,6 @@
 """A training job on one rank, put together from its settings and taken to its end."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -44,6 +45,7 @@ from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
 from outpace.train.guards import StopSignal
 from outpace.train.loggers import require_loggers
+from outpace.train.memory import keep_freed_memory
 from outpace.train.run_dir import STANDSTILL_FILE, RunDir
 from outpace.train.threads import set_threads
 
@@ -120,6 +122,8 @@ def prepared(
         device = resolve_device(settings, ranks)
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
+        if settings.memory_limit is None and not settings.empty_cache:
+            keep_freed_memory(device, os.environ)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
         guard = Guard(ranks, device, end)

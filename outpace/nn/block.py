@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
 from outpace.nn.masks import Visibility
 from outpace.nn.rotary import Tables, rotate
@@ -70,6 +71,17 @@ def fused_attention(
     )
 
 
+def suited_attention(
+    q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
+) -> Tensor:
+    """As `fused_attention`, by the package's own blocks where those are faster."""
+    by_blocks = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
+    if by_blocks and dropout == 0 and q_BHSC.shape[2] > 1:
+        mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
+        return mixed
+    return fused_attention(q_BHSC, k_BKTC, v_BKTC, sees, dropout)
+
+
 class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads where the spec says so.
 
@@ -82,7 +94,7 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.mix = fused_attention
+        self.mix = suited_attention
         query_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q = Linear(spec.hidden, query_width, bias=spec.qkv_bias)
         self.k = Linear(spec.hidden, kv_width, bias=spec.qkv_bias)

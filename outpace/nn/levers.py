@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from outpace.nn.attention import attention
 from outpace.nn.fp8 import apply_fp8
 from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
 from outpace.nn.scratch import Scratch
@@ -122,6 +123,7 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        attention._opoverload,
     }
 )
 

@@ -10,8 +10,9 @@ Two facts about torch 2.13's chunked operator decide how it is called here:
   tokens is off by up to 0.4 %, and an fp16 sum above 65,504 is infinite (6,000 tokens at ln V).
 - On CPU it multiplies in fp32 whatever the input's dtype, and fp32 input is the fastest.
 
-So it is given fp32 wherever that costs nothing (CPU, or fp32 asked for). For 16-bit products on
-an accelerator the same chunking is done around the whole-logits form, whose sums are fp32.
+So it is given fp32 where that is asked for, and for fp16 on a CPU. For 16-bit products elsewhere
+the same chunking is done around the whole-logits form, whose sums are fp32; in bf16 on a CPU
+around `low_loss`, which needs no chunks before its logits take a quarter of a gibibyte.
 """
 
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from outpace.nn.block import raised
+from outpace.nn.low_loss import low_loss
 from outpace.nn.transformer import Transformer
 
 IGNORED = -100
@@ -35,6 +37,8 @@ _OPTIONS = LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS, chunking_metho
 CHUNK_FROM_BYTES_CPU = 32 * 2**20
 # An accelerator wants large products: chunks only where the memory is worth having.
 CHUNK_FROM_BYTES_ACCELERATOR = 512 * 2**20
+# Up to here logits of 16 bits are whole on a CPU, as their gradient takes their place.
+LOW_LOGITS_BYTES_CPU = 256 * 2**20
 CHUNK_BYTES_ACCELERATOR = 128 * 2**20
 
 
@@ -112,9 +116,12 @@ def linear_loss_sum(
     device_type = runs_on or device.type
     on_cpu = device_type in ("cpu", "meta")
     low = None if dtype in (None, torch.float32) else dtype
+    if kind == "auto" and on_cpu and low == torch.bfloat16 and rows <= _whole_rows_cpu(vocab):
+        whole: Tensor = low_loss(hidden_ND, weight_VD, bias_V, targets_N)[0]
+        return whole
     if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab, device_type)):
         return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
-    if low is None or on_cpu:
+    if low is None or (on_cpu and low != torch.bfloat16):
         # The operator ignores autocast, except in the casts that lead to it.
         with torch.autocast(device.type, enabled=False):
             return F.linear_cross_entropy(
@@ -127,11 +134,18 @@ def linear_loss_sum(
                 options=_OPTIONS,
             )
     chunk_rows = max(CHUNK_ROWS, CHUNK_BYTES_ACCELERATOR // (4 * vocab))
+    if on_cpu:
+        chunk_rows = CHUNK_ROWS if kind == "chunked" else _whole_rows_cpu(vocab)
     track = torch.is_grad_enabled()
     loss_sum: Tensor = ChunkedSum.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, low, track
+        hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, low, track, on_cpu
     )
     return loss_sum
+
+
+def _whole_rows_cpu(vocab: int) -> int:
+    """Of how many tokens "auto" holds all logits of 16 bits on a CPU."""
+    return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
 def prefers_chunks(rows: int, vocab: int, device_type: str) -> bool:
@@ -175,6 +189,7 @@ class ChunkedSum(torch.autograd.Function):
         chunk_rows: int,
         dtype: torch.dtype,
         track: bool,
+        on_cpu: bool = False,
     ) -> Tensor:
         """The loss; with `track` also the gradients of all three operands."""
         operands = [weight.to(dtype)] + ([] if bias is None else [bias.to(dtype)])
@@ -186,7 +201,8 @@ class ChunkedSum(torch.autograd.Function):
             for start in range(0, hidden.shape[0], chunk_rows):
                 rows = slice(start, start + chunk_rows)
                 chunk = hidden[rows].detach().requires_grad_(track)
-                part = _plain_sum(chunk, operands[0], (*operands, None)[1], targets[rows], dtype)
+                given = (chunk, operands[0], (*operands, None)[1], targets[rows])
+                part = low_loss(*given)[0] if on_cpu else _plain_sum(*given, dtype)
                 loss_sum += part.detach()
                 if hidden_grad is not None:
                     hidden_grad[rows], *grads = torch.autograd.grad(part, [chunk, *operands])
@@ -201,4 +217,4 @@ class ChunkedSum(torch.autograd.Function):
             raise RuntimeError("the chunked loss has no second backward; use the plain loss")
         hidden, weight, *bias = (grad.mul_(loss_grad) for grad in ctx.grads)
         ctx.grads = None
-        return hidden, weight, (*bias, None)[0], None, None, None, None
+        return hidden, weight, (*bias, None)[0], None, None, None, None, None

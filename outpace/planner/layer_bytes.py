@@ -151,7 +151,7 @@ def layer(
     zero = np.zeros_like(tokens)
     fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout
     mixing = [
-        _attention(one, columns, sizes, device, fused, stack.dropout)
+        _attention(one, columns, sizes, device, fused, stack.dropout, habits)
         for one in (stack.attention, stack.cross_attention)
         if one is not None
     ]
@@ -223,7 +223,13 @@ def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Colu
 
 
 def _attention(
-    one: Attention, columns: Columns, sizes: Shapes, device: str, fused: bool, dropout: bool
+    one: Attention,
+    columns: Columns,
+    sizes: Shapes,
+    device: str,
+    fused: bool,
+    dropout: bool,
+    habits: Habits,
 ) -> tuple[Floats, ...]:
     """Queries, keys, what is mixed, raw queries keys and values, what norms add, scores."""
     item, tokens = sizes.operand, sizes.tokens
@@ -232,8 +238,11 @@ def _attention(
     keys = item * tokens * kv_heads * (one.head_dim + one.value_dim) / 2
     if one.kv_rank is not None:
         keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
-    # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1).
-    mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * fused
+    # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
+    # attention on a CPU (nn.attention) keeps none.
+    own = columns.precise("bf16", "bf16-pure", "fp8") & (columns.cp == 1) & (device == "cpu")
+    kept = fused & ~(own & habits.chunks_loss)
+    mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept
     latent = item * tokens * (2 * (one.query_rank or 0) + 2 * (one.kv_rank or 0) + one.rope_dim)
     raw = queries + 2 * keys + latent
     apart = latent

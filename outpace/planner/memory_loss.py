@@ -14,6 +14,11 @@ _MIB = 2**20
 _CHUNK_ROWS = 512
 _CHUNKS_FROM = {"cpu": 32 * _MIB, "cuda": 512 * _MIB}
 _CHUNK_BYTES = 128 * _MIB
+# On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
+# the head's gradient that are made at a time.
+_LOW_BYTES = 256 * _MIB
+_LOW_BLOCK_BYTES = 2 * _MIB
+_LOW_HEAD_ROWS = 4096
 
 
 class Loss(Setup):
@@ -41,7 +46,10 @@ class Loss(Setup):
         more = np.maximum(losses - 1, 0) * here
         # Where weights stay gathered, the last block's buffer goes as the backward begins.
         last = self.fsdp * self.s.weight * self.elements * ~self.regathers
-        self._whole_logits(tape, here * ~chunked, rows, vocab, head, more, last * ~chunked)
+        low = self._low() & ~chunked
+        self._low_logits(tape, here * low, rows, vocab, head, more, last * low)
+        whole = ~chunked & ~low
+        self._whole_logits(tape, here * whole, rows, vocab, head, more, last * whole)
         self._in_chunks(tape, here * chunked, rows, vocab, head, more, last * chunked)
         tape.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
         self._gradient(tape, here * head)
@@ -75,10 +83,51 @@ class Loss(Setup):
 
     def _chunked(self, rows: Floats, vocab: Floats) -> Bools:
         c = self.columns
-        splits = c.scheduled("zb", "zbv", "dualpipev")
         large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM[self.device])
-        asked: Bools = ((large & ~splits) | c.chunked_loss) & (c.tp == 1)
+        large = np.where(self._low(), rows > self._low_rows(vocab), large)
+        asked: Bools = ((large & ~self._splits()) | c.chunked_loss) & (c.tp == 1)
         return asked & self.habits.chunks_loss
+
+    def _splits(self) -> Bools:
+        return self.columns.scheduled("zb", "zbv", "dualpipev")
+
+    def _low(self) -> Bools:
+        """Whose products are of bf16 on a CPU, where logits' gradient takes their place."""
+        c = self.columns
+        own = c.precise("bf16", "bf16-pure", "fp8") & ~self._splits() & (c.tp == 1)
+        here: Bools = own & self.habits.chunks_loss & (self.device == "cpu")
+        return here
+
+    def _low_rows(self, vocab: Floats) -> Floats:
+        """Of how many tokens it holds all logits."""
+        rows: Floats = np.maximum(_CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
+        return rows
+
+    def _low_logits(
+        self,
+        tape: Tape,
+        here: Floats,
+        rows: Floats,
+        vocab: Floats,
+        head: Floats,
+        more: Floats,
+        last: Floats,
+    ) -> None:
+        """All logits in 16 bits, of which the gradient is made in place."""
+        s, hidden = self.s, self.outline.hidden
+        logits = here * rows * vocab * s.operand
+        output = here * rows * hidden * s.stream * s.casts
+        read = here * rows * hidden * s.operand * (s.operand < s.stream)
+        copy = here * head * s.operand * (s.operand < s.weight)
+        block = np.minimum(np.maximum(1, np.floor(_LOW_BLOCK_BYTES / (FP32 * vocab))), rows)
+        tape.pass_over("activations", more * logits)
+        within = np.maximum(read + copy, 2 * FP32 * block * vocab * here)
+        tape.moment("temporary", logits + within + output)
+        tape.take("activations", logits)
+        tape.drop("communication", last)
+        part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
+        tape.moment("temporary", here * (head * s.weight + rows * hidden * s.stream) + read + part)
+        tape.drop("activations", logits)
 
     def _whole_logits(
         self,
@@ -129,10 +178,12 @@ class Loss(Setup):
     ) -> None:
         """The gradients of hidden states and head are made in the forward."""
         s, hidden = self.s, self.outline.hidden
-        own = (self.device == "cuda") & (s.operand < FP32)  # the package's own chunks
+        low = self._low()
+        own = (self.device == "cuda") & (s.operand < FP32) | low  # the package's own chunks
         chunk = np.minimum(_CHUNK_ROWS, rows)
         large = np.maximum(_CHUNK_ROWS, np.floor(_CHUNK_BYTES / (FP32 * np.maximum(vocab, 1))))
-        chunk = np.where(own, np.minimum(large, rows), chunk)
+        large = np.where(low, self._low_rows(vocab), large)
+        chunk = np.where(own & ~(low & self.columns.chunked_loss), np.minimum(large, rows), chunk)
         states_grad = here * rows * hidden * np.where(own, s.stream, np.maximum(s.operand, FP32))
         weights_grad = here * head * np.maximum(FP32, s.weight)
         raised = here * head * FP32 * (s.weight < FP32) * ~own

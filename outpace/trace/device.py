@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.nn.block import Attention
+from outpace.nn.block import Attention, fused_attention, suited_attention
 from outpace.nn.loss import LanguageModelObjective
 from outpace.records.hardware import Accelerator
 from outpace.records.plan import Plan
@@ -70,7 +70,8 @@ class Rules:
         objective.runs_on = "cuda"
         for module in objective.modules():
             if isinstance(module, Attention):
-                module.mix = partial(_without_dropout, module.mix)
+                mix = fused_attention if module.mix is suited_attention else module.mix
+                module.mix = partial(_without_dropout, mix)
 
     def within(self, func: Any, args: Any) -> int:
         """What an operator takes and gives back within itself, in bytes."""

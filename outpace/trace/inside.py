@@ -1,6 +1,6 @@
 """What operators take and give back within themselves, which a mode around them does not see."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,16 +9,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import linear_cross_entropy
 from torch.utils._pytree import tree_map_only
 
+from outpace.nn.attention import attention, attention_backward
+from outpace.nn.low_loss import bytes_within, low_loss, low_loss_backward
 from outpace.trace.tracker import Tracker
 
 _CHUNKED_LOSS = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
+# Operators whose code is Python.
+_IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
+    _CHUNKED_LOSS: linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator,
+    attention._opoverload: attention._init_fn,
+    attention_backward._opoverload: attention_backward._init_fn,
+}
 _ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
 
 
 class Inside:
     """Bytes that operators need beside what they are given and what they make.
 
-    The chunked loss is written in Python: its code is run on tensors without memory.
+    The chunked loss and attention by blocks are written in Python: their code is run on tensors
+    without memory.
     """
 
     def __init__(self) -> None:
@@ -26,14 +35,40 @@ class Inside:
 
     def __call__(self, func: Any, args: Any) -> int:
         """For one call. 0 for operators that are not known, and with memory of their own."""
-        if func is not _CHUNKED_LOSS or not isinstance(args[0], FakeTensor):
+        if func is low_loss._opoverload:
+            return bytes_within(*args[:2])[0]
+        if func is low_loss_backward._opoverload:
+            return bytes_within(*args[2:4])[1]
+        if func not in _IN_PYTHON or not isinstance(args[0], FakeTensor):
             return 0
-        key = tree_map_only(Tensor, lambda tensor: (tensor.shape, tensor.dtype), tuple(args))
+        key = func, tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), tuple(args))
         if key not in self._known:
-            given = (*args[:_ALLOW_RETAIN_GRAPH], *args[_ALLOW_RETAIN_GRAPH + 1 :])
-            run = linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator
-            self._known[key] = _taken(run, given)
+            given = args
+            if func is _CHUNKED_LOSS:
+                given = (*args[:_ALLOW_RETAIN_GRAPH], *args[_ALLOW_RETAIN_GRAPH + 1 :])
+            self._known[key] = _taken(_IN_PYTHON[func], given)
         return self._known[key]
+
+
+def _attention_flops(query: Tensor, key: Tensor) -> int:
+    """Of one product of queries and keys, by all of which each is multiplied."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[2] * width
+
+
+def _head_flops(hidden: Tensor, weight: Tensor) -> int:
+    return 2 * hidden.numel() * weight.shape[0]
+
+
+# As torch counts for its own kernels: scores that a backward computes again are work, too.
+FLOPS: Mapping[Any, Callable[..., int]] = {
+    attention._opoverload: lambda q, k, *_: 2 * _attention_flops(q, k),
+    attention_backward._opoverload: lambda _, q, k, *__: 5 * _attention_flops(q, k),
+    low_loss._opoverload: lambda hidden, weight, *_: _head_flops(hidden, weight),
+    low_loss_backward._opoverload: lambda _, __, hidden, weight, ___: (
+        2 * _head_flops(hidden, weight)
+    ),
+}
 
 
 def _taken(run: Callable[..., Any], given: Iterable[Any]) -> int:
@@ -42,5 +77,6 @@ def _taken(run: Callable[..., Any], given: Iterable[Any]) -> int:
     there = tracker.live_bytes
     with torch.no_grad(), tracker:
         made = run(*given)
+    made = [made] if isinstance(made, Tensor) else made
     outputs: int = sum(tensor.untyped_storage().nbytes() for tensor in made)
     return tracker.peak_bytes - there - outputs

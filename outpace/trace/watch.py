@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from outpace.records.memory import Kind, Part
 from outpace.trace.device import Rules
-from outpace.trace.inside import Inside
+from outpace.trace.inside import FLOPS, Inside
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
 # Operators that use memory for exchanges between ranks, by their namespaces.
@@ -224,6 +224,8 @@ class Watch(TorchDispatchMode):
             for tensor in [*given, *outputs]:
                 self._lend(tensor)
         packet = func._overloadpacket
+        if func in FLOPS:
+            self._now.flops += FLOPS[func](*args)
         if packet in flop_registry:
             self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=made))
         if fresh or func._schema.is_mutable:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.nn.levers import compile_blocks
 from outpace.nn.loss import ChunkedSum, LanguageModelObjective, linear_loss_sum, prefers_chunks
+from outpace.nn.low_loss import low_loss
 from outpace.nn.transformer import Transformer
 
 LOW = (torch.bfloat16, torch.float16)
@@ -260,6 +261,37 @@ def test_no_tensor_holds_all_logits_eager(make_spec, dtype):
         seen[kind] = largest.elements, _largest_allocation(objective, batch, dtype)
     assert seen["plain"][0] >= logits and seen["plain"][1] >= logits * 2  # the test can see them
     assert seen["chunked"][0] < logits and seen["chunked"][1] < logits * 2
+
+
+def test_in_bf16_on_a_cpu_no_tensor_holds_all_logits_in_fp32():
+    """They are whole in 16 bits, and their gradient takes their place: one allocation of them."""
+    (hidden, weight), targets = _operands(rows=2048, width=8, vocab=4099)
+
+    def allocated(kind):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            linear_loss_sum(hidden, weight, None, targets, kind, torch.bfloat16).backward()
+        events = _flat(profile.profiler.kineto_results.experimental_event_tree())
+        sizes = [e.extra_fields.alloc_size for e in events if e.name == "[memory]"]
+        return [size for size in sizes if size >= 2048 * 4099 * 2]
+
+    assert allocated("auto") == [2048 * 4099 * 2]
+    assert max(allocated("plain")) == 2048 * 4099 * 4 and not allocated("chunked")
+
+
+def test_logits_of_a_large_vocabulary_are_cut_into_chunks_in_bf16_on_a_cpu(monkeypatch):
+    operands, targets = _operands(bias=True)
+    whole = _ours(operands, targets, "auto", torch.bfloat16)
+    monkeypatch.setattr("outpace.nn.loss.LOW_LOGITS_BYTES_CPU", 600 * 97 * 2)
+    cut = _ours(operands, targets, "auto", torch.bfloat16)
+    torch.testing.assert_close(cut[0], whole[0], rtol=1e-6, atol=0)
+    for one, other in zip(cut[1], whole[1], strict=True):
+        assert _error(one, other) < 4e-3 and not torch.equal(one, other)
+
+
+def test_the_operators_of_bf16_on_a_cpu_keep_to_torchs_rules():
+    for bias in (False, True):
+        operands, targets = _operands(rows=40, bias=bias)
+        torch.library.opcheck(low_loss, (*(*operands, None)[:3], targets))
 
 
 def test_no_tensor_holds_all_logits_on_accelerators():

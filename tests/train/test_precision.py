@@ -6,9 +6,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.mixed import make_mixed
+from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
-from outpace.train.precision import shape_hints
+from outpace.train.precision import default_precision, shape_hints
 
 
 class CastsOf(TorchDispatchMode):
@@ -54,6 +55,23 @@ def test_a_cast_is_made_anew_after_the_weights_change():
     with mixed.cast():
         after = model(x)
     torch.testing.assert_close(after, before * 4)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "chosen"),
+    [
+        ("AMD EPYC 9645", ("avx2", "avx512f", "avx512_bf16"), "bf16"),
+        ("AMD EPYC 7763", ("avx2",), "fp32"),
+        ("Intel(R) Xeon(R)", ("avx2", "avx512f", "avx512_bf16"), "fp32"),
+        ("Intel(R) Xeon(R)", ("avx2", "avx512f", "avx512_bf16", "amx_bf16"), "bf16"),
+    ],
+)
+def test_bf16_is_the_default_where_a_cpu_multiplies_faster_in_it(cpu, features, chosen):
+    machine = Machine(
+        host_cores=2, host_memory_bytes=1 << 30, cpu=cpu, cpu_features=features, devices=(),
+        system="Linux 6",
+    )  # fmt: skip
+    assert default_precision(torch.device("cpu"), machine) == chosen
 
 
 def test_only_fp16_has_a_scaler():

@@ -1,0 +1,175 @@
+"""Attention on a CPU in 16 bits, by blocks of queries whose scores stay in its caches.
+
+torch's fused kernel for CPUs multiplies tiles of 16 bits that are too small for the processor's
+units: of a step in bf16 it takes several times what the same products take as batched ones
+(docs/log.md). Here they are batched, block by block, so that all scores are never there together
+and a causal block does not look at keys after it. Like the fused kernels, the backward computes the
+scores again rather than keep them (Dao et al., arXiv 2205.14135, algorithm 4).
+
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key,
+C head width, R rows of a block.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 256  # queries of a block
+# Scores of a block: what is multiplied, raised to powers and multiplied again lies in the cache.
+SCORE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some entries of a batch, some heads, some queries, and the keys that they may see."""
+
+    entries: slice
+    kv_heads: slice
+    queries: slice
+    keys: int
+
+
+def _blocks(batch: int, kv_heads: int, group: int, queries: int, keys: int, causal: bool,
+            element_bytes: int) -> Iterator[_Block]:  # fmt: skip
+    """All of them: each query's scores are in one block."""
+    for start in range(0, queries, ROWS):
+        end = min(start + ROWS, queries)
+        seen = end if causal else keys
+        a_head = group * (end - start) * seen * element_bytes
+        heads = max(1, min(kv_heads, SCORE_BYTES // a_head))
+        entries = max(1, SCORE_BYTES // (a_head * kv_heads))
+        for entry in range(0, batch, entries):
+            for head in range(0, kv_heads, heads):
+                yield _Block(slice(entry, entry + entries), slice(head, head + heads),
+                             slice(start, end), seen)  # fmt: skip
+
+
+class _Parts:
+    """Of tensors (B, heads, length, C) what belongs to a block, as one batch of matrices."""
+
+    def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
+        self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
+        self._scale = 1 / math.sqrt(q.shape[3])
+        self._mask = None
+        if mask is not None:
+            self._mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        self._causal = causal
+        self._none = q.new_zeros(())
+
+    def of_queries(self, x: Tensor, block: _Block) -> Tensor:
+        """(B, H, S, C) to (n, G·R, C)."""
+        part = self._by_group(x)[block.entries, block.kv_heads, :, block.queries]
+        rows = self.group * (block.queries.stop - block.queries.start)
+        return part.reshape(-1, rows, x.shape[3])
+
+    def of_keys(self, x: Tensor, block: _Block) -> Tensor:
+        """(B, K, T, C) to (n, T of the block, C)."""
+        part = x[block.entries, block.kv_heads, : block.keys]
+        return part.reshape(-1, block.keys, x.shape[3])
+
+    def put_queries(self, whole: Tensor, block: _Block, part: Tensor) -> None:
+        """Write a part (n, G·R, C) where it belongs."""
+        place = self._by_group(whole)[block.entries, block.kv_heads, :, block.queries]
+        place.copy_(part.view(place.shape))
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], self.kv_heads, self.group, *x.shape[2:])
+
+    def scaled(self, left: Tensor, right: Tensor) -> Tensor:
+        """left · right / √C: scores, and the gradients that come through them."""
+        return torch.baddbmm(self._none, left, right, beta=0, alpha=self._scale)
+
+    def probabilities(self, q: Tensor, k: Tensor, block: _Block) -> Tensor:
+        """softmax(q · kᵀ / √C) over the keys that each query sees, (n, G·R, T of the block)."""
+        scores = self.scaled(q, k.transpose(1, 2))
+        rows = block.queries.stop - block.queries.start
+        if self._causal:
+            own = scores.view(-1, rows, block.keys)[:, :, block.queries]
+            own.add_(torch.full((rows, rows), -math.inf, dtype=own.dtype).triu_(1))
+        if self._mask is not None:
+            entries = block.entries if self._mask.shape[0] > 1 else slice(None)
+            part = self._mask[entries, :, None, block.queries]  # (B or 1, 1, 1, R, T)
+            shape = (-1, block.kv_heads.stop - block.kv_heads.start, self.group, rows, block.keys)
+            scores.view(shape).add_(part)
+        return torch.softmax(scores, -1)
+
+
+@torch.library.custom_op("outpace::attention", mutates_args=(), device_types="cpu")
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """softmax(q · kᵀ / √C) · v, of queries (B, H, S, C), keys and values (B, K, T, C), as q.
+
+    `mask`: bool (B or 1, 1, S, T), True where a key is seen. `causal`: of as many queries as keys
+    each sees none after itself. The result lies in memory as (B, S, H, C).
+    """
+    parts = _Parts(q, k, mask, causal)
+    out = _like_joined(q)
+    for block in _of(q, k, causal):
+        seen = parts.probabilities(parts.of_queries(q, block), parts.of_keys(k, block), block)
+        parts.put_queries(out, block, torch.bmm(seen, parts.of_keys(v, block)))
+    return out
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    return _like_joined(q)
+
+
+@torch.library.custom_op("outpace::attention_backward", mutates_args=(), device_types="cpu")
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `q`, `k` and `v` from that of the result. Sums over blocks are in fp32."""
+    parts = _Parts(q, k, mask, causal)
+    several = q.shape[2] > ROWS
+    q_grad = _like_joined(q)
+    sums = [torch.zeros_like(_like_joined(x), dtype=torch.float32) if several else _like_joined(x)
+            for x in (k, v)]  # fmt: skip
+    for block in _of(q, k, causal):
+        queries, keys = parts.of_queries(q, block), parts.of_keys(k, block)
+        seen = parts.probabilities(queries, keys, block)
+        own = parts.of_queries(grad, block)
+        v_part = torch.bmm(seen.transpose(1, 2), own)
+        seen_grad = torch.bmm(own, parts.of_keys(v, block).transpose(1, 2))
+        scores_grad = torch._softmax_backward_data(seen_grad, seen, -1, seen.dtype)
+        parts.put_queries(q_grad, block, parts.scaled(scores_grad, keys))
+        k_part = parts.scaled(scores_grad.transpose(1, 2), queries)
+        for whole, part in zip(sums, (k_part, v_part), strict=True):
+            place = whole[block.entries, block.kv_heads, : block.keys]
+            (place.add_ if several else place.copy_)(part.view(place.shape))
+    k_grad, v_grad = (one.to(q.dtype) for one in sums)
+    return q_grad, k_grad, v_grad
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like_joined(q), _like_joined(k), _like_joined(v)
+
+
+def _of(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
+    (batch, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
+    group = heads // kv_heads
+    return _blocks(batch, kv_heads, group, queries, keys, causal, q.element_size())
+
+
+def _like_joined(x: Tensor) -> Tensor:
+    """Empty, of `x`'s shape (B, heads, length, C), in memory as (B, length, heads, C)."""
+    return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    *operands, ctx.causal = inputs
+    ctx.save_for_backward(*operands)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, mask = ctx.saved_tensors
+    return (*attention_backward(grad, q, k, v, mask, ctx.causal), None, None)
+
+
+attention.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,119 @@
+"""Cross-entropy over the vocabulary on a CPU in bf16: logits in 16 bits, their gradient in place.
+
+torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long where the
+processor has units for bf16; with whole logits autograd makes them anew in fp32, and a gradient of
+each (docs/log.md). Here the products are of 16 bits, as autocast has them, and softmax is in fp32
+for some rows at a time, whose gradient then takes their logits' place.
+
+Legend: N tokens (B·S), D hidden width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100
+BLOCK_BYTES = 2 << 20  # of rows in fp32: they stay in the cache from the first pass to the last
+HEAD_ROWS = 4096  # of the head's gradient at a time: its products are faster, and cast in the cache
+
+
+@torch.library.custom_op("outpace::low_loss", mutates_args=(), device_types="cpu")
+def low_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum of −log softmax(hidden · weightᵀ + bias)[target], fp32, and the logits' gradient.
+
+    `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 where none. The gradient is
+    bf16, (N, V).
+    """
+    low = torch.bfloat16
+    logits = F.linear(hidden.to(low), weight.to(low), None if bias is None else bias.to(low))
+    return _gradient_in_place(logits, targets), logits
+
+
+def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss; `logits` become its gradient."""
+    total = torch.zeros((), dtype=torch.float32)
+    counts = targets != IGNORED
+    safe = targets.clamp(min=0).unsqueeze(1)
+    rows = _rows(logits.shape[1])
+    minus_one = torch.full((rows, 1), -1.0)
+    for start in range(0, logits.shape[0], rows):
+        block = slice(start, start + rows)
+        own, its, real = logits[block], safe[block], counts[block].unsqueeze(1)
+        log_p = torch.log_softmax(own.float(), -1)
+        total -= (log_p.gather(1, its) * real).sum()
+        grad = log_p.exp_().scatter_add_(1, its, minus_one[: len(its)])
+        own.copy_(grad if bool(real.all()) else grad.mul_(real))
+    return total
+
+
+@low_loss.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    logits = hidden.new_empty((hidden.shape[0], weight.shape[0]), dtype=torch.bfloat16)
+    return hidden.new_empty((), dtype=torch.float32), logits
+
+
+@torch.library.custom_op("outpace::low_loss_backward", mutates_args=(), device_types="cpu")
+def low_loss_backward(
+    loss_grad: Tensor, logits_grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> list[Tensor]:
+    """The gradients of `hidden`, `weight` and, where there is one, `bias`, in their dtypes.
+
+    `loss_grad` scales the products where they are still in fp32, so that nothing is rounded twice.
+    """
+    low, scale = torch.bfloat16, loss_grad.item()
+    hidden_grad = _product(logits_grad, weight.to(low), scale).to(hidden.dtype)
+    operand, weight_grad = hidden.to(low), torch.empty_like(weight)
+    for start in range(0, weight.shape[0], HEAD_ROWS):
+        block = slice(start, start + HEAD_ROWS)
+        weight_grad[block] = _product(logits_grad[:, block].T, operand, scale)
+    if bias is None:
+        return [hidden_grad, weight_grad]
+    bias_grad = logits_grad.sum(0, dtype=torch.float32).mul_(scale)
+    return [hidden_grad, weight_grad, bias_grad.to(bias.dtype)]
+
+
+@low_loss_backward.register_fake
+def _(
+    loss_grad: Tensor, logits_grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> list[Tensor]:
+    return [torch.empty_like(one) for one in (hidden, weight, bias) if one is not None]
+
+
+def bytes_within(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
+    """What the operator and its backward take and give back within themselves."""
+    (tokens, width), vocab = hidden.shape, weight.shape[0]
+    operand = 2 * hidden.numel() * (hidden.dtype != torch.bfloat16)
+    copies = operand + 2 * weight.numel() * (weight.dtype != torch.bfloat16)
+    rows = min(_rows(vocab), tokens)
+    softmax = 2 * 4 * rows * vocab + 9 * tokens + 4 * _rows(vocab)
+    return max(copies, softmax), operand + 2 * min(HEAD_ROWS, vocab) * width
+
+
+def _rows(vocab: int) -> int:
+    """Of logits whose softmax is made at a time."""
+    return max(1, BLOCK_BYTES // (4 * vocab))
+
+
+def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    return torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=scale)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    hidden, weight, bias, _ = inputs
+    ctx.save_for_backward(output[1], hidden, weight, bias)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    grads = low_loss_backward(loss_grad, *ctx.saved_tensors)
+    return (*grads, *[None] * (4 - len(grads)))
+
+
+low_loss.register_autograd(_backward, setup_context=_keep)
