@@ -9,6 +9,8 @@ OURS = "outpace"
 # What is asked of the race: tokens/s, memory and the way to the first step, beside peers; the
 # share of the best matrix product; two processes beside one.
 FASTER, LEANER, SOONER, SHARE, TWO = 1.15, 0.70, 0.6, 0.70, 0.95
+# How long a pick may take beside the best by hand; late steps beside early ones.
+PICKED, FLAT = 1.02, 1.02
 _WITH = {"": "", "zero3": ", ZeRO-3", "offload": ", ZeRO-3 offloaded"}
 
 
@@ -144,6 +146,27 @@ def _mark(reached: bool) -> str:
     return "" if reached else ", **not reached**"
 
 
+def lasting(result: dict[str, Any]) -> str:
+    """What a checkpoint, a long run and the planner's pick cost."""
+    rows, parts = [], {name: part["found"] for name, part in result["parts"].items()}
+    if "checkpoint" in parts:
+        lost = parts["checkpoint"]["lost_steps"]
+        rows.append(["an asynchronous checkpoint costs ≤ 1 step", "(b) GPT-2 124M, 1 process",
+                     f"{lost:.2f} steps{_mark(lost <= 1)}"])  # fmt: skip
+    if "long" in parts:
+        long = parts["long"]
+        grown, ratio = long["memory_growth_bytes"] / 2**20, long["time_ratio"]
+        of = f"{long['steps']:,} small steps, last quarter beside the second"
+        rows.append(["memory stays", of, f"{grown:+.1f} MiB"])
+        rows.append(["a step's time stays", of, f"{ratio:.3f} ×{_mark(ratio <= FLAT)}"])
+    for name, case in parts.get("auto", {}).items():
+        ratio = case["ratio"]
+        rows.append(["the pick takes ≤ 1.02 × the best by hand", f"({name}) {case['title']}",
+                     f"{ratio:.3f} × {case['best']}{_mark(ratio <= PICKED)}"])  # fmt: skip
+    latest = max(result["parts"].values(), key=lambda part: part["date"])
+    return table(["asked", "of", "reached"], rows) + stand(latest)
+
+
 def scaling(result: dict[str, Any]) -> str:
     """A row for each cost."""
     rows = [
@@ -218,6 +241,7 @@ def _both(said: float | None, seen: float | None, unit: float, name: str) -> str
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu": gpu,
+    "lasting": lasting,
     "peers": peers,
     "peers--targets": targets,
     "scaling": scaling,

@@ -70,7 +70,7 @@ TINY = {
 LR, BETAS, CLIP = 3e-4, (0.9, 0.95), 1.0
 COMMON: Mapping[str, Any] = {
     "lr": LR, "schedule": "constant", "warmup": 0, "beta1": BETAS[0], "beta2": BETAS[1],
-    "weight_decay": 0.0, "clip": CLIP, "eval_batches": 1, "sample_tokens": 0,
+    "weight_decay": 0.0, "clip": CLIP, "eval_batches": 0, "sample_tokens": 0,
     "measure_only": True, "seed": SEED, "device": "cpu",
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,36 @@ def watch(words: Sequence[str], log: Path, environment: Mapping[str, str], limit
     losses = tuple(json.loads(line)["loss"] for line in lines)
     total, largest = sum(peaks.values()), max(peaks.values(), default=0)
     return Seen(tuple(times), losses, total, largest, exit_code, said[-4000:])
+
+
+def grown(words: Sequence[str], log: Path, every: int) -> Iterator[int]:
+    """Resident bytes of the largest process of a run, each time that `every` more lines are there.
+
+    Raises RuntimeError where the command fails.
+    """
+    running = Running(list(words), {})
+    seen, size, ends = 0, 0, 0
+    while running.exit_code is None:
+        now = log.stat().st_size if log.is_file() else 0
+        if now > size:
+            with log.open("rb") as file:
+                file.seek(size)
+                ends += file.read(now - size).count(b"\n")
+            size = now
+            if ends // every > seen:
+                seen = ends // every
+                yield max(_resident(running.pid))
+        time.sleep(_LOOK_S)
+    said = running.end()
+    if running.exit_code != 0:
+        raise RuntimeError(said[-2000:])
+
+
+def _resident(pid: int) -> Iterator[int]:
+    yield 0
+    with suppress(psutil.Error):
+        for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            yield one.memory_info().rss
 
 
 def _lines(log: Path) -> list[str]:

@@ -30,7 +30,7 @@ from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.optim.build import make_optimizer
+from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later
@@ -196,6 +196,8 @@ def assemble(
 
 
 def _optimizer(job: Job, layout: Layout, scratch: Scratch) -> torch.optim.Optimizer:
+    if not job.plan.compile:
+        leave_compiler_out()
     optimizer = make_optimizer(
         layout.named_parameters(),
         job.plan.optimizer,
@@ -373,9 +375,9 @@ def _loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader:
 
 
 def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation | None:
-    """The held-out loss, and a task's metrics; None where there is no held-out data."""
+    """The held-out loss, and a task's metrics; None where there is no held-out data, or no wish."""
     data = job.materials.eval_data
-    if data is None:
+    if data is None or job.settings.eval_batches == 0:
         return None
     all_batches = len(data) // job.settings.global_batch
     wanted = job.settings.eval_batches

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.nn.operators import operator
+
 ROWS = 256  # queries of a block
 # Scores of a block: what is multiplied, raised to powers and multiplied again lies in the cache.
 SCORE_BYTES = 4 << 20
@@ -98,8 +100,7 @@ class _Parts:
         return torch.softmax(scores, -1)
 
 
-@torch.library.custom_op("outpace::attention", mutates_args=(), device_types="cpu")
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """softmax(q · kᵀ / √C) · v, of queries (B, H, S, C), keys and values (B, K, T, C), as q.
 
     `mask`: bool (B or 1, 1, S, T), True where a key is seen. `causal`: of as many queries as keys
@@ -113,13 +114,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     return out
 
 
-@attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+def _made(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     return _like_joined(q)
 
 
-@torch.library.custom_op("outpace::attention_backward", mutates_args=(), device_types="cpu")
-def attention_backward(
+def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `q`, `k` and `v` from that of the result. Sums over blocks are in fp32."""
@@ -144,8 +143,7 @@ def attention_backward(
     return q_grad, k_grad, v_grad
 
 
-@attention_backward.register_fake
-def _(
+def _made_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like_joined(q), _like_joined(k), _like_joined(v)
@@ -172,4 +170,5 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (*attention_backward(grad, q, k, v, mask, ctx.causal), None, None)
 
 
-attention.register_autograd(_backward, setup_context=_keep)
+attention_backward = operator(_attention_backward, _made_backward)
+attention = operator(_attention, _made, _keep, _backward)

@@ -123,7 +123,7 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        attention._opoverload,
+        attention.overload,
     }
 )
 

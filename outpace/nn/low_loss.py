@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outpace.nn.operators import operator
+
 IGNORED = -100
 BLOCK_BYTES = 2 << 20  # of rows in fp32: they stay in the cache from the first pass to the last
 HEAD_ROWS = 4096  # of the head's gradient at a time: its products are faster, and cast in the cache
 
 
-@torch.library.custom_op("outpace::low_loss", mutates_args=(), device_types="cpu")
-def low_loss(
+def _low_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The sum of −log softmax(hidden · weightᵀ + bias)[target], fp32, and the logits' gradient.
@@ -50,16 +51,14 @@ def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
     return total
 
 
-@low_loss.register_fake
-def _(
+def _made(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = hidden.new_empty((hidden.shape[0], weight.shape[0]), dtype=torch.bfloat16)
     return hidden.new_empty((), dtype=torch.float32), logits
 
 
-@torch.library.custom_op("outpace::low_loss_backward", mutates_args=(), device_types="cpu")
-def low_loss_backward(
+def _low_loss_backward(
     loss_grad: Tensor, logits_grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> list[Tensor]:
     """The gradients of `hidden`, `weight` and, where there is one, `bias`, in their dtypes.
@@ -78,8 +77,7 @@ def low_loss_backward(
     return [hidden_grad, weight_grad, bias_grad.to(bias.dtype)]
 
 
-@low_loss_backward.register_fake
-def _(
+def _made_backward(
     loss_grad: Tensor, logits_grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> list[Tensor]:
     return [torch.empty_like(one) for one in (hidden, weight, bias) if one is not None]
@@ -116,4 +114,5 @@ def _backward(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]
     return (*grads, *[None] * (4 - len(grads)))
 
 
-low_loss.register_autograd(_backward, setup_context=_keep)
+low_loss_backward = operator(_low_loss_backward, _made_backward)
+low_loss = operator(_low_loss, _made, _keep, _backward)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from outpace.nn.scratch import Scratch
+from outpace.nn.spread import is_spread
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Offload
 
@@ -144,7 +144,7 @@ class _Shelf:
 
     def put(self, tensor: Tensor) -> "Tensor | _Saved":
         """In the place of a saved tensor: what brings it back; itself, where it stays."""
-        held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
         # A weak reference to a storage keeps its identity from being given to another.
@@ -155,7 +155,7 @@ class _Shelf:
         known = self._saved.get(key)
         found = None if known is None else known()
         if found is None:
-            spec = tensor._spec if isinstance(tensor, DTensor) else None
+            spec = tensor._spec if is_spread(tensor) else None
             found = _Saved(self._keeper.place.keep(held.detach()), spec, self)
             self._saved[key] = weakref.ref(found)
         return found
@@ -189,6 +189,8 @@ class _Saved:
         tensor = self.parcel.open()
         if self._spec is None:
             return tensor
+        from torch.distributed.tensor import DTensor
+
         return DTensor(tensor, self._spec, requires_grad=False)
 
 
@@ -222,7 +224,7 @@ def _open(saved: "Tensor | _Saved") -> Tensor:
 
 
 def _memory(parameter: Tensor) -> int:
-    held = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    held = parameter._local_tensor if is_spread(parameter) else parameter
     storage: int = held.untyped_storage()._cdata
     return storage
 

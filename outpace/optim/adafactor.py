@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
-from outpace.nn.spread import local, splits
+from outpace.nn.spread import is_spread, local, splits
 from outpace.optim.each import step_each
 
 
@@ -78,7 +77,7 @@ def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
 
 def _summed(value: Tensor, of: Tensor, *dims: int) -> Tensor:
     """`value` added up over the ranks that `of` is split over along one of `dims`; in place."""
-    if isinstance(of, DTensor):
+    if is_spread(of):
         for axis, placed in enumerate(of.placements):
             if any(splits(placed, dim) for dim in dims):
                 dist.all_reduce(value, group=of.device_mesh.get_group(axis))
@@ -89,8 +88,10 @@ def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
     """Zeros of the parameter's shape with 1 in `dim`, spread as it is along the others."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)
-    if not isinstance(parameter, DTensor):
+    if not is_spread(parameter):
         return here
+    from torch.distributed.tensor import DTensor, Replicate
+
     whole_shape = [1 if d == dim else size for d, size in enumerate(parameter.shape)]
     placements = [Replicate() if splits(p, dim) else p for p in parameter.placements]
     stride = torch.empty(whole_shape, device="meta").stride()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import unwrap
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,29 @@ def make_optimizer(
     return place(groups, build)
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's, without a word to its compiler at each step, which would load it."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """As torch's: the loss of `closure`, where there is one."""
+        return _PLAIN_STEP(self, closure)
+
+
+_PLAIN_STEP = unwrap(torch.optim.Adam.step)
+
+
+def leave_compiler_out() -> None:
+    """Let torch's optimizers not load its compiler, which takes half a second.
+
+    They ask it to leave some of their methods alone, which is what it does with none of a run's
+    where nothing is compiled. What torch would keep of its answer is written down instead.
+    """
+    for method in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = getattr(torch.optim.Optimizer, method).__wrapped__
+        plain.__dict__.setdefault("__dynamo_disable", plain)
+
+
 def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float) -> Groups:
     matrices = {n: p for n, p in trainable.items() if p.ndim >= 2}
     hidden = {n for n, p in matrices.items() if name == "muon" and is_hidden_matrix(n, p)}
@@ -72,7 +96,7 @@ def _build(
         return Muon(groups, lr=lr, betas=betas)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=settings.beta1, foreach=False)
-    return torch.optim.AdamW(
+    return AdamW(
         groups, lr=lr, betas=betas, fused=name == "adamw-fused", foreach=name == "adamw-foreach"
     )
 

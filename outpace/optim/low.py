@@ -18,9 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.tensor import DTensor
 
-from outpace.nn.spread import as_spread, local, splits
+from outpace.nn.spread import as_spread, is_spread, local, splits
 from outpace.nn.torchao import torchao_module
 from outpace.optim.each import step_each
 from outpace.optim.rounding import Noise, rounded
@@ -173,7 +172,7 @@ class LowAdamW(OwnDtypes):
 
 def _columns_over(parameter: Tensor) -> int:
     """Over how many ranks a parameter's rows are cut into pieces."""
-    if not isinstance(parameter, DTensor):
+    if not is_spread(parameter):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
     return math.prod(size for placed, size in sizes if splits(placed, parameter.ndim - 1))

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from outpace.nn.scratch import Region, Scratch, prefetch, release
-from outpace.nn.spread import local
+from outpace.nn.spread import is_spread, local
 from outpace.optim.build import Build, Groups, fill_state
 from outpace.records.plan import Plan
 
@@ -42,8 +41,10 @@ def offloaded(build: Build, plan: Plan, scratch: Scratch) -> Build:
 
 def _with_memory(tensor: Tensor, memory: Tensor) -> Tensor:
     """`tensor` as it would be if its part on this rank lay in `memory`."""
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return memory
+    from torch.distributed.tensor import DTensor
+
     return DTensor(memory, tensor._spec, requires_grad=False)
 
 

@@ -5,8 +5,8 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from outpace.nn.spread import is_spread
 
 _LOST_BITS = 16  # of fp32's 32, bf16 has the upper ones
 _KEPT = -(1 << _LOST_BITS)
@@ -47,8 +47,10 @@ class Noise:
 
 def _place(parameter: Tensor) -> tuple[int, ...]:
     """Where in the whole tensor this rank's part begins."""
-    if not isinstance(parameter, DTensor):
+    if not is_spread(parameter):
         return ()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )

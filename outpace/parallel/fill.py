@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from outpace.nn.spread import is_spread
 from outpace.parallel.api import Layout
 from outpace.parallel.tensors import local
 from outpace.records.plan import Plan, Strategy
@@ -39,7 +39,9 @@ def fill(layout: Layout, device: torch.device, value_of: Callable[[str], Tensor]
     _take_memory(layout.objective, device)
     for name, parameter in layout.named_parameters():
         whole = value_of(name)
-        if isinstance(parameter, DTensor):
+        if is_spread(parameter):
+            from torch.distributed.tensor import distribute_tensor
+
             mesh, placements = parameter.device_mesh, parameter.placements
             # Every rank has the values: nothing is sent.
             whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
@@ -55,10 +57,10 @@ def _take_memory(objective: nn.Module, device: torch.device) -> None:
     made: dict[Tensor, nn.Parameter] = {}
     for module in objective.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if not isinstance(parameter, DTensor):
+            if not is_spread(parameter):
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=device)
                     made[parameter] = nn.Parameter(empty, parameter.requires_grad)
                 module.register_parameter(name, made[parameter])
-    if any(isinstance(parameter, DTensor) for parameter in objective.parameters()):
+    if any(is_spread(parameter) for parameter in objective.parameters()):
         objective.to_empty(device=device)

@@ -10,24 +10,26 @@ process's memory when it is done.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from outpace.nn.levers import find_blocks
 from outpace.nn.offload import require_place
 from outpace.nn.scratch import Region, Scratch, prefetch, release
+from outpace.nn.spread import is_spread
 from outpace.optim.build import Build, Groups
 from outpace.optim.offload import offloaded
 from outpace.parallel.api import Layout
 from outpace.parallel.tensors import local
 from outpace.records.errors import BadInputError
 from outpace.records.plan import GATHERS, Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
@@ -41,8 +43,10 @@ def lies_on(plan: Plan, device: torch.device) -> torch.device:
     return torch.device("cpu") if plan.offload_parameters == "cpu" else device
 
 
-def policy(plan: Plan, device: torch.device) -> OffloadPolicy:
+def policy(plan: Plan, device: torch.device) -> "OffloadPolicy":
     """What `fully_shard` is told."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
     if not gathers(plan, device):
         return OffloadPolicy()
     # Mapped files cannot be page-locked.
@@ -90,7 +94,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
         if sharded is not None:  # with the padding that makes all shards equally long
             sharded._sharded_param_data = memory
             memory = memory[: local(parameter).numel()].view(local(parameter).shape)
-        if isinstance(parameter, DTensor):
+        if is_spread(parameter):
             parameter._local_tensor = memory
         else:
             parameter.data = memory
@@ -100,6 +104,8 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
 
 def _held_by_shards(layout: Layout) -> dict[Tensor, Any]:
     """What `fully_shard` keeps of each parameter."""
+    from torch.distributed.fsdp import FSDPModule
+
     states = [m._get_fsdp_state() for m in layout.objective.modules() if isinstance(m, FSDPModule)]
     groups = [group for state in states for group in state._fsdp_param_groups]
     return {held.sharded_param: held for group in groups for held in group.fsdp_params}

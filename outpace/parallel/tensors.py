@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from outpace.nn.spread import local, whole
+from outpace.nn.spread import is_spread, local, whole
 
 __all__ = [
     "by_dtype", "copies", "drop_all_but", "hollow", "joined", "local", "make_equal", "norm_dtype",
@@ -20,7 +19,7 @@ __all__ = [
 
 def copies(tensor: Tensor, ranks: int) -> int:
     """On how many of `ranks` ranks each of a tensor's values lies."""
-    if not isinstance(tensor, DTensor):
+    if not is_spread(tensor):
         return ranks
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -5,8 +5,6 @@ from itertools import pairwise
 from math import inf
 from statistics import median
 
-from scipy.special import stdtrit
-
 LEVEL = 0.95
 # The median of k normal values varies as the mean of k * 2 / pi.
 _MEDIAN_COSTS = 1.2533
@@ -30,6 +28,8 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
     count = len(samples)
     if count < 3:
         return inf
+    from scipy.special import stdtrit  # slow to load, and needed here alone
+
     scale = spread(samples)
     alike = max(0.0, _autocorrelation(samples, scale))
     apart = scale * _MEDIAN_COSTS * ((1 + alike) / (1 - alike) * 2 / count) ** 0.5

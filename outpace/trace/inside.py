@@ -17,8 +17,8 @@ _CHUNKED_LOSS = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
 # Operators whose code is Python.
 _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
     _CHUNKED_LOSS: linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator,
-    attention._opoverload: attention._init_fn,
-    attention_backward._opoverload: attention_backward._init_fn,
+    attention.overload: attention.code,
+    attention_backward.overload: attention_backward.code,
 }
 _ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
 
@@ -35,9 +35,9 @@ class Inside:
 
     def __call__(self, func: Any, args: Any) -> int:
         """For one call. 0 for operators that are not known, and with memory of their own."""
-        if func is low_loss._opoverload:
+        if func is low_loss.overload:
             return bytes_within(*args[:2])[0]
-        if func is low_loss_backward._opoverload:
+        if func is low_loss_backward.overload:
             return bytes_within(*args[2:4])[1]
         if func not in _IN_PYTHON or not isinstance(args[0], FakeTensor):
             return 0
@@ -62,12 +62,10 @@ def _head_flops(hidden: Tensor, weight: Tensor) -> int:
 
 # As torch counts for its own kernels: scores that a backward computes again are work, too.
 FLOPS: Mapping[Any, Callable[..., int]] = {
-    attention._opoverload: lambda q, k, *_: 2 * _attention_flops(q, k),
-    attention_backward._opoverload: lambda _, q, k, *__: 5 * _attention_flops(q, k),
-    low_loss._opoverload: lambda hidden, weight, *_: _head_flops(hidden, weight),
-    low_loss_backward._opoverload: lambda _, __, hidden, weight, ___: (
-        2 * _head_flops(hidden, weight)
-    ),
+    attention.overload: lambda q, k, *_: 2 * _attention_flops(q, k),
+    attention_backward.overload: lambda _, q, k, *__: 5 * _attention_flops(q, k),
+    low_loss.overload: lambda hidden, weight, *_: _head_flops(hidden, weight),
+    low_loss_backward.overload: lambda _, __, hidden, weight, ___: 2 * _head_flops(hidden, weight),
 }
 
 

@@ -7,45 +7,28 @@ A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.utils._pytree import tree_leaves
 
-from outpace.optim.build import fill_state
 from outpace.records.base import Record, sync_folder, sync_paths, write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
-from outpace.train.restricted import Planner, Reader
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20
 _LOOKS, _LOOK_AGAIN_S = 20, 0.5
-# Each parameter's optimizer state under its own name, so that any layout finds what it needs.
-_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-# The same without frozen parameters. What is not in a checkpoint is missing in the file, and found
-# out there; that the rest of the model is not there either is no error.
-_TRAINED = StateDictOptions(
-    flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
-)
 
 
 class Progress(Record):
@@ -61,11 +44,12 @@ class Progress(Record):
     world_size: int
 
 
-def _reason(error: BaseException) -> str:
-    """The first rank's error in a line. DCP wraps the ranks' errors in a BaseException."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (inner, _) = min(error.failures.items())
-        return f"{_reason(inner)} (rank {rank})"
+def reason(error: BaseException) -> str:
+    """The first rank's error in a line."""
+    failures = getattr(error, "failures", None)  # of DCP's CheckpointException
+    if failures:
+        rank, (inner, _) = min(failures.items())
+        return f"{reason(inner)} (rank {rank})"
     return " ".join(str(error).split())[:300]
 
 
@@ -92,7 +76,7 @@ def _mark_complete(folder: Path) -> None:
     sync_paths(folder, folder.parent)
 
 
-def _require_files(folder: Path, metadata: Metadata) -> None:
+def _require_files(folder: Path, metadata: "Metadata") -> None:
     """Raises OSError unless every rank's files are to be seen from here."""
     wanted = {info.relative_path for info in (metadata.storage_data or {}).values()}
     for _ in range(_LOOKS):
@@ -161,55 +145,6 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def _state(
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    options: StateDictOptions,
-) -> dict[str, Any]:
-    """The tensors to save or to fill, by the names that they have in a single process."""
-    if model is None:
-        return {}
-    if optimizer is None:
-        return {"model": get_model_state_dict(model, options=options)}
-    fill_state(optimizer)
-    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def _fill(
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    state: dict[str, Any],
-    options: StateDictOptions,
-) -> None:
-    """Take over what was read into `state`."""
-    if model is None:
-        return
-    if optimizer is None:
-        set_model_state_dict(model, state["model"], options=options)
-        return
-    with _without_empty_groups(optimizer):
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=options,
-        )
-
-
-@contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A rank that holds a share of the parameters may have none of a group, which torch expects."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        filled = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
-
-
 class Checkpointer:
     """Saves and loads one rank's share of a run's state.
 
@@ -238,7 +173,7 @@ class Checkpointer:
         self._on_whole = on_whole
         self._on_trouble = on_trouble
         self._copies = copies
-        self._options = _TRAINED if trained_only else _BY_NAME
+        self._trained_only = trained_only
         self._pending: tuple[Future[None], Path] | None = None
         self._needed_bytes = 0
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -257,21 +192,23 @@ class Checkpointer:
         folder = self.directory / f"step-{progress.step}"
         if not self._prepare(folder, progress):
             return
-        state = _state(model, optimizer, self._options)
+        from outpace.train import states
+
+        state = states.take(model, optimizer, self._trained_only)
         self._needed_bytes = _tensor_bytes(state)
         written = self._begin(state, folder)
         self._pending = (self._finisher.submit(self._finish, written, folder), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
         """Write in the background from a copy, or here and now where there is no room for one."""
+        from outpace.train import states
+
         if self._copies:
-            written = async_save(state, checkpoint_id=folder, process_group=self._group)
-            assert isinstance(written, Future)
-            return written
+            return states.begin(state, folder, self._group)
         done: Future[Any] = Future()
         try:
-            done.set_result(save(state, checkpoint_id=folder, process_group=self._group))
-        except (Exception, CheckpointException) as error:
+            done.set_result(states.write(state, folder, self._group))
+        except states.ERRORS as error:
             done.set_exception(error)
         return done
 
@@ -305,11 +242,13 @@ class Checkpointer:
         """Wait for the save going on. False when it failed (said through `on_trouble`)."""
         if self._pending is None:
             return True
+        from outpace.train import states
+
         future, folder = self._pending
         self._pending = None
         try:
             future.result()
-        except (Exception, CheckpointException) as error:
+        except states.ERRORS as error:
             self._fail(folder, error)
             return False
         if self._rank == 0:
@@ -327,7 +266,7 @@ class Checkpointer:
         """Leave nothing half-written; the checkpoints before stay."""
         if self._rank == 0:
             _remove(folder)
-            why = self._disk_full() or _reason(error)
+            why = self._disk_full() or reason(error)
             self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
 
     def _disk_full(self) -> str | None:
@@ -360,17 +299,11 @@ class Checkpointer:
 
         Raises BadInputError for one of something else, or one that would run code.
         """
-        reader = Reader(folder)
-        state = _state(model, optimizer, self._options)
-        try:
-            load_distributed(
-                state, storage_reader=reader, planner=Planner(), process_group=self._group
-            )
-        except (Exception, CheckpointException) as error:
-            raise BadInputError(
-                f"checkpoint {folder} does not fit this model and optimizer: {_reason(error)}"
-            ) from None
-        _fill(model, optimizer, state, self._options)
+        from outpace.train import states
+
+        state = states.take(model, optimizer, self._trained_only)
+        states.read(state, folder, self._group)
+        states.put(model, optimizer, state, self._trained_only)
         return Progress.load(folder / "progress.json")
 
 

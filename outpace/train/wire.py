@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outpace.nn.spread import has_spread
 from outpace.planner.wire import Tally
 
 # The operators' names, as they begin, by kind of collective; of two that fit the longer counts.
@@ -32,6 +32,11 @@ class Wire(TorchDispatchMode):
     it sends if the collective is done by an algorithm that sends the least.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """It counts where nothing is compiled; to be skipped, it would load the compiler."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tally = Tally()
@@ -47,7 +52,7 @@ class Wire(TorchDispatchMode):
             self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if has_spread(types):
             return NotImplemented  # come back with what DTensor makes of it, exchanges included
         if not self._paused and func.namespace in ("c10d", "_c10d_functional"):
             kind = _kind(func._opname.strip("_"))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from outpace.cli.main import main
 from outpace.launch import auto
@@ -18,6 +19,7 @@ from outpace.records.plan import Plan
 from outpace.records.probed import Probed
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.train.precision import default_precision
 
 # Of torch itself, where its sharded optimizer is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -150,11 +152,12 @@ def probe(path, rate, **values):
 
 
 def test_a_probe_of_this_machine_is_used(tmp_path):
+    default = default_precision(torch.device("cpu"), identify(lambda name, memory: None))
     _, _, said = picked(nproc=1)
     assert "guessed rates" in said[0] and "note: " in said[1]
     probe(tmp_path / "machine.json", 1e9)
     found, _, said = picked(nproc=1)
-    assert "probed rates" in said[0] and found.precision == "fp32"
+    assert "probed rates" in said[0] and found.precision == default
     probe(tmp_path / "machine.json", 1e9, cpu="another one")
     _, _, said = picked(nproc=1)
     assert "guessed rates" in said[0]

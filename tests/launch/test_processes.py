@@ -37,7 +37,8 @@ def do(arguments, **options):
 
 
 def losses(run: Path):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    text = (run / "metrics.jsonl").read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()  # one may be half written
     return {json.loads(line)["step"]: json.loads(line)["loss"] for line in lines}
 
 

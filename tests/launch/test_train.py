@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -286,3 +288,32 @@ def test_profile_writes_a_chrome_trace(run):
     directory = run(steps=6, profile=True)
     trace = json.loads((directory / "trace-rank0.json").read_text())
     assert len(trace["traceEvents"]) > 100
+
+
+def test_a_run_may_do_without_evaluations(run):
+    directory = run(eval_batches=0, steps=2)
+    assert not (directory / "evals.jsonl").read_text()
+    result = json.loads((directory / "result.json").read_text())
+    assert result["steps"] == 2
+
+
+SLOW_TO_LOAD = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy",
+                "torch.distributed.checkpoint", "torch.distributed.fsdp", "scipy"]  # fmt: skip
+
+
+def test_a_start_loads_nothing_that_a_plain_run_does_not_need(tmp_path, corpus, token_cache):
+    """Half of a start was torch's compiler, its DTensors and its checkpoints."""
+    settings = {**TINY, "sample_tokens": 0, "data": corpus, "cache_dir": token_cache,
+                "out": tmp_path / "run"}  # fmt: skip
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    code = (
+        "import sys; from outpace.cli.main import main; assert main(sys.argv[1:]) == 0; "
+        f"print('loaded', [name for name in {SLOW_TO_LOAD} if name in sys.modules])"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, "train", "--measure-only", *flags],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert said.splitlines()[-1] == "loaded []"

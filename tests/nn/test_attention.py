@@ -121,4 +121,4 @@ def test_the_operators_keep_to_torchs_rules():
     """What tracing and compiling rely on: shapes, strides, no writing into arguments."""
     for kv_heads, causal in ((2, True), (4, False)):
         operands = _heads(2, 4, kv_heads, 6, 6, 4, torch.bfloat16)
-        torch.library.opcheck(attention, (*operands, None, causal))
+        torch.library.opcheck(attention.overload, (*operands, None, causal))

@@ -1,0 +1,47 @@
+"""Operators of torch that are written in Python, so that tracing and compiling see them as one.
+
+As `torch.library.custom_op`, which loads torch's compiler at its first call: half a second of a
+run's start.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.library import Library
+
+_LIBRARY = Library("outpace", "DEF")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """`overload` is what torch calls; `code` is what that runs on a CPU."""
+
+    overload: torch._ops.OpOverload
+    code: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """As torch's own operators are called."""
+        return self.overload(*args)
+
+
+def operator(
+    code: Callable[..., Any],
+    made: Callable[..., Any],
+    keep: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Operator:
+    """`outpace::` with the name (less its _), arguments and results of `code`.
+
+    It writes into none of its arguments. `made` gives results without values. `keep` and
+    `backward` are as in `torch.library.register_autograd`.
+    """
+    short = code.__name__.strip("_")
+    name = f"outpace::{short}"
+    _LIBRARY.define(short + torch.library.infer_schema(code, mutates_args=()))
+    _LIBRARY.impl(short, code, "CPU")
+    torch.library.register_fake(name, made, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(name, backward, setup_context=keep, lib=_LIBRARY)
+    return Operator(getattr(torch.ops.outpace, short).default, code)
