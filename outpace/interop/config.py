@@ -1,6 +1,9 @@
 """config.json of a Hugging Face model directory, read into a ModelSpec."""
 
 from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -65,6 +68,32 @@ def spec_from_hf(directory: Path) -> ModelSpec:
             "Any other model can be trained through file.py:build."
         )
     return spec_from_config(load_config(directory, where), where)
+
+
+def remembered_spec(directory: Path, cache_dir: Path | None) -> ModelSpec:
+    """As `spec_from_hf`, by what is kept in `cache_dir` of an equal config.json.
+
+    transformers takes half a second to load, and says the same each time.
+    """
+    path = directory / CONFIG_FILE
+    if cache_dir is None or not path.is_file():
+        return spec_from_hf(directory)
+    digest = blake2b(digest_size=16)
+    for part in (path.read_bytes(), version("transformers").encode(), _own_source()):
+        digest.update(part + b"\0")
+    kept = cache_dir / "specs" / f"{digest.hexdigest()}.json"
+    with suppress(BadInputError):
+        return ModelSpec.load(kept)
+    spec = spec_from_hf(directory)
+    with suppress(OSError):  # it is read again the next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        spec.save(kept)
+    return spec
+
+
+def _own_source() -> bytes:
+    """What reads a config: where it changes, what it read before does not count."""
+    return Path(__file__).read_bytes()
 
 
 def load_config(directory: Path, where: str) -> Any:

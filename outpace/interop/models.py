@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outpace.catalog.models import PRESETS, preset
-from outpace.interop.config import CONFIG_FILE, FAMILIES, spec_from_hf
+from outpace.interop.config import CONFIG_FILE, FAMILIES, remembered_spec, spec_from_hf
 from outpace.interop.own import OWN_FILE, read_own
 from outpace.interop.own_file import load_function
 from outpace.interop.peft import ADAPTER_CONFIG, base_of
@@ -39,8 +39,8 @@ class OpenedModel:
     adapter: Path | None = None
 
 
-def open_model(reference: str) -> OpenedModel:
-    """Find the model that `reference` names.
+def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
+    """Find the model that `reference` names; in `cache_dir` what was read of it is remembered.
 
     A preset's name comes first ("./gpt2" is the directory); then a Hugging Face directory, the
     directory of a finished run, a spec file (.toml, .json), or "file.py:function". Only the last
@@ -52,7 +52,8 @@ def open_model(reference: str) -> OpenedModel:
         return OpenedModel("own", None, None, None, load_function(reference), reference)
     path = _place(reference)
     if path.is_dir():
-        return _open_run(path) if (path / _RUN_FILE).is_file() else _open_huggingface(path)
+        is_run = (path / _RUN_FILE).is_file()
+        return _open_run(path, cache_dir) if is_run else _open_huggingface(path, cache_dir)
     if path.suffix in (".toml", ".json") and path.is_file():
         return OpenedModel("spec", read_spec(path), None, None, None, path.stem)
     if path.suffix == ".py" and path.is_file():
@@ -80,7 +81,7 @@ def _place(reference: str) -> Path:
     return path
 
 
-def _open_huggingface(path: Path) -> OpenedModel:
+def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
     if (path / OWN_FILE).is_file():
         return OpenedModel("own", None, None, None, read_own(path), path.name)
     if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG_FILE).is_file():
@@ -90,12 +91,11 @@ def _open_huggingface(path: Path) -> OpenedModel:
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
         )
     weights = path if has_weights(path) else None
-    return OpenedModel(
-        "huggingface", spec_from_hf(path), weights, _tokenizer(path), None, path.name
-    )
+    spec = remembered_spec(path, cache_dir)
+    return OpenedModel("huggingface", spec, weights, _tokenizer(path), None, path.name)
 
 
-def _open_run(path: Path) -> OpenedModel:
+def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
     """A run's exported model, to start from."""
     model = path / "model"
     if (model / OWN_FILE).is_file():
@@ -107,7 +107,8 @@ def _open_run(path: Path) -> OpenedModel:
             f"the run {path} holds no finished model (in {model}); let it reach its end first, "
             "with --resume"
         )
-    return OpenedModel("run", spec_from_hf(model), model, _tokenizer(model), None, path.name)
+    spec = remembered_spec(model, cache_dir)
+    return OpenedModel("run", spec, model, _tokenizer(model), None, path.name)
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:

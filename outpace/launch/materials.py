@@ -96,7 +96,7 @@ def gather(
     plan: Plan | None = None,
 ) -> Materials:
     """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
-    opened = None if live is not None else open_model(settings.model)
+    opened = None if live is not None else open_model(settings.model, cache_dir)
     own = _own_model(opened, live)
     if settings.lora_rank is not None:
         _require_base(settings, opened, own)
@@ -156,11 +156,11 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
 
     Not of a person's own model, whose code is run where it trains.
     """
-    if open_model(settings.model).build is not None:
+    cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+    if open_model(settings.model, cache_dir).build is not None:
         return
     tell(callbacks, "on_stage", "preparing data")
     try:
-        cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         gather(settings, None, cache_dir, usable_cores(), callbacks)
     finally:
         tell(callbacks, "close")

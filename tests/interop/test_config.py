@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.catalog.models import PRESETS
+from outpace.interop.config import CONFIG_FILE, remembered_spec
 from outpace.interop.huggingface import hf_config, spec_from_config, spec_from_hf
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -171,3 +172,26 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "config.json is not JSON" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     assert "holds a JSON list, not an object" in refusal(tmp_path)
+
+
+def test_what_was_read_is_remembered_until_the_config_is_another(tmp_path: Path) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    config = {"model_type": "gpt2", "n_layer": 3}
+    (model / CONFIG_FILE).write_text(json.dumps(config))
+    read = remembered_spec(model, cache)
+    assert read == spec_from_hf(model)
+    (kept,) = (cache / "specs").iterdir()
+    ModelSpec.load(kept).model_copy(update={"layers": 5}).save(kept)  # to see that it is this
+    assert remembered_spec(model, cache).layers == 5
+    assert remembered_spec(model, None).layers == 3
+    kept.write_text("{")
+    assert remembered_spec(model, cache).layers == 3
+    (model / CONFIG_FILE).write_text(json.dumps({**config, "n_layer": 4}))
+    assert remembered_spec(model, cache).layers == 4
+    (model / CONFIG_FILE).write_text(json.dumps({"model_type": "gpt3"}))
+    with pytest.raises(BadInputError, match="not supported"):
+        remembered_spec(model, cache)
+    (tmp_path / "file").touch()  # a cache that cannot be written
+    (model / CONFIG_FILE).write_text(json.dumps(config))
+    assert remembered_spec(model, tmp_path / "file").layers == 3
