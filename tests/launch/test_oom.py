@@ -43,7 +43,7 @@ def words(tmp_path, corpus, token_cache):
     return [
         "train", "--model", str(model), "--data", str(corpus), "--cache-dir", str(token_cache),
         "--seq-len", "256", "--global-batch", "16", "--steps", "2", "--eval-batches", "1",
-        "--loss", "plain", "--sample-tokens", "0", "--threads", "1",
+        "--loss", "plain", "--sample-tokens", "0", "--threads", "1", "--precision", "fp32",
         "--out", str(tmp_path / "run"),
     ]  # fmt: skip
 
