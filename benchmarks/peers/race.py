@@ -234,7 +234,8 @@ def main() -> None:
     parser.add_argument("--case", choices=cases.CASES)
     parser.add_argument("--processes", type=int, choices=(1, 2))
     parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
-    parser.add_argument("--precision", choices=PRECISIONS, help="else what is faster here")
+    parser.add_argument("--precision", choices=PRECISIONS,
+                        help="else what is faster here; with --quick fp32")  # fmt: skip
     parser.add_argument("--anew", action="store_true", help="heats that are recorded, too")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import xxhash
 
 from outpace.data import classify
 from outpace.data.chat import ChatFormat, encode_all, messages_of
+from outpace.data.encoded import remembered
 from outpace.data.padded import PaddedDataset, rounded
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.rows import Row, Table, fingerprint, held_out, read_tables, splits_of
@@ -228,8 +230,16 @@ def _classify(
     tokenizer = classify.with_pairs(plain, encoder)
     _check_vocab(tokenizer, vocab)
     tell(callbacks, "on_stage", "encoding the texts")
+    how = "|".join((*columns.texts, columns.label, *labels))
+    fingerprints = _fingerprints(source, tokenizer, how)
+    segments = spec.segments > 1
     encoded = [
-        classify.encode(tokenizer, part, labels, seq_len, spec.segments > 1) for part in parts
+        remembered(
+            cache_dir,
+            xxhash.xxh3_128_hexdigest(f"1|{of}|{seq_len}|{segments}|{encoder}".encode()),
+            partial(classify.encode, tokenizer, part, labels, seq_len, segments),
+        )
+        for of, part in zip(fingerprints, parts, strict=True)
     ]
     cut = sum(part.cut for part in encoded)
     hints = list(source.hints)
@@ -243,7 +253,7 @@ def _classify(
         tokenizer,
         train,
         validation,
-        *_fingerprints(source, tokenizer, "|".join((*columns.texts, columns.label, *labels))),
+        *fingerprints,
         seq_len,
         labels,
         tuple(hints),

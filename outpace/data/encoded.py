@@ -1,0 +1,62 @@
+"""Encoded samples in a cache: made once of rows, a tokenizer and a length, read ever after."""
+
+import io
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outpace.data.classify import Encoded
+from outpace.data.padded import Ragged
+from outpace.records.base import write_atomic
+
+_VALUES, _FILL = "values.", "fill."
+
+
+def remembered(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> Encoded:
+    """What `encode` gives, by what is kept under `key`, which says all that it depends on.
+
+    What is damaged is made again; what cannot be kept is made again the next time.
+    """
+    path = cache_dir / "encoded" / f"{key}.npz"
+    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return _read(path)
+    made = encode()
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, _packed(made))
+    return made
+
+
+def _packed(made: Encoded) -> bytes:
+    samples, file = made.samples, io.BytesIO()
+    arrays: dict[str, NDArray[np.int32] | NDArray[np.int64]] = {
+        "starts": samples.starts, "cut": np.asarray(made.cut, np.int64),
+        **{_VALUES + name: values for name, values in samples.values.items()},
+        **{_FILL + name: np.asarray(fill, np.int64) for name, fill in samples.fill.items()},
+    }  # fmt: skip
+    if samples.labels is not None:
+        arrays["labels"] = samples.labels
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def _read(path: Path) -> Encoded:
+    """Raises ValueError and others for a file that is not whole; zip files have checksums."""
+    # From memory: of a file that is none, numpy leaves it to the collector to close it.
+    with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
+        found = {name: kept[name] for name in kept.files}
+    values, fill = (
+        {name.removeprefix(kind): one for name, one in found.items() if name.startswith(kind)}
+        for kind in (_VALUES, _FILL)
+    )
+    starts, labels = found["starts"], found.get("labels")
+    lengths = {len(one) for one in values.values()}
+    whole = lengths == {int(starts[-1])} and values.keys() == fill.keys()
+    if not whole or (labels is not None and len(labels) != len(starts) - 1):
+        raise ValueError(f"{path} is damaged")
+    numbers = {name: int(one) for name, one in fill.items()}
+    return Encoded(Ragged(starts, values, numbers, labels), int(found["cut"]))
