@@ -1,7 +1,6 @@
 """Encoded samples in a cache: made once of rows, a tokenizer and a length, read ever after."""
 
 import io
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ def remembered(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> Enco
     What is damaged is made again; what cannot be kept is made again the next time.
     """
     path = cache_dir / "encoded" / f"{key}.npz"
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    with suppress(Exception):  # of a damaged file numpy and zipfile say so in many ways
         return _read(path)
     made = encode()
     with suppress(OSError):
@@ -45,7 +44,7 @@ def _packed(made: Encoded) -> bytes:
 
 
 def _read(path: Path) -> Encoded:
-    """Raises ValueError and others for a file that is not whole; zip files have checksums."""
+    """Raises for a file that is not whole; zip files have checksums."""
     # From memory: of a file that is none, numpy leaves it to the collector to close it.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}

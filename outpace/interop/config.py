@@ -1,9 +1,10 @@
 """config.json of a Hugging Face model directory, read into a ModelSpec."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from hashlib import blake2b
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -75,12 +76,15 @@ def remembered_spec(directory: Path, cache_dir: Path | None) -> ModelSpec:
 
     transformers takes half a second to load, and says the same each time.
     """
-    path = directory / CONFIG_FILE
-    if cache_dir is None or not path.is_file():
+    if cache_dir is None:
         return spec_from_hf(directory)
     digest = blake2b(digest_size=16)
-    for part in (path.read_bytes(), version("transformers").encode(), _own_source()):
-        digest.update(part + b"\0")
+    try:
+        config = (directory / CONFIG_FILE).read_bytes()
+        for part in (config, version("transformers").encode(), *_own_sources()):
+            digest.update(part + b"\0")
+    except (OSError, PackageNotFoundError):
+        return spec_from_hf(directory)  # which says what is wrong
     kept = cache_dir / "specs" / f"{digest.hexdigest()}.json"
     with suppress(BadInputError):
         return ModelSpec.load(kept)
@@ -91,9 +95,10 @@ def remembered_spec(directory: Path, cache_dir: Path | None) -> ModelSpec:
     return spec
 
 
-def _own_source() -> bytes:
-    """What reads a config: where it changes, what it read before does not count."""
-    return Path(__file__).read_bytes()
+def _own_sources() -> Iterator[bytes]:
+    """What reads a config and what is made of it: where they change, nothing is remembered."""
+    for module in (sys.modules[__name__], sys.modules[ModelSpec.__module__]):
+        yield Path(str(module.__file__)).read_bytes()
 
 
 def load_config(directory: Path, where: str) -> Any:

@@ -122,10 +122,10 @@ def prepared(
         device = resolve_device(settings, ranks)
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
-        if settings.memory_limit is None and not settings.empty_cache:
-            keep_freed_memory(device, os.environ)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
+        if settings.memory_limit is None and not plan.empty_cache:
+            keep_freed_memory(device, os.environ)
         guard = Guard(ranks, device, end)
         stack.callback(guard.close)
         if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):

@@ -1,5 +1,6 @@
 """What a task is trained on: rows of its data as samples, with the tokenizer that they need."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -233,10 +234,13 @@ def _classify(
     how = "|".join((*columns.texts, columns.label, *labels))
     fingerprints = _fingerprints(source, tokenizer, how)
     segments = spec.segments > 1
+    # All that samples depend on beside the rows: how names of classes became labels, too.
+    more = json.dumps([1, columns.texts, columns.label, labels, list(classes), seq_len, segments,
+                       encoder, tokenizer.pad_id])  # fmt: skip
     encoded = [
         remembered(
             cache_dir,
-            xxhash.xxh3_128_hexdigest(f"1|{of}|{seq_len}|{segments}|{encoder}".encode()),
+            xxhash.xxh3_128_hexdigest(f"{of}|{more}".encode()),
             partial(classify.encode, tokenizer, part, labels, seq_len, segments),
         )
         for of, part in zip(fingerprints, parts, strict=True)

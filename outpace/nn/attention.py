@@ -46,8 +46,12 @@ def _blocks(batch: int, kv_heads: int, group: int, queries: int, keys: int, caus
         entries = max(1, SCORE_BYTES // (a_head * kv_heads))
         for entry in range(0, batch, entries):
             for head in range(0, kv_heads, heads):
-                yield _Block(slice(entry, entry + entries), slice(head, head + heads),
-                             slice(start, end), seen)  # fmt: skip
+                yield _Block(
+                    slice(entry, min(entry + entries, batch)),
+                    slice(head, min(head + heads, kv_heads)),
+                    slice(start, end),
+                    seen,
+                )
 
 
 class _Parts:

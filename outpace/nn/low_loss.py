@@ -59,28 +59,41 @@ def _made(
 
 
 def _low_loss_backward(
-    loss_grad: Tensor, logits_grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    loss_grad: Tensor,
+    logits_grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    trains: bool,
 ) -> list[Tensor]:
-    """The gradients of `hidden`, `weight` and, where there is one, `bias`, in their dtypes.
+    """The gradients of `hidden`, where it `trains` of `weight`, and of `bias`, in their dtypes.
 
     `loss_grad` scales the products where they are still in fp32, so that nothing is rounded twice.
     """
     low, scale = torch.bfloat16, loss_grad.item()
     hidden_grad = _product(logits_grad, weight.to(low), scale).to(hidden.dtype)
-    operand, weight_grad = hidden.to(low), torch.empty_like(weight)
-    for start in range(0, weight.shape[0], HEAD_ROWS):
-        block = slice(start, start + HEAD_ROWS)
-        weight_grad[block] = _product(logits_grad[:, block].T, operand, scale)
-    if bias is None:
-        return [hidden_grad, weight_grad]
-    bias_grad = logits_grad.sum(0, dtype=torch.float32).mul_(scale)
-    return [hidden_grad, weight_grad, bias_grad.to(bias.dtype)]
+    grads = [hidden_grad]
+    if trains:
+        operand, weight_grad = hidden.to(low), torch.empty_like(weight)
+        for start in range(0, weight.shape[0], HEAD_ROWS):
+            block = slice(start, start + HEAD_ROWS)
+            weight_grad[block] = _product(logits_grad[:, block].T, operand, scale)
+        grads.append(weight_grad)
+    if bias is not None:
+        grads.append(logits_grad.sum(0, dtype=torch.float32).mul_(scale).to(bias.dtype))
+    return grads
 
 
 def _made_backward(
-    loss_grad: Tensor, logits_grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    loss_grad: Tensor,
+    logits_grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    trains: bool,
 ) -> list[Tensor]:
-    return [torch.empty_like(one) for one in (hidden, weight, bias) if one is not None]
+    wanted = (hidden, weight if trains else None, bias)
+    return [torch.empty_like(one) for one in wanted if one is not None]
 
 
 def bytes_within(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
@@ -110,8 +123,12 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, loss_grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    grads = low_loss_backward(loss_grad, *ctx.saved_tensors)
-    return (*grads, *[None] * (4 - len(grads)))
+    *given, bias = ctx.saved_tensors
+    _, trains, bias_trains, _ = ctx.needs_input_grad
+    bias = bias if bias_trains else None
+    grads = iter(low_loss_backward(loss_grad, *given, bias, trains))
+    hidden_grad = next(grads)
+    return hidden_grad, next(grads) if trains else None, next(grads, None), None
 
 
 low_loss_backward = operator(_low_loss_backward, _made_backward)

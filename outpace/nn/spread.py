@@ -17,14 +17,19 @@ def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
 
     It takes half a second to load.
     """
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
+    kind = _dtensor()
+    return kind is not None and isinstance(tensor, kind)
 
 
 def has_spread(kinds: Iterable[type]) -> bool:
     """Whether any of these types is a DTensor's."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and any(issubclass(kind, loaded.DTensor) for kind in kinds)
+    spread = _dtensor()
+    return spread is not None and any(issubclass(kind, spread) for kind in kinds)
+
+
+def _dtensor() -> "type[DTensor] | None":
+    """The class, where its module is loaded: not, or not wholly, is nowhere yet."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local(tensor: Tensor) -> Tensor:

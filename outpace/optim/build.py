@@ -64,8 +64,9 @@ def leave_compiler_out() -> None:
     where nothing is compiled. What torch would keep of its answer is written down instead.
     """
     for method in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        plain = getattr(torch.optim.Optimizer, method).__wrapped__
-        plain.__dict__.setdefault("__dynamo_disable", plain)
+        plain = getattr(getattr(torch.optim.Optimizer, method), "__wrapped__", None)
+        if plain is not None:
+            plain.__dict__.setdefault("__dynamo_disable", plain)
 
 
 def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float) -> Groups:

@@ -103,6 +103,12 @@ class Loss(Setup):
         rows: Floats = np.maximum(_CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
         return rows
 
+    def _low_block(self, vocab: Floats, rows: Floats) -> Floats:
+        """Tokens whose softmax is made at a time, of so many."""
+        most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
+        block: Floats = np.minimum(np.maximum(1, most), rows)
+        return block
+
     def _low_logits(
         self,
         tape: Tape,
@@ -119,7 +125,7 @@ class Loss(Setup):
         output = here * rows * hidden * s.stream * s.casts
         read = here * rows * hidden * s.operand * (s.operand < s.stream)
         copy = here * head * s.operand * (s.operand < s.weight)
-        block = np.minimum(np.maximum(1, np.floor(_LOW_BLOCK_BYTES / (FP32 * vocab))), rows)
+        block = self._low_block(vocab, rows)
         tape.pass_over("activations", more * logits)
         within = np.maximum(read + copy, 2 * FP32 * block * vocab * here)
         tape.moment("temporary", logits + within + output)
@@ -197,6 +203,10 @@ class Loss(Setup):
             np.maximum(12 * chunk * vocab + grad * before, chunk * vocab * s.operand + grad) * here,
             FP32 * chunk * (vocab + hidden) * here,
         )
+        softmax = 2 * FP32 * self._low_block(vocab, chunk) * vocab
+        part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden
+        in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
+        inside = np.where(low, in_place * here, inside)
         tape.moment("temporary", inside + output + cast + raised)
         tape.drop("communication", last)
         # Before they are scaled, torch's operator makes zeros for the ones that nobody asked for.

@@ -35,10 +35,11 @@ class Inside:
 
     def __call__(self, func: Any, args: Any) -> int:
         """For one call. 0 for operators that are not known, and with memory of their own."""
+        # Of tensors with memory too: a mode around it does not see what it is made of.
         if func is low_loss.overload:
             return bytes_within(*args[:2])[0]
         if func is low_loss_backward.overload:
-            return bytes_within(*args[2:4])[1]
+            return bytes_within(*args[2:4])[1] if args[5] else 2 * args[3].numel()
         if func not in _IN_PYTHON or not isinstance(args[0], FakeTensor):
             return 0
         key = func, tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), tuple(args))
@@ -65,7 +66,9 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
     attention.overload: lambda q, k, *_: 2 * _attention_flops(q, k),
     attention_backward.overload: lambda _, q, k, *__: 5 * _attention_flops(q, k),
     low_loss.overload: lambda hidden, weight, *_: _head_flops(hidden, weight),
-    low_loss_backward.overload: lambda _, __, hidden, weight, ___: 2 * _head_flops(hidden, weight),
+    low_loss_backward.overload: lambda _, __, hidden, weight, ___, trains: (
+        (1 + trains) * _head_flops(hidden, weight)
+    ),
 }
 
 

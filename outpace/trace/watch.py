@@ -226,7 +226,7 @@ class Watch(TorchDispatchMode):
         packet = func._overloadpacket
         if func in FLOPS:
             self._now.flops += FLOPS[func](*args)
-        if packet in flop_registry:
+        elif packet in flop_registry:
             self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=made))
         if fresh or func._schema.is_mutable:
             moved = {id(tensor): tensor.nbytes for tensor in [*given, *outputs]}

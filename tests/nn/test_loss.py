@@ -288,6 +288,22 @@ def test_logits_of_a_large_vocabulary_are_cut_into_chunks_in_bf16_on_a_cpu(monke
         assert _error(one, other) < 4e-3 and not torch.equal(one, other)
 
 
+def test_a_frozen_head_gets_no_gradient_in_bf16_on_a_cpu():
+    """As beside adapters: neither its product nor its memory."""
+    (hidden, weight, bias), targets = _operands(bias=True)
+    _, (exact, _, bias_exact) = _ours((hidden, weight, bias), targets, "auto", torch.bfloat16)
+    frozen = weight.detach()
+    loss = linear_loss_sum(hidden, frozen, bias.detach(), targets, "auto", torch.bfloat16)
+    (grad,) = torch.autograd.grad(loss, [hidden])
+    assert torch.equal(grad, exact)
+    with torch.profiler.profile() as profile:
+        loss = linear_loss_sum(hidden, frozen, bias, targets, "auto", torch.bfloat16)
+        grads = torch.autograd.grad(loss, [hidden, bias])
+    assert torch.equal(grads[0], exact) and torch.equal(grads[1], bias_exact)
+    products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm")]
+    assert len(products) == 2  # logits, and the gradient of what the head reads
+
+
 def test_the_operators_of_bf16_on_a_cpu_keep_to_torchs_rules():
     for bias in (False, True):
         operands, targets = _operands(rows=40, bias=bias)
