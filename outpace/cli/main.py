@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import outpace
-from outpace.records.base import write_atomic
 from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, OutpaceError, harmless, nearest
 
 # command -> one line of help; its module has the command's name.
@@ -175,6 +174,8 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
     extra = {"timestamp": str(int(now)), "time": now, "exit_code": exit_code,
              "rank": environ.get("RANK", "0")}  # fmt: skip
     record = {"message": {"message": message, "extraInfo": {"py_callstack": message, **extra}}}
+    from outpace.records.base import write_atomic
+
     # Whole or not at all: the launcher looks as soon as one rank has ended, and may see this one's.
     write_atomic(Path(path), json.dumps(record))
 
