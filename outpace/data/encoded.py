@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from outpace.data.classify import Encoded
 from outpace.data.padded import Ragged
-from outpace.records.base import write_atomic
+from outpace.records.base import keep_memo
 
 _VALUES, _FILL = "values.", "fill."
 
@@ -24,9 +24,7 @@ def remembered(cache_dir: Path, key: str, encode: Callable[[], Encoded]) -> Enco
     with suppress(Exception):  # of a damaged file numpy and zipfile say so in many ways
         return _read(path)
     made = encode()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, _packed(made))
+    keep_memo(path, _packed(made))
     return made
 
 
@@ -39,7 +37,7 @@ def _packed(made: Encoded) -> bytes:
     }  # fmt: skip
     if samples.labels is not None:
         arrays["labels"] = samples.labels
-    np.savez(file, **arrays)  # type: ignore[arg-type]
+    np.savez(file, allow_pickle=False, **arrays)
     return file.getvalue()
 
 

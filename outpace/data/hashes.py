@@ -8,7 +8,7 @@ import xxhash
 
 from outpace.data.sources import Source, fingerprint
 from outpace.data.stream import Stream
-from outpace.records.base import write_atomic
+from outpace.records.base import keep_memo
 
 # A file written this recently may change again within the clock's resolution.
 _SETTLED_S = 2.0
@@ -29,7 +29,7 @@ def remembered_fingerprint(source: Source, text_field: str, cache_dir: Path) -> 
     found = fingerprint(source, text_field)
     newest_s = max(changed_ns for *_, changed_ns in seen) / 1e9
     if time.time() - newest_s > _SETTLED_S:
-        _remember(memo, found)
+        keep_memo(memo, found)
     return found
 
 
@@ -41,13 +41,5 @@ def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[in
         return int(low), int(high)
     except (OSError, ValueError, TypeError):
         found = stream.measured()
-        _remember(memo, json.dumps(found))
+        keep_memo(memo, json.dumps(found))
         return found
-
-
-def _remember(memo: Path, text: str) -> None:
-    try:
-        memo.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(memo, text)
-    except OSError:
-        pass  # a memo is only a convenience; the cache itself will complain

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from outpace.records.base import read_object
+from outpace.records.base import keep_memo, read_object
 from outpace.records.errors import BadInputError, clipped, nearest
 from outpace.records.model import Family, ModelSpec
 
@@ -89,9 +89,7 @@ def remembered_spec(directory: Path, cache_dir: Path | None) -> ModelSpec:
     with suppress(BadInputError):
         return ModelSpec.load(kept)
     spec = spec_from_hf(directory)
-    with suppress(OSError):  # it is read again the next time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        spec.save(kept)
+    keep_memo(kept, spec.model_dump_json())
     return spec
 
 

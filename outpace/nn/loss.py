@@ -23,10 +23,10 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from outpace.nn.block import raised
+from outpace.nn.low_loss import IGNORED as IGNORED
 from outpace.nn.low_loss import low_loss
 from outpace.nn.transformer import Transformer
 
-IGNORED = -100
 LossKind = Literal["auto", "plain", "chunked"]
 
 CHUNK_ROWS = 512
@@ -35,10 +35,10 @@ _OPTIONS = LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS, chunking_metho
 # D 256): plain and chunked are equal at 8 MiB (V 512 × 4,096 tokens), chunked takes 0.52 of the
 # time at 64 MiB (V 4,096) and 0.58 at 128 MiB (V 8,192): below, the logits fit the caches.
 CHUNK_FROM_BYTES_CPU = 32 * 2**20
-# An accelerator wants large products: chunks only where the memory is worth having.
-CHUNK_FROM_BYTES_ACCELERATOR = 512 * 2**20
 # Up to here logits of 16 bits are whole on a CPU, as their gradient takes their place.
 LOW_LOGITS_BYTES_CPU = 256 * 2**20
+# An accelerator wants large products: chunks only where the memory is worth having.
+CHUNK_FROM_BYTES_ACCELERATOR = 512 * 2**20
 CHUNK_BYTES_ACCELERATOR = 128 * 2**20
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -139,6 +139,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def keep_memo(path: Path, content: str | bytes) -> None:
+    """Keep what was found out for the next time, in a folder that is made where it is not there.
+
+    A memo is only a convenience: where the disk does not take it, it is found out again.
+    """
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, content)
 
 
 def sync_folder(folder: Path) -> None:
