@@ -11,13 +11,14 @@ Target: a checkpoint costs at most one step; nothing grows; auto is within 2 % o
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +26,7 @@ sys.path.insert(0, str(HERE / "peers"))
 
 import cases  # noqa: E402
 import entrants  # noqa: E402
+import race  # noqa: E402
 import watching  # noqa: E402
 from recording import RESULTS, circumstances, save  # noqa: E402
 
@@ -35,14 +37,6 @@ LONG_STEPS, THOUSAND = 20_000, 1000
 ROUNDS, COUNTED = 2, 8
 LONG = {"precision": "fp32", "model": "outpace-tiny", "seq_len": 32, "global_batch": 2,
         "eval_batches": 1, "sample_tokens": 0, "device": "cpu"}  # fmt: skip
-# Beside what the planner picks: what a person would try on a host of two cores.
-BY_HAND = {
-    "one process": ["--nproc", "1"],
-    "one process, compiled": ["--nproc", "1", "--compile"],
-    "one process, half the micro-batch": ["--nproc", "1", "--micro-batch"],
-    "DDP on two": ["--nproc", "2"],
-    "ZeRO-1 on two": ["--nproc", "2", "--strategy", "zero1"],
-}
 
 
 def _settings_of(case: cases.Case, folder: Path, steps: int) -> dict[str, Any]:
@@ -52,22 +46,24 @@ def _settings_of(case: cases.Case, folder: Path, steps: int) -> dict[str, Any]:
     return settings
 
 
-def _train(settings: dict[str, Any], flags: list[str]) -> watching.Seen:
-    """A run of the command in a place of its own. Raises SystemExit where it fails."""
+@contextmanager
+def _command(settings: dict[str, Any], flags: list[str]) -> Iterator[tuple[list[str], Path]]:
+    """A run of the command in a place of its own, and where its steps' lines come."""
     with tempfile.TemporaryDirectory(prefix="lasting-") as made:
         config, out = Path(made) / "outpace.toml", Path(made) / "run"
-        lines = (f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-        config.write_text("".join(lines))
+        cases.write_config(config, settings)
         words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--out",
                  str(out), "--json", *flags]  # fmt: skip
-        seen = watching.watch(words, out / "metrics.jsonl", entrants.ENVIRONMENT, LIMIT_S)
+        yield words, out / "metrics.jsonl"
+
+
+def _step_times_s(settings: dict[str, Any], flags: list[str]) -> list[float]:
+    """Of a run, after warm-up. Raises SystemExit where it fails."""
+    with _command(settings, flags) as (words, metrics):
+        seen = watching.watch(words, metrics, entrants.ENVIRONMENT, LIMIT_S)
     if seen.exit_code != 0:
         raise SystemExit(f"{' '.join(words)} failed ({seen.exit_code}): {seen.said[-2000:]}")
-    return seen
-
-
-def _intervals(ends_s: tuple[float, ...]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(ends_s)]
+    return race.step_times_s(seen.steps_s, WARMUP)
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
@@ -76,9 +72,9 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     settings |= {"measure_only": False, "save_every": BEFORE, "steps": BEFORE + AFTER}
     repeats = []
     for _ in range(REPEATS):
-        took = _intervals(_train(settings, ["--nproc", "1"]).steps_s)
+        took = _step_times_s(settings, ["--nproc", "1"])
         # The interval after the step that saves has the copy in it.
-        before, after = took[WARMUP - 1 : BEFORE - 1], took[BEFORE - 1 :]
+        before, after = took[: BEFORE - WARMUP], took[BEFORE - WARMUP :]
         step_s = statistics.median(before)
         repeats.append({"before_s": before, "after_s": after,
                         "lost_steps": (sum(after) - len(after) * step_s) / step_s})  # fmt: skip
@@ -88,38 +84,35 @@ def checkpoint(folder: Path) -> dict[str, Any]:
 
 def long(folder: Path) -> dict[str, Any]:
     """Medians of steps and the memory at the end of each thousand."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="lasting-") as made:
-        config, out = Path(made) / "outpace.toml", Path(made) / "run"
-        settings = {**LONG, "steps": LONG_STEPS}
-        lines = (f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
-        config.write_text("".join(lines))
-        words = [sys.executable, "-m", "outpace", "train", "--config", str(config), "--out",
-                 str(out), "--json", "--nproc", "1"]  # fmt: skip
-        thousands = list(watching.grown(words, out / "metrics.jsonl", THOUSAND))
-        steps = [json.loads(line)["step_time_s"] for line in
-                 (out / "metrics.jsonl").read_text().splitlines()]  # fmt: skip
+    with _command({**LONG, "steps": LONG_STEPS}, ["--nproc", "1"]) as (words, metrics):
+        thousands = list(watching.grown(words, metrics, THOUSAND))
+        lines = metrics.read_text().splitlines()
+    steps = [json.loads(line)["step_time_s"] for line in lines]
     medians = [statistics.median(steps[at : at + THOUSAND])
                for at in range(0, LONG_STEPS, THOUSAND)]  # fmt: skip
     quarter = len(medians) // 4
     return {
         "steps": LONG_STEPS, "median_step_s": medians, "resident_bytes": thousands,
         # The last quarter beside the second: in the first, caches fill.
-        "time_ratio": _mean(medians[-quarter:]) / _mean(medians[quarter : 2 * quarter]),
+        "time_ratio": fmean(medians[-quarter:]) / fmean(medians[quarter : 2 * quarter]),
         "memory_growth_bytes": thousands[-1] - thousands[quarter],
     }  # fmt: skip
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _arms(case: cases.Case) -> dict[str, list[str]]:
+    """The pick, and what a person would try by hand on a host of two cores.
 
-
-def _arms(case: cases.Case) -> Iterator[tuple[str, list[str]]]:
-    """What is tried of a case; classifiers are not planned yet, so the defaults are the pick."""
-    yield "picked", [] if case.labelled else ["--plan", "auto"]
-    for name, flags in BY_HAND.items():
-        half = [str(case.batch // 2)] if flags[-1] == "--micro-batch" else []
-        yield name, [*flags, *half]
+    Classifiers are not planned yet: there the defaults are the pick.
+    """
+    one, two = ["--nproc", "1"], ["--nproc", "2"]
+    return {
+        "picked": [] if case.labelled else ["--plan", "auto"],
+        "one process": one,
+        "one process, compiled": [*one, "--compile"],
+        "one process, half the micro-batch": [*one, "--micro-batch", str(case.batch // 2)],
+        "DDP on two": two,
+        "ZeRO-1 on two": [*two, "--strategy", "zero1"],
+    }
 
 
 def auto(folder: Path) -> dict[str, Any]:
@@ -130,9 +123,9 @@ def auto(folder: Path) -> dict[str, Any]:
         settings = {**_settings_of(case, folder, steps), "steps": steps}
         times: dict[str, list[float]] = {}
         for number in range(ROUNDS):
-            arms = list(_arms(case))
+            arms = list(_arms(case).items())
             for arm, flags in arms if number % 2 == 0 else reversed(arms):
-                took = _intervals(_train(settings, flags).steps_s)[WARMUP - 1 :]
+                took = _step_times_s(settings, flags)
                 times.setdefault(arm, []).extend(took)
                 print(f"auto, ({name}) {arm}: {statistics.median(took):.3f} s", file=sys.stderr)
         medians = {arm: statistics.median(took) for arm, took in times.items()}

@@ -75,6 +75,11 @@ COMMON: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+def write_config(path: Path, settings: Mapping[str, Any]) -> None:
+    """Settings as a file for `outpace train --config`."""
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+
+
 def write(case: Case, folder: Path, steps: int, precision: str) -> None:
     """Lay it down, once: what is there is whole."""
     if (folder / "case.json").is_file():

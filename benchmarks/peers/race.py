@@ -127,7 +127,7 @@ def _commands(
     """Of each entrant what is run, and the file in which its steps' lines come."""
     config = place / "outpace.toml"
     settings = json.loads((place / "case.json").read_text())["settings"]
-    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+    cases.write_config(config, settings)
     out = folder / "run"
     found = {entrants.OURS: (
         entrants.own_command(config, heat.processes, heat.kind, steps, out),
@@ -147,9 +147,9 @@ def _told(seen: watching.Seen) -> str:
     return f"{step_s:.3f} s a step, the first after {seen.steps_s[0]:.1f} s"
 
 
-def step_times_s(ends_s: Sequence[float]) -> list[float]:
+def step_times_s(ends_s: Sequence[float], warmup: int = WARMUP) -> list[float]:
     """After warm-up, from when each step's line was there."""
-    return [after - before for before, after in itertools.pairwise(ends_s)][WARMUP - 1 :]
+    return [after - before for before, after in itertools.pairwise(ends_s)][warmup - 1 :]
 
 
 def judged(heat: Heat, found: dict[str, list[watching.Seen]]) -> dict[str, Any]:

@@ -82,8 +82,13 @@ def grown(words: Sequence[str], log: Path, every: int) -> Iterator[int]:
 def _resident(pid: int) -> Iterator[int]:
     yield 0
     with suppress(psutil.Error):
-        for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for one in _with_children(pid):
             yield one.memory_info().rss
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    whole = psutil.Process(pid)
+    return [whole, *whole.children(recursive=True)]
 
 
 def _lines(log: Path) -> list[str]:
@@ -96,7 +101,7 @@ def _peaks(pid: int) -> dict[int, int]:
     """Of the process and all below it, the most that each had."""
     found: dict[int, int] = {}
     with suppress(psutil.Error):
-        for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+        for one in _with_children(pid):
             with suppress(OSError):
                 for line in Path(f"/proc/{one.pid}/status").read_text().splitlines():
                     if line.startswith("VmHWM:"):

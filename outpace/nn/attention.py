@@ -35,13 +35,13 @@ class _Block:
     keys: int
 
 
-def _blocks(batch: int, kv_heads: int, group: int, queries: int, keys: int, causal: bool,
-            element_bytes: int) -> Iterator[_Block]:  # fmt: skip
+def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
     """All of them: each query's scores are in one block."""
+    (batch, all_heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
         seen = end if causal else keys
-        a_head = group * (end - start) * seen * element_bytes
+        a_head = (all_heads // kv_heads) * (end - start) * seen * q.element_size()
         heads = max(1, min(kv_heads, SCORE_BYTES // a_head))
         entries = max(1, SCORE_BYTES // (a_head * kv_heads))
         for entry in range(0, batch, entries):
@@ -63,7 +63,8 @@ class _Parts:
         self._mask = None
         if mask is not None:
             self._mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        self._causal = causal
+        rows = min(ROWS, q.shape[2])
+        self._later = q.new_full((rows, rows), -math.inf).triu_(1) if causal else None
         self._none = q.new_zeros(())
 
     def of_queries(self, x: Tensor, block: _Block) -> Tensor:
@@ -93,9 +94,9 @@ class _Parts:
         """softmax(q · kᵀ / √C) over the keys that each query sees, (n, G·R, T of the block)."""
         scores = self.scaled(q, k.transpose(1, 2))
         rows = block.queries.stop - block.queries.start
-        if self._causal:
+        if self._later is not None:
             own = scores.view(-1, rows, block.keys)[:, :, block.queries]
-            own.add_(torch.full((rows, rows), -math.inf, dtype=own.dtype).triu_(1))
+            own.add_(self._later[:rows, :rows])
         if self._mask is not None:
             entries = block.entries if self._mask.shape[0] > 1 else slice(None)
             part = self._mask[entries, :, None, block.queries]  # (B or 1, 1, 1, R, T)
@@ -112,7 +113,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: boo
     """
     parts = _Parts(q, k, mask, causal)
     out = _like_joined(q)
-    for block in _of(q, k, causal):
+    for block in _blocks(q, k, causal):
         seen = parts.probabilities(parts.of_queries(q, block), parts.of_keys(k, block), block)
         parts.put_queries(out, block, torch.bmm(seen, parts.of_keys(v, block)))
     return out
@@ -131,7 +132,7 @@ def _attention_backward(
     q_grad = _like_joined(q)
     sums = [torch.zeros_like(_like_joined(x), dtype=torch.float32) if several else _like_joined(x)
             for x in (k, v)]  # fmt: skip
-    for block in _of(q, k, causal):
+    for block in _blocks(q, k, causal):
         queries, keys = parts.of_queries(q, block), parts.of_keys(k, block)
         seen = parts.probabilities(queries, keys, block)
         own = parts.of_queries(grad, block)
@@ -151,12 +152,6 @@ def _made_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _like_joined(q), _like_joined(k), _like_joined(v)
-
-
-def _of(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
-    (batch, heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
-    group = heads // kv_heads
-    return _blocks(batch, kv_heads, group, queries, keys, causal, q.element_size())
 
 
 def _like_joined(x: Tensor) -> Tensor:
