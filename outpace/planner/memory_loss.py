@@ -1,5 +1,7 @@
 """Memory of the last norm, the head and the loss, whole or in chunks, forward and backward."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 
 from outpace.planner.columns import Bools, Floats
@@ -19,6 +21,25 @@ _CHUNK_BYTES = 128 * _MIB
 _LOW_BYTES = 256 * _MIB
 _LOW_BLOCK_BYTES = 2 * _MIB
 _LOW_HEAD_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class _Head:
+    """A rank's: `here` where it has one, of so many `elements`; `rows` tokens come to it.
+
+    `more` micro-batches wait for their backward; `last` bytes of a buffer go as it begins.
+    """
+
+    here: Floats
+    rows: Floats
+    vocab: Floats
+    elements: Floats
+    more: Floats
+    last: Floats
+
+    def of(self, plans: Bools) -> "_Head":
+        """Of these plans alone."""
+        return replace(self, here=self.here * plans, last=self.last * plans)
 
 
 class Loss(Setup):
@@ -47,10 +68,10 @@ class Loss(Setup):
         # Where weights stay gathered, the last block's buffer goes as the backward begins.
         last = self.fsdp * self.s.weight * self.elements * ~self.regathers
         low = self._low() & ~chunked
-        self._low_logits(tape, here * low, rows, vocab, head, more, last * low)
-        whole = ~chunked & ~low
-        self._whole_logits(tape, here * whole, rows, vocab, head, more, last * whole)
-        self._in_chunks(tape, here * chunked, rows, vocab, head, more, last * chunked)
+        at = _Head(here, rows, vocab, head, more, last)
+        self._low_logits(tape, at.of(low))
+        self._whole_logits(tape, at.of(~chunked & ~low))
+        self._in_chunks(tape, at.of(chunked))
         tape.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
         self._gradient(tape, here * head)
         tape.pass_over("temporary", self._tied_waits(place))
@@ -109,43 +130,27 @@ class Loss(Setup):
         block: Floats = np.minimum(np.maximum(1, most), rows)
         return block
 
-    def _low_logits(
-        self,
-        tape: Tape,
-        here: Floats,
-        rows: Floats,
-        vocab: Floats,
-        head: Floats,
-        more: Floats,
-        last: Floats,
-    ) -> None:
+    def _low_logits(self, tape: Tape, at: _Head) -> None:
         """All logits in 16 bits, of which the gradient is made in place."""
         s, hidden = self.s, self.outline.hidden
+        here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
         logits = here * rows * vocab * s.operand
         output = here * rows * hidden * s.stream * s.casts
         read = here * rows * hidden * s.operand * (s.operand < s.stream)
         copy = here * head * s.operand * (s.operand < s.weight)
         block = self._low_block(vocab, rows)
-        tape.pass_over("activations", more * logits)
+        tape.pass_over("activations", at.more * logits)
         within = np.maximum(read + copy, 2 * FP32 * block * vocab * here)
         tape.moment("temporary", logits + within + output)
         tape.take("activations", logits)
-        tape.drop("communication", last)
+        tape.drop("communication", at.last)
         part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
         tape.moment("temporary", here * (head * s.weight + rows * hidden * s.stream) + read + part)
         tape.drop("activations", logits)
 
-    def _whole_logits(
-        self,
-        tape: Tape,
-        here: Floats,
-        rows: Floats,
-        vocab: Floats,
-        head: Floats,
-        more: Floats,
-        last: Floats,
-    ) -> None:
+    def _whole_logits(self, tape: Tape, at: _Head) -> None:
         s, c = self.s, self.columns
+        here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
         logits, wide = here * rows * vocab, np.maximum(s.operand, FP32)
         low = s.operand < FP32
         read = here * rows * self.outline.hidden * s.operand
@@ -153,8 +158,8 @@ class Loss(Setup):
         gathered = read * self.gathers_again * (1 - 1 / c.tp)
         copy = here * head * s.operand * (s.operand < s.weight)
         split = c.tp > 1
-        tape.pass_over("activations", more * (logits * wide + read - gathered))
-        tape.pass_over("weight copies", more * copy)
+        tape.pass_over("activations", at.more * (logits * wide + read - gathered))
+        tape.pass_over("weight copies", at.more * copy)
         tape.pass_over("activations", read - gathered)
         tape.pass_over("weight copies", copy)
         # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
@@ -162,7 +167,7 @@ class Loss(Setup):
         again = 0 if self.habits.softmax_in_place else wide
         tape.moment("temporary", output + logits * (s.operand * low + wide + again))
         tape.take("activations", logits * wide)
-        tape.drop("communication", last)
+        tape.drop("communication", at.last)
         # Its gradient, and that of the products; split or in place it is made at once, and cast.
         made = np.where(split | self.habits.softmax_in_place, again + s.operand * low, 2 * wide)
         tape.moment("temporary", logits * made)
@@ -172,18 +177,10 @@ class Loss(Setup):
         tape.drop("weight copies", copy)
         tape.drop("activations", read - gathered)
 
-    def _in_chunks(
-        self,
-        tape: Tape,
-        here: Floats,
-        rows: Floats,
-        vocab: Floats,
-        head: Floats,
-        more: Floats,
-        last: Floats,
-    ) -> None:
+    def _in_chunks(self, tape: Tape, at: _Head) -> None:
         """The gradients of hidden states and head are made in the forward."""
         s, hidden = self.s, self.outline.hidden
+        here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
         low = self._low()
         own = (self.device == "cuda") & (s.operand < FP32) | low  # the package's own chunks
         chunk = np.minimum(_CHUNK_ROWS, rows)
@@ -193,7 +190,7 @@ class Loss(Setup):
         states_grad = here * rows * hidden * np.where(own, s.stream, np.maximum(s.operand, FP32))
         weights_grad = here * head * np.maximum(FP32, s.weight)
         raised = here * head * FP32 * (s.weight < FP32) * ~own
-        tape.pass_over("activations", (1 + more) * (states_grad + weights_grad))
+        tape.pass_over("activations", (1 + at.more) * (states_grad + weights_grad))
         output = here * rows * hidden * s.stream
         cast = here * head * s.operand * own
         # Of the package's own, a chunk's gradient of the head lives while the next one is made.
@@ -208,7 +205,7 @@ class Loss(Setup):
         in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
         inside = np.where(low, in_place * here, inside)
         tape.moment("temporary", inside + output + cast + raised)
-        tape.drop("communication", last)
+        tape.drop("communication", at.last)
         # Before they are scaled, torch's operator makes zeros for the ones that nobody asked for.
         tape.moment("temporary", np.where(own, 0, states_grad + weights_grad))
         tape.drop("activations", states_grad + weights_grad)
