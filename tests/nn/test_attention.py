@@ -25,18 +25,39 @@ def _heads(batch, heads, kv_heads, queries, keys, width, dtype):
 
 def _exact(operands, mask, causal):
     q, k, v = (one.detach().double().requires_grad_() for one in operands)
+    seen = _seen(q, k, mask, causal)
+    return seen @ v.repeat_interleave(q.shape[1] // k.shape[1], 1), (q, k, v)
+
+
+def _seen(q, k, mask, causal):
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) / q.shape[3] ** 0.5
     if causal:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    out = scores.softmax(-1) @ v.repeat_interleave(group, 1)
-    return out, (q, k, v)
+    return scores.softmax(-1)
+
+
+def _summed(operands, mask, causal, grad):
+    """Of the result and of each gradient the size of what is summed to it, if nothing cancels.
+
+    Rounding is in proportion to this: two keys of nearly the same value have a gradient of nearly
+    nothing, that is what is left of large terms.
+    """
+    q, k, v = operands
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    seen = _seen(q, k, mask, causal)
+    q, k, v, grad = q.abs(), *(x.abs().repeat_interleave(group, 1) for x in (k, v)), grad.abs()
+    through = grad @ v.transpose(2, 3)
+    scores = seen * (through + (seen * through).sum(-1, keepdim=True)) / q.shape[3] ** 0.5
+    of_keys = (scores.transpose(2, 3) @ q, seen.transpose(2, 3) @ grad)
+    of_keys = (x.unflatten(1, (kv_heads, group)).sum(2) for x in of_keys)
+    return [x.norm().item() for x in (seen @ v, scores @ k, *of_keys)]
 
 
 def _error(own, exact):
-    return ((own.double() - exact).norm() / exact.norm().clamp(min=1e-9)).item()
+    return ((own.double() - exact).norm() / exact.norm()).item()
 
 
 def _check(operands, mask, causal, tolerance):
@@ -47,8 +68,9 @@ def _check(operands, mask, causal, tolerance):
     assert own.shape == out.shape and own.dtype == operands[0].dtype
     assert own.transpose(1, 2).is_contiguous()
     made = [own, *torch.autograd.grad(own, operands, grad.to(own.dtype))]
-    for one, right in zip(made, exact, strict=True):
-        assert _error(one, right) < tolerance
+    sizes = _summed([x.detach() for x in exact_operands], mask, causal, grad.double())
+    for one, right, size in zip(made, exact, sizes, strict=True):
+        assert (one.double() - right).norm().item() < tolerance * size
 
 
 @settings(deadline=None, max_examples=25)
@@ -69,13 +91,13 @@ def test_is_the_definitions(batch, kv_heads, group, queries, width, kind):
     window = 3 if kind == "window" else None
     causal = kind not in ("all", "padding")
     sees = visibility(queries, queries, causal, window, documents, padding, CPU)
-    _check(operands, sees.mask, sees.is_causal, 2e-6)
+    _check(operands, sees.mask, sees.is_causal, 5e-7)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(5, 9), (ROWS + 1, 2 * ROWS)])
 def test_keys_may_be_more_than_queries(queries, keys):
     sees = visibility(queries, keys, True, None, None, None, CPU)
-    _check(_heads(2, 4, 2, queries, keys, 8, torch.float32), sees.mask, sees.is_causal, 2e-6)
+    _check(_heads(2, 4, 2, queries, keys, 8, torch.float32), sees.mask, sees.is_causal, 5e-7)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -86,7 +108,7 @@ def test_scores_that_are_too_many_for_one_block(causal, monkeypatch):
         mask = None if causal else torch.rand(3, 1, 40, 40) < 0.7
         if mask is not None:
             mask = mask | torch.eye(40, dtype=torch.bool)
-        _check(_heads(3, 6, 3, 40, 40, 8, torch.float32), mask, causal, 2e-6)
+        _check(_heads(3, 6, 3, 40, 40, 8, torch.float32), mask, causal, 5e-7)
 
 
 def test_in_bf16_it_is_as_near_as_torchs_own():
