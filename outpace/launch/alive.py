@@ -42,9 +42,13 @@ _NOT_RUNNING = {
 _FAILED = "failed by itself: "
 _OVER = (_GONE, _UNSEEN, _FAILED)
 _VERDICT, _ASKED, _FOUND = "alive/verdict", "alive/asked", "alive/found"
-# gloo raises plain RuntimeErrors; where its connections failed, this source is named in them.
-_CONNECTIONS = "gloo/transport/"
-_SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")  # which tells a person nothing
+# gloo raises plain RuntimeErrors, as DDP does of what its hook raised; where a connection failed,
+# they name one of these.
+_CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
+# What tells a person nothing.
+_SOURCE = re.compile(
+    r"^(\[[^\]]*\.cc:\d+\]|Got the following error when running the callback: DistNetworkError:) "
+)
 
 
 class RankLostError(OutpaceError):
@@ -108,7 +112,8 @@ def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[
 
 def _communication(error: RuntimeError) -> bool:
     """Whether it says itself that ranks could not reach each other, or not in time."""
-    return isinstance(error, dist.DistError) or _CONNECTIONS in str(error)
+    said = str(error)
+    return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.parallel.api import Layout, Request
+from outpace.parallel.direct import Averaging, neighbours
 from outpace.records.errors import BadInputError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 
@@ -74,6 +75,11 @@ class Replicas(Layout):
         elif plan.compress_gradients == "powersgd":
             self.low_rank = low_rank_state(plan, device)
             wrapped.register_comm_hook(self.low_rank, exchange_low_rank)
+        elif device.type == "cpu" and request.ranks.local_world_size == request.ranks.world_size:
+            near = neighbours(wrapped.process_group)
+            if near is not None:
+                averaging = Averaging(near, wrapped.process_group)
+                wrapped.register_comm_hook(None, averaging.begin)
         if device.type == "cpu":
             # DDP times its own communication in sampled iterations; on CPU that costs two clock
             # reads.

@@ -22,6 +22,8 @@ _KINDS = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
     "send": "send",
 }  # fmt: skip
+# The last is of exchanges that outpace does itself (parallel.direct).
+_NAMESPACES = ("c10d", "_c10d_functional", "outpace")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
@@ -54,7 +56,7 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_spread(types):
             return NotImplemented  # come back with what DTensor makes of it, exchanges included
-        if not self._paused and func.namespace in ("c10d", "_c10d_functional"):
+        if not self._paused and func.namespace in _NAMESPACES:
             kind = _kind(func._opname.strip("_"))
             if kind is not None:
                 self._count(kind, args)

@@ -1,0 +1,86 @@
+"""One rank of the tests of exchanges through each other's memory; rank 0 prints what it found.
+
+python tests/parallel/forked.py 3 tests/parallel/direct_ranks.py
+"""
+
+import json
+import os
+import platform
+import time
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from outpace.launch.environment import ranks_from
+from outpace.launch.group import process_groups
+from outpace.parallel.direct import neighbours
+from outpace.train.wire import Wire
+
+# The last is of several chunks.
+LENGTHS = (0, 1, 2, 3, 5, 1001, 2**20 + 1)
+LIMIT_S = 0.5
+
+
+def drawn(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sums(near, ranks, dtype: torch.dtype) -> dict:
+    """Of every length: how far from the sum in float64, and whether all ranks have the same."""
+    worst, same = 0.0, True
+    for length in LENGTHS:
+        buffer = drawn(ranks.rank, length, dtype)
+        near.all_reduce(buffer, 0.5)
+        everyone = range(ranks.world_size)
+        exact = sum(drawn(rank, length, dtype).double() for rank in everyone) / 2
+        if length:
+            worst = max(worst, ((buffer.double() - exact).norm() / exact.norm()).item())
+        others = [torch.empty_like(buffer) for _ in everyone]
+        dist.all_gather(others, buffer)
+        same &= all(torch.equal(buffer, other) for other in others)
+    return {"worst": worst, "same": same}
+
+
+def late(ranks) -> str:
+    """What a rank says that waits for one that does not come."""
+    near = neighbours(dist.new_group(timeout=timedelta(seconds=LIMIT_S)))
+    if ranks.rank == ranks.world_size - 1:
+        time.sleep(3 * LIMIT_S)
+        return ""
+    try:
+        near.all_reduce(torch.ones(5))
+    except dist.DistError as error:
+        return str(error)
+    return "nothing"
+
+
+def elsewhere(ranks) -> bool:
+    """Whether none does it where one of them cannot."""
+    machine = "another" if ranks.rank == 1 else platform.machine()
+    with mock.patch("platform.machine", return_value=machine):
+        return neighbours(dist.group.WORLD) is None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = ranks_from(os.environ)
+    with process_groups(ranks, torch.device("cpu"), 60.0, 0) as groups:
+        near = neighbours(dist.group.WORLD)
+        said: list = [None] * ranks.world_size
+        own = {"there": near is not None}
+        if near is not None:
+            own |= {str(dtype): sums(near, ranks, dtype)
+                    for dtype in (torch.float32, torch.float64, torch.bfloat16)}  # fmt: skip
+            own |= {"late": late(ranks), "elsewhere": elsewhere(ranks)}
+            with Wire() as wire:
+                torch.ops.outpace.all_reduce_directly(torch.ones(6), dist.group.WORLD.group_name)
+            own["counted"] = [wire.tally.exchanges["all_reduce"], wire.tally.bytes]
+        dist.all_gather_object(said, own, group=groups.control)
+    if ranks.rank == 0:
+        print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Ranks of one host that read each other's memory: right sums, and no waiting without end."""
+
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).with_name("direct_ranks.py")
+# Of a sum of three in each dtype.
+ROUNDING = {"torch.float32": 1e-7, "torch.float64": 2e-16, "torch.bfloat16": 6e-3}
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("processes", [2, 3])
+def test_ranks_add_up_where_others_buffers_lie(processes, on_ranks):
+    said = on_ranks(processes, RANKS)
+    if not any(own["there"] for own in said):
+        pytest.skip("this system lets no process read another's memory: gloo does it here")
+    for own in said:
+        for dtype, most in ROUNDING.items():
+            assert own[dtype]["worst"] < most and own[dtype]["same"]
+        assert own["elsewhere"]
+        # Patarasuk and Yuan 2009: 2(N - 1)/N of the bytes.
+        assert own["counted"] == [1, 2 * (processes - 1) * 24 // processes]
+    # It waits in the order of ranks, and each ends by itself.
+    assert all("did not come to an exchange of gradients within" in own["late"]
+               or "cannot be read" in own["late"] for own in said[:-1])  # fmt: skip
+    assert f"rank {processes - 1} " in said[0]["late"]
