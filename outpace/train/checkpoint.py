@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +233,10 @@ class Checkpointer:
         if self._rank == 0:
             _require_files(folder, metadata)
             _mark_complete(folder)
+
+    def make_ready(self) -> None:
+        """Load in the background what saving needs, so that the first save does not wait for it."""
+        self._finisher.submit(import_module, "outpace.train.states")
 
     def poll(self) -> None:
         """Finish a save whose files are written, without waiting for one that is not."""

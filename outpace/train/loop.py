@@ -103,6 +103,8 @@ class Loop:
         if due_save and not settings.measure_only:
             self.at(f"saving after step {step}")
             self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))
+        elif step == self.start_step + 1 and not settings.measure_only:
+            self.checkpointer.make_ready()
         else:
             self.checkpointer.poll()
         if stopping:
