@@ -52,15 +52,12 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class _Writer(FileSystemWriter):
-    """Leaves out torch's checksum of each tensor, a third of the work: files have a better one.
-
-    The option is a thread's own, and this is the thread that writes.
-    """
+    """Leaves out torch's checksum of each tensor: files have a better one."""
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        before = get_crc32_options()
+        before = get_crc32_options()  # of this thread, which is the one that writes
         set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
