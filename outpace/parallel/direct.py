@@ -12,6 +12,7 @@ written. Where the system does not let ranks read each other, gloo does it.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import secrets
@@ -31,6 +32,7 @@ from torch.library import Library
 
 _CHUNK_BYTES = 512 << 10  # lies in a core's cache while it is added
 _NAP_S = 50e-6
+_GAVE_UP = -1  # instead of a number of moves
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
 _LIBRARY = Library("outpace", "FRAGMENT")
@@ -82,11 +84,14 @@ def _reader() -> Callable[[int, int, int, int], None] | None:
     one = ctypes.c_ulong(1)
 
     def copy(pid: int, source: int, target: int, length: int) -> None:
-        into, of = _Span(target, length), _Span(source, length)
-        done = read(pid, ctypes.byref(into), one, ctypes.byref(of), one, ctypes.c_ulong(0))
-        if done != length:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        done = 0
+        while done < length:  # Linux reads 2 GiB at a time at most
+            into, of = _Span(target + done, length - done), _Span(source + done, length - done)
+            more = read(pid, ctypes.byref(into), one, ctypes.byref(of), one, ctypes.c_ulong(0))
+            if more <= 0:
+                code = ctypes.get_errno() if more < 0 else errno.EFAULT
+                raise OSError(code, os.strerror(code))
+            done += more
 
     return copy
 
@@ -127,8 +132,20 @@ class Neighbours:
         """Add up `buffer` (one dimension, any length) over the ranks, times `factor`, in place.
 
         A sum is made on one rank, in the order of ranks, and copied from there: buffers end equal
-        to the last bit. Raises dist.DistError where a rank is gone, or does not come in time.
+        to the last bit. Raises dist.DistError where a rank is gone, gave up, or does not come in
+        time; this rank has given up then, which the others see.
         """
+        try:
+            self._exchange(buffer, factor)
+        except BaseException as error:
+            self._own.moves = _GAVE_UP
+            if isinstance(error, OSError):
+                raise dist.DistNetworkError(
+                    f"another rank cannot be read any more ({error.strerror})"
+                ) from None
+            raise
+
+    def _exchange(self, buffer: Tensor, factor: float) -> None:
         self._own.buffer = buffer.data_ptr()
         self._move()
         pieces = self._pieces(buffer)
@@ -167,18 +184,17 @@ class Neighbours:
         self._own.moves += 1
         end_s = time.monotonic() + self._limit_s
         for other in self._others:
-            try:
-                while self._look(other) < self._own.moves:
-                    if time.monotonic() > end_s:
-                        raise dist.DistNetworkError(
-                            f"rank {other.rank} did not come to an exchange of gradients within "
-                            f"{self._limit_s:g} s"
-                        )
-                    time.sleep(_NAP_S)
-            except OSError as error:
-                raise dist.DistNetworkError(
-                    f"rank {other.rank} cannot be read any more ({error.strerror})"
-                ) from None
+            while (moves := self._look(other)) < self._own.moves:
+                if moves == _GAVE_UP:
+                    raise dist.DistNetworkError(f"rank {other.rank} gave up an exchange")
+                if time.monotonic() > end_s:
+                    raise dist.DistNetworkError(
+                        f"rank {other.rank} did not come to an exchange of gradients within "
+                        f"{self._limit_s:g} s"
+                    )
+                time.sleep(_NAP_S)
+            # Once more: the kernel may have copied the address before the count.
+            self._look(other)
             self._buffers[other.rank] = self._seen.buffer
 
     def _look(self, other: _Neighbour) -> int:
