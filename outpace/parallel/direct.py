@@ -28,16 +28,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.library import Library
+
+from outpace.nn.operators import operator
 
 _CHUNK_BYTES = 512 << 10  # lies in a core's cache while it is added
 _NAP_S = 50e-6
 _GAVE_UP = -1  # instead of a number of moves
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
-_LIBRARY = Library("outpace", "FRAGMENT")
-_LIBRARY.define("all_reduce_directly(Tensor buffer, str group) -> ()")
-_LIBRARY.impl("all_reduce_directly", lambda buffer, group: None, "CPU")
+# From a process's address to one here, so many bytes.
+_Copy = Callable[[int, int, int, int], None]
+
+
+def _all_reduce_directly(buffer: Tensor, group: str) -> None:
+    """Does nothing: for those that count exchanges as they are called."""
+
+
+all_reduce_directly = operator(_all_reduce_directly, _all_reduce_directly)
 
 
 class _Span(ctypes.Structure):
@@ -72,8 +79,8 @@ class _Neighbour:
     token: int
 
 
-def _reader() -> Callable[[int, int, int, int], None] | None:
-    """Copies from a process's address to one here, so many bytes; None where there is no such."""
+def _reader() -> _Copy | None:
+    """Copies from the memory of a process; None where there is no such."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return None
     library = ctypes.CDLL(None, use_errno=True)
@@ -104,9 +111,7 @@ def _let_family_read() -> None:
 class Neighbours:
     """The ranks of a group on one host, each of which calls `all_reduce` with its own buffer."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, read: Callable[[int, int, int, int], None], limit_s: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
         self._read, self._limit_s = read, limit_s
         self._size, self._rank = group.size(), group.rank()
         self._own, self._seen = _lasting_notice(), _Notice()
@@ -168,14 +173,12 @@ class Neighbours:
         found = torch.empty(min(chunk, piece.numel()), dtype=piece.dtype)
         total = torch.empty_like(found)
         for part in piece.split(chunk) if piece.numel() else ():
-            other, sum_ = found[: len(part)], total[: len(part)].zero_()
+            other, sum_ = found[: len(part)], total[: len(part)]
             for rank in range(self._size):
-                if rank == self._rank:
-                    sum_.add_(part)
-                    continue
-                at = self._buffers[rank] + start
-                self._read(self._everyone[rank].pid, at, other.data_ptr(), other.nbytes)
-                sum_.add_(other)
+                if rank != self._rank:
+                    at = self._buffers[rank] + start
+                    self._read(self._everyone[rank].pid, at, other.data_ptr(), other.nbytes)
+                (sum_.add_ if rank else sum_.copy_)(part if rank == self._rank else other)
             torch.mul(sum_, factor, out=part)
             start += part.nbytes
 
@@ -237,8 +240,7 @@ class Averaging:
     def begin(self, _: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin with a bucket; buckets come in the same order on all ranks."""
         buffer = bucket.buffer()
-        # For those that count exchanges as they are called.
-        torch.ops.outpace.all_reduce_directly(buffer, self._group)
+        all_reduce_directly(buffer, self._group)
         done: torch.futures.Future[Exception | None] = torch.futures.Future()
         self._thread.submit(self._go, buffer, done)
 

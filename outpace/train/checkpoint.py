@@ -235,7 +235,10 @@ class Checkpointer:
             _mark_complete(folder)
 
     def make_ready(self) -> None:
-        """Load in the background what saving needs, so that the first save does not wait for it."""
+        """Load in the background what saving needs, so that the first save does not wait for it.
+
+        Where that fails, `save` fails in the same way.
+        """
         self._finisher.submit(import_module, "outpace.train.states")
 
     def poll(self) -> None:

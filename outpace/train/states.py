@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -51,8 +50,12 @@ def _options(trained_only: bool) -> StateDictOptions:
     )
 
 
-class _Writer(FileSystemWriter):
-    """Leaves out torch's checksum of each tensor: files have a better one."""
+class _Writer(_FileSystemWriter):
+    """Leaves out torch's checksum of each tensor: files have a better one.
+
+    Of the class below `FileSystemWriter`, which would make the copies, too, rather than torch's own
+    stager.
+    """
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -67,12 +70,8 @@ class _Writer(FileSystemWriter):
 
 def begin(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Future[Any]:
     """Write in the background, from a copy that is made before this returns."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))  # as torch's own default
-    written = async_save(
-        state, storage_writer=_Writer(folder), async_stager=stager, process_group=group
-    )
+    written = async_save(state, storage_writer=_Writer(folder), process_group=group)
     assert isinstance(written, Future)
-    written.add_done_callback(lambda _: stager.close())
     return written
 
 
