@@ -6,14 +6,13 @@ arXiv 2104.04473, §3; Liang et al., "TorchTitan", arXiv 2410.06511, §2). Ranks
 tensor-parallel group are neighbours, those of one pipeline are furthest apart.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
@@ -21,6 +20,7 @@ from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded, Spread
 from outpace.parallel.context import PartOfSequence, Ring, share_sequences
 from outpace.parallel.offload import gathers, policy
 from outpace.parallel.pipeline import Pipeline, cut
+from outpace.parallel.shards import shard
 from outpace.parallel.tensor import SplitObjective, add_shares, split
 from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError
@@ -115,7 +115,7 @@ def _whole_depth(
     """All layers on this rank."""
     plan, held = request.plan, policy(request.plan, request.device)
     if _sharded(request):
-        shard(objective, objective.model.blocks, mesh, held)
+        shard(objective, objective.model.blocks, _over(mesh), held)
     assert dist.group.WORLD is not None
     layout = Sharded(objective, copied, dist.group.WORLD)
     layout.averages = _replicas(plan)
@@ -143,7 +143,8 @@ def _pipeline(
         for stage, module in inner.modules.items():
             if stages[stage].last and plan.tp > 1 and module.final_norm is not None:
                 module.final_norm.register_forward_hook(_own_memory)
-            shard(module, [module.blocks[block] for block in stages[stage].blocks], mesh, held)
+            blocks = [module.blocks[block] for block in stages[stage].blocks]
+            shard(module, blocks, _over(mesh), held)
         if len(inner.modules) == 1:
             # The loss reads the head's bias, which sharding has replaced in the stage alone.
             (inner.objective.model,) = inner.modules.values()
@@ -174,17 +175,11 @@ def _share(
     return batch
 
 
-def shard(
-    module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, held: OffloadPolicy
-) -> None:
-    """Split each block's parameters and what is left of a module over dp_shard and cp.
+def _over(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that split parameters: dp_shard and cp, and replicas of what they hold.
 
     The ranks of a sequence are to gradients what the ranks of a batch are. Replicas of shards are
-    averaged. Outside the blocks parameters are kept between forward and backward: the loss needs
-    them.
+    averaged.
     """
     shards = mesh["dp_shard", "cp"]._flatten("shard")
-    over = DeviceMesh._concatenate([mesh["dp_replicate"], shards])
-    for block in blocks:
-        fully_shard(block, mesh=over, offload_policy=held)
-    fully_shard(module, mesh=over, reshard_after_forward=False, offload_policy=held)
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])

@@ -1,11 +1,12 @@
-"""All-reduce between the ranks of one host, which read each other's memory.
+"""Exchanges between the ranks of one host, which read each other's memory.
 
 gloo carries a buffer over loopback: into the kernel, out of it and from there to its place, by
 threads that take the time of those that compute. Here each rank reads its piece of the others'
 buffers where they lie (process_vm_readv) and adds it to its own, and then reads the pieces that
 others have summed. That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3)
 without the ring, since all are equally near: 25 MiB between two ranks in 3.6 ms, where gloo takes
-22 to 37 (docs/log.md).
+22 to 37 (docs/log.md). Of ZeRO-3 the
+two halves are done alone (`parallel.shards`).
 
 Linux on x86-64 only: what a rank wrote must be seen by another in the order in which it was
 written. Where the system does not let ranks read each other, gloo does it.
@@ -18,8 +19,9 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -40,11 +42,24 @@ _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 _Copy = Callable[[int, int, int, int], None]
 
 
+# These do nothing: they are for those that count exchanges as they are called.
+
+
 def _all_reduce_directly(buffer: Tensor, group: str) -> None:
-    """Does nothing: for those that count exchanges as they are called."""
+    pass
+
+
+def _all_gather_directly(buffer: Tensor, part: Tensor, group: str) -> None:
+    pass
+
+
+def _reduce_scatter_directly(part: Tensor, buffer: Tensor, group: str) -> None:
+    pass
 
 
 all_reduce_directly = operator(_all_reduce_directly, _all_reduce_directly)
+all_gather_directly = operator(_all_gather_directly, _all_gather_directly)
+reduce_scatter_directly = operator(_reduce_scatter_directly, _reduce_scatter_directly)
 
 
 class _Span(ctypes.Structure):
@@ -109,7 +124,12 @@ def _let_family_read() -> None:
 
 
 class Neighbours:
-    """The ranks of a group on one host, each of which calls `all_reduce` with its own buffer."""
+    """The ranks of a group on one host, which call the same exchanges, each with its own buffers.
+
+    All raise dist.DistError where a rank is gone, gave up, or does not come in time; this rank has
+    given up then, which the others see. Buffers have one dimension. A sum is made on one rank, in
+    the order of ranks, and copied from there: what several get is equal to the last bit.
+    """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
         self._read, self._limit_s = read, limit_s
@@ -134,14 +154,41 @@ class Neighbours:
         return True
 
     def all_reduce(self, buffer: Tensor, factor: float = 1.0) -> None:
-        """Add up `buffer` (one dimension, any length) over the ranks, times `factor`, in place.
+        """Add up `buffer`, of any length, over the ranks, times `factor`, in place."""
+        with self._or_give_up():
+            self._offer(buffer)
+            pieces = self._pieces(buffer)
+            start, own = pieces[self._rank]
+            self._sum(start, own, own, factor)
+            self._move()
+            for other in self._others:
+                start, piece = pieces[other.rank]
+                self._copy(other, start, piece)
+            self._move()  # before which nobody changes what others read
 
-        A sum is made on one rank, in the order of ranks, and copied from there: buffers end equal
-        to the last bit. Raises dist.DistError where a rank is gone, gave up, or does not come in
-        time; this rank has given up then, which the others see.
-        """
+    def all_gather(self, buffer: Tensor, part: Tensor) -> None:
+        """Fill `buffer` with the ranks' parts, which are equally long; `part` may lie in it."""
+        with self._or_give_up():
+            self._offer(part)
+            for (_, piece), one in zip(self._pieces(buffer), self._everyone, strict=True):
+                if one.rank != self._rank:
+                    self._copy(one, 0, piece)
+                elif piece.data_ptr() != part.data_ptr():
+                    piece.copy_(part)
+            self._move()
+
+    def reduce_scatter(self, part: Tensor, buffer: Tensor, factor: float = 1.0) -> None:
+        """Into `part` this rank's piece of the sum of buffers over the ranks, times `factor`."""
+        with self._or_give_up():
+            self._offer(buffer)
+            start, own = self._pieces(buffer)[self._rank]
+            self._sum(start, own, part, factor)
+            self._move()
+
+    @contextmanager
+    def _or_give_up(self) -> Iterator[None]:
         try:
-            self._exchange(buffer, factor)
+            yield
         except BaseException as error:
             self._own.moves = _GAVE_UP
             if isinstance(error, OSError):
@@ -150,36 +197,33 @@ class Neighbours:
                 ) from None
             raise
 
-    def _exchange(self, buffer: Tensor, factor: float) -> None:
+    def _offer(self, buffer: Tensor) -> None:
+        """Let others read it, and find theirs."""
         self._own.buffer = buffer.data_ptr()
         self._move()
-        pieces = self._pieces(buffer)
-        start, piece = pieces[self._rank]
-        self._sum(start, piece, factor)
-        self._move()
-        for other in self._others:
-            start, piece = pieces[other.rank]
-            address = self._buffers[other.rank] + start
-            self._read(other.pid, address, piece.data_ptr(), piece.nbytes)
-        self._move()  # before which nobody changes what others read
+
+    def _copy(self, other: _Neighbour, start: int, piece: Tensor) -> None:
+        """From byte `start` of another's buffer."""
+        self._read(other.pid, self._buffers[other.rank] + start, piece.data_ptr(), piece.nbytes)
 
     def _pieces(self, buffer: Tensor) -> list[tuple[int, Tensor]]:
         """Of each rank, with the byte at which it begins."""
         parts = buffer.tensor_split(self._size)
         return [(part.data_ptr() - buffer.data_ptr(), part) for part in parts]
 
-    def _sum(self, start: int, piece: Tensor, factor: float) -> None:
-        chunk = max(1, _CHUNK_BYTES // piece.element_size())
-        found = torch.empty(min(chunk, piece.numel()), dtype=piece.dtype)
+    def _sum(self, start: int, own: Tensor, into: Tensor, factor: float) -> None:
+        """`own` and what others have at byte `start`."""
+        chunk = max(1, _CHUNK_BYTES // own.element_size())
+        found = torch.empty(min(chunk, own.numel()), dtype=own.dtype)
         total = torch.empty_like(found)
-        for part in piece.split(chunk) if piece.numel() else ():
+        for part, result in zip(own.split(chunk), into.split(chunk), strict=True):
             other, sum_ = found[: len(part)], total[: len(part)]
-            for rank in range(self._size):
-                if rank != self._rank:
-                    at = self._buffers[rank] + start
-                    self._read(self._everyone[rank].pid, at, other.data_ptr(), other.nbytes)
-                (sum_.add_ if rank else sum_.copy_)(part if rank == self._rank else other)
-            torch.mul(sum_, factor, out=part)
+            for one in self._everyone:
+                mine = one.rank == self._rank
+                if not mine:
+                    self._copy(one, start, other)
+                (sum_.add_ if one.rank else sum_.copy_)(part if mine else other)
+            torch.mul(sum_, factor, out=result)
             start += part.nbytes
 
     def _move(self) -> None:

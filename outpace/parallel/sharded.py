@@ -10,11 +10,11 @@ group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2)
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from outpace.parallel.api import Layout, Request, Sharded
 from outpace.parallel.blocks import blocks_of
 from outpace.parallel.offload import group_of_one, policy
+from outpace.parallel.shards import shard
 from outpace.parallel.tensors import hollow
 
 
@@ -34,10 +34,8 @@ def apply(request: Request) -> Layout:
 def _shard(request: Request, over: DeviceMesh) -> Layout:
     plan, held = request.plan, policy(request.plan, request.device)
     copied = hollow(request.objective.model)  # type: ignore[arg-type]
-    for block in blocks_of(request):
-        again = plan.strategy != "zero2"
-        fully_shard(block, mesh=over, reshard_after_forward=again, offload_policy=held)
-    fully_shard(request.objective, mesh=over, reshard_after_forward=False, offload_policy=held)
+    blocks, again = blocks_of(request), plan.strategy != "zero2"
+    shard(request.objective, blocks, over, held, again)
     group: dist.ProcessGroup = over.get_group("dp_shard")
     layout = Sharded(request.objective, copied, group)
     layout.averages = plan.data_parallel

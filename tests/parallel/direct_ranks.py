@@ -43,6 +43,32 @@ def sums(near, ranks, dtype: torch.dtype) -> dict:
     return {"worst": worst, "same": same}
 
 
+def halves(near, ranks, dtype: torch.dtype) -> dict:
+    """The reduce-scatter and the all-gather alone: how far from the sum, and whether all is there.
+
+    The first gathered part lies in the buffer that is filled, as `fully_shard` has it, or does not.
+    """
+    worst, whole, everyone = 0.0, True, range(ranks.world_size)
+    for length in LENGTHS:
+        buffers = [drawn(rank, length * ranks.world_size, dtype) for rank in everyone]
+        part = torch.empty(length, dtype=dtype)
+        near.reduce_scatter(part, buffers[ranks.rank].clone(), 0.5)
+        exact = (sum(one.double() for one in buffers) / 2).tensor_split(ranks.world_size)[
+            ranks.rank
+        ]
+        if length:
+            worst = max(worst, ((part.double() - exact).norm() / exact.norm()).item())
+        for lies_inside in (True, False):
+            gathered = torch.zeros(length * ranks.world_size, dtype=dtype)
+            own = (
+                gathered.tensor_split(ranks.world_size)[ranks.rank] if lies_inside else part.clone()
+            )
+            own.copy_(drawn(ranks.rank, length, dtype))
+            near.all_gather(gathered, own)
+            whole &= torch.equal(gathered, torch.cat([drawn(r, length, dtype) for r in everyone]))
+    return {"worst": worst, "whole": whole}
+
+
 def late(ranks) -> str:
     """What ranks say that wait for one that does not come, and that one, when it does come."""
     near = neighbours(dist.new_group(timeout=timedelta(seconds=LIMIT_S)))
@@ -62,6 +88,20 @@ def elsewhere(ranks) -> bool:
         return neighbours(dist.group.WORLD) is None
 
 
+def counted(ranks) -> dict:
+    """Of each exchange of six numbers, or of six for each rank, how many bytes were sent."""
+    group, six = dist.group.WORLD.group_name, torch.ones(6)
+    all_ = torch.ones(6 * ranks.world_size)
+    found = {}
+    for name, given in (("all_reduce", [six]), ("all_gather", [all_, six]),
+                        ("reduce_scatter", [six, all_])):  # fmt: skip
+        with Wire() as wire:
+            getattr(torch.ops.outpace, f"{name}_directly")(*given, group)
+        assert wire.tally.exchanges == {name: 1}
+        found[name] = wire.tally.bytes
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
@@ -72,10 +112,10 @@ def main() -> None:
         if near is not None:
             own |= {str(dtype): sums(near, ranks, dtype)
                     for dtype in (torch.float32, torch.float64, torch.bfloat16)}  # fmt: skip
+            own |= {f"halves, {dtype}": halves(near, ranks, dtype)
+                    for dtype in (torch.float32, torch.bfloat16)}  # fmt: skip
             own |= {"late": late(ranks), "elsewhere": elsewhere(ranks)}
-            with Wire() as wire:
-                torch.ops.outpace.all_reduce_directly(torch.ones(6), dist.group.WORLD.group_name)
-            own["counted"] = [wire.tally.exchanges["all_reduce"], wire.tally.bytes]
+            own["counted"] = counted(ranks)
         dist.all_gather_object(said, own, group=groups.control)
     if ranks.rank == 0:
         print(json.dumps(said))

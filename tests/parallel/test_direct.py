@@ -19,8 +19,13 @@ def test_ranks_add_up_where_others_buffers_lie(processes, on_ranks):
         for dtype, most in ROUNDING.items():
             assert own[dtype]["worst"] < most and own[dtype]["same"]
         assert own["elsewhere"]
-        # Patarasuk and Yuan 2009: 2(N - 1)/N of the bytes.
-        assert own["counted"] == [1, 2 * (processes - 1) * 24 // processes]
+        for dtype in ("torch.float32", "torch.bfloat16"):
+            half = own[f"halves, {dtype}"]
+            assert half["worst"] < ROUNDING[dtype] and half["whole"]
+        # Patarasuk and Yuan 2009: of all ranks' bytes (N - 1)/N in each half.
+        others = 24 * (processes - 1)
+        assert own["counted"] == {"all_reduce": 2 * others // processes, "all_gather": others,
+                                  "reduce_scatter": others}  # fmt: skip
     missed = f"rank {processes - 1} did not come to an exchange of gradients within"
     assert all(own["late"].startswith(missed) for own in said[:-1])
     assert said[-1]["late"] == "rank 0 gave up an exchange"
