@@ -34,6 +34,8 @@ from typing import Any
 import psutil
 from recording import RESULTS, circumstances, save
 
+from outpace.records.ranks import RANK_NAME
+
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, SAVE_EVERY = 60, 6
 SPEC = {"family": "gpt2", "layers": 2, "hidden": 64, "heads": 4, "vocab": 512, "max_positions": 64}
@@ -162,8 +164,8 @@ def _ranks(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[psutil
         found = {}
         with suppress(psutil.Error):
             for child in psutil.Process(launcher.pid).children():
-                if child.pid not in before and "RANK" in (its := child.environ()):
-                    found[int(its["RANK"])] = child
+                if child.pid not in before and child.name().startswith(RANK_NAME):
+                    found[int(child.name().removeprefix(RANK_NAME))] = child
         if len(found) == 2:
             return [found[0], found[1]]
         time.sleep(0.01)

@@ -60,13 +60,13 @@ one JSON document on standard output.
 """
 
 
-def command() -> NoReturn:
-    """`main` as a process.
+def command(argv: Sequence[str] | None = None) -> NoReturn:
+    """`main` as a process, to its end.
 
     With torch it ends before Python takes its modules apart: now and then that met a thread of
     torch's libraries, and a training that had written its result ended by SIGABRT.
     """
-    code = main()
+    code = main(argv)
     if "torch" not in sys.modules:
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]  # what Python does first itself

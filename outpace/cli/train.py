@@ -13,11 +13,11 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
-from outpace.cli import options, resume
-from outpace.cli.main import end_at_once
+from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
 from outpace.interop.own_file import require_named
 from outpace.launch.environment import ranks_from, restart_count
+from outpace.launch.forked import can_fork, name_rank
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Measurement
@@ -51,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.print_config:
         print_config(asked.settings, asked.origins, arguments.json)
         return 0
-    ranks, handed = ranks_from(environ), _without(argv, options.OF_STARTING)
+    ranks, handed = _place(environ), _without(argv, options.OF_STARTING)
     done = _done(asked.settings) if arguments.auto_resume else None
     if done is not None:
         if ranks is None or ranks.rank == 0:
@@ -74,7 +74,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     asked = _refitted(asked, ranks) if arguments.auto_resume else asked
     settings = asked.settings
     _check_nproc(settings, asked.origins, ranks)
-    end = partial(end_at_once, arguments=argv, environ=environ)
+    end = partial(main.end_at_once, arguments=argv, environ=environ)
     if asked.trial:
         from outpace.launch import job
 
@@ -84,6 +84,14 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if ranks.rank == 0:
         show_measurement(measurement, arguments.json)
     return 0
+
+
+def _place(environ: Mapping[str, str]) -> Ranks | None:
+    """Which rank this process is, where it is one; it is known as that from now on."""
+    ranks = ranks_from(environ)
+    if ranks is not None:
+        name_rank(ranks.rank)
+    return ranks
 
 
 def _check_starting(asked: _Asked, arguments: argparse.Namespace, ranks: Ranks | None) -> None:
@@ -117,14 +125,18 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
-    command = [*PYTHON, "-m", "outpace", "train", *handed]
+    words = ["train", *handed]
     restarts = Restarts(most, settings.out, _say)
+    forks = can_fork(settings.device)
+    if forks:
+        from outpace.launch import job  # noqa: F401  # what all ranks need, once
     while True:
+        begin = partial(main.command, words) if forks else None
         try:
-            return local.start(settings.nproc or 1, command)
+            return local.start(settings.nproc or 1, [*PYTHON, "-m", "outpace", *words], begin=begin)
         except local.WorkerError as error:
             restarts.count(error)
-            command = _again(command)
+            words = _again(words)
 
 
 def _on_hosts(asked: _Asked, arguments: argparse.Namespace, handed: list[str]) -> None:

@@ -15,13 +15,14 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from outpace.launch.forked import Begin, forking
 from outpace.launch.interfaces import LOOPBACK
 from outpace.records.errors import (
     EXIT_INTERRUPTED,
@@ -100,15 +101,24 @@ class Meeting:
 _ALONE = Meeting(1, 0, f"{LOOPBACK}:0", "", LOOPBACK)
 
 
-def start(nproc: int, command: list[str], told: Callable[[], None] = lambda: None) -> None:
+def start(
+    nproc: int,
+    command: list[str],
+    told: Callable[[], None] = lambda: None,
+    begin: Begin | None = None,
+) -> None:
     """Run `command` once per rank and wait for all of them.
+
+    Or `begin`, which does the same, in forks of this process.
 
     Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     in its environment. Returns when every rank ended with 0. Raises WorkerError with the message
     and exit code of the rank that failed first. Other children of this process are let be.
     `told` is called at once when the first signal to stop arrives.
     """
-    conclude(run_ranks(nproc, command, told))
+    with nullcontext() if begin is None else forking(begin):
+        ended = run_ranks(nproc, command, told)
+    conclude(ended)
 
 
 def run_ranks(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from outpace.nn.uncompiled import leave_alone
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.low import LowAdamW
 from outpace.optim.master import MasterWeights
@@ -58,15 +59,9 @@ _PLAIN_STEP = unwrap(torch.optim.Adam.step)
 
 
 def leave_compiler_out() -> None:
-    """Let torch's optimizers not load its compiler, which takes half a second.
-
-    They ask it to leave some of their methods alone, which is what it does with none of a run's
-    where nothing is compiled. What torch would keep of its answer is written down instead.
-    """
+    """Let torch's optimizers not load its compiler."""
     for method in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        plain = getattr(getattr(torch.optim.Optimizer, method), "__wrapped__", None)
-        if plain is not None:
-            plain.__dict__.setdefault("__dynamo_disable", plain)
+        leave_alone(getattr(torch.optim.Optimizer, method))
 
 
 def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: float) -> Groups:

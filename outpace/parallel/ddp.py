@@ -5,6 +5,7 @@ gradients are put into buckets, and a bucket is all-reduced as soon as it is ful
 """
 
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outpace.nn.uncompiled import leave_alone, unasked
 from outpace.parallel.api import Layout, Request
 from outpace.parallel.direct import Averaging, neighbours
 from outpace.records.errors import BadInputError
@@ -60,12 +62,7 @@ class Replicas(Layout):
 
     def __init__(self, request: Request) -> None:
         device, plan = request.device, request.plan
-        wrapped = DistributedDataParallel(
-            request.objective,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=plan.bucket_mib,
-        )
+        wrapped = _wrapped(request)
         _outlived_by_its_group(wrapped)
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
@@ -101,6 +98,22 @@ class Replicas(Layout):
         communication_ns = int(seen.get("backward_comm_time", 0))
         hidden_ns = int(seen.get("backward_compute_comm_overlap_time", 0))
         return max(0, communication_ns - hidden_ns) / 1e9
+
+
+def _wrapped(request: Request) -> DistributedDataParallel:
+    device, plan = request.device, request.plan
+    wrap = partial(
+        DistributedDataParallel,
+        request.objective,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=plan.bucket_mib,
+    )
+    if plan.compile:
+        return wrap()
+    leave_alone(DistributedDataParallel._inside_ddp_forward.__wrapped__)  # type: ignore[attr-defined]
+    with unasked():
+        return wrap()
 
 
 def _outlived_by_its_group(wrapped: DistributedDataParallel) -> None:

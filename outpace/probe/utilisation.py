@@ -29,6 +29,7 @@ from outpace.probe.nvml import (
     share,
     words,
 )
+from outpace.records.ranks import RANK_NAME
 from outpace.records.utilisation import DeviceLoad, Load
 
 Result = TypeVar("Result")
@@ -236,7 +237,8 @@ def training_in(metrics: Path) -> list[int]:
         with suppress(psutil.Error, OSError):
             if any(Path(file.path) == target for file in process.open_files()):
                 local = int(process.environ().get("LOCAL_WORLD_SIZE", "1"))
-                return [process.ppid() if local > 1 else process.pid]
+                several = local > 1 or process.name().startswith(RANK_NAME)
+                return [process.ppid() if several else process.pid]
     return []
 
 

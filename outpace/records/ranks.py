@@ -6,6 +6,8 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record
 
+RANK_NAME = "outpace rank "  # what `top` calls the process of a rank, before its number
+
 
 class Ranks(Record):
     """rank of world_size; local_rank of local_world_size on this host."""

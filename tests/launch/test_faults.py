@@ -17,6 +17,7 @@ from outpace.launch.agent import MARK
 from outpace.launch.alive import blamed
 from outpace.records.hosts import Work
 from outpace.records.python import PYTHON
+from outpace.records.ranks import RANK_NAME
 from outpace.records.standstill import Exchange, Standing, Standstill
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -85,7 +86,7 @@ def at_step(process, folder, step):
 def rank_of(process, rank):
     for child in psutil.Process(process.pid).children():
         with suppress(psutil.Error):
-            if child.environ().get("RANK") == str(rank):
+            if child.name() == f"{RANK_NAME}{rank}":
                 return child
     raise AssertionError(f"no rank {rank}")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outpace.launch.environment import free_port
 from outpace.launch.job import train
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError
 from outpace.records.measurement import StepRecord
@@ -301,7 +302,10 @@ SLOW_TO_LOAD = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", 
                 "torch.distributed.checkpoint", "torch.distributed.fsdp", "scipy"]  # fmt: skip
 
 
-def test_a_start_loads_nothing_that_a_plain_run_does_not_need(tmp_path, corpus, token_cache):
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.gloo)])
+def test_a_start_loads_nothing_that_a_plain_run_does_not_need(
+    tmp_path, corpus, token_cache, processes
+):
     """Half of a start was torch's compiler, its DTensors and its checkpoints."""
     settings = {**TINY, "sample_tokens": 0, "data": corpus, "cache_dir": token_cache,
                 "out": tmp_path / "run"}  # fmt: skip
@@ -310,10 +314,16 @@ def test_a_start_loads_nothing_that_a_plain_run_does_not_need(tmp_path, corpus, 
         "import sys; from outpace.cli.main import main; assert main(sys.argv[1:]) == 0; "
         f"print('loaded', [name for name in {SLOW_TO_LOAD} if name in sys.modules])"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", code, "train", "--measure-only", *flags],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert said.splitlines()[-1] == "loaded []"
+    command = [sys.executable, "-c", code, "train", "--measure-only", *flags]
+    place = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **place, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+        )
+        for rank in range(processes)
+    ]  # fmt: skip
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0 and said.splitlines()[-1] == "loaded []"

@@ -1,0 +1,36 @@
+"""Parts of torch that load its compiler, which takes a second, only to leave it out or ask it.
+
+They ask it to leave some of their methods alone, which is what it does with none of a run's where
+nothing is compiled. What torch would keep of its answer is written down instead.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def leave_alone(method: Callable[..., Any]) -> None:
+    """A method under torch's `_disable_dynamo` is called without the compiler."""
+    plain = getattr(method, "__wrapped__", None)
+    if plain is not None:
+        plain.__dict__.setdefault("__dynamo_disable", plain)
+
+
+@contextmanager
+def unasked() -> Iterator[None]:
+    """`DistributedDataParallel` is told how it would be compiled by default."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    answer = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+    stand_in: Any = SimpleNamespace(utils=answer)
+    torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        if torch._dynamo is stand_in:  # else somebody has loaded it
+            del torch._dynamo
