@@ -17,7 +17,7 @@ from outpace.interop.folder import whole_folder
 from outpace.interop.names import Naming, naming
 from outpace.interop.weights import read_tensors
 from outpace.interop.write import special_ids, write_config, write_weights
-from outpace.nn.classifier import Classifier
+from outpace.nn.classifier import Classifier, initial_value
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -58,17 +58,16 @@ def read_classifier(
     """
     used = _naming(str(read_config(directory).get("model_type")))
     with torch.device("meta"):
-        shapes = {
-            _flat(name): tuple(tensor.shape)
-            for name, tensor in Classifier(Transformer(spec), len(labels)).state_dict().items()
-        }
+        model = Classifier(Transformer(spec), len(labels))
+    own = {_flat(name): name for name in model.state_dict()}
+    shapes = {_flat(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     new = {name for name in shapes if name.startswith(("pooler.", "classifier."))}
     keeps = known_labels(directory) == tuple(labels)
     wanted = shapes if keeps else {n: s for n, s in shapes.items() if "classifier." not in n}
     found = read_tensors(directory, wanted, used, new, _OTHER_HEADS)
-    model = Classifier(Transformer(spec, seed), len(labels), seed)
-    own = {_flat(name): name for name in model.state_dict()}
-    model.load_state_dict({own[name]: tensor for name, tensor in found.items()}, strict=False)
+    drawn = {name: initial_value(seed, own[name], shapes[name]) for name in new - found.keys()}
+    weights = {own[name]: tensor for name, tensor in (found | drawn).items()}
+    model.load_state_dict(weights, assign=True)
     return model
 
 

@@ -16,9 +16,11 @@ from outpace.launch.resolve import (
     resolve_precision,
     resolve_seq_len,
 )
+from outpace.launch.tasks import NOT_CLASSIFY
 from outpace.launch.traced import beside_tensors, fullest
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
+from outpace.planner.outlines import classifying
 from outpace.planner.plans import plans
 from outpace.planner.space import Wanted
 from outpace.probe.limits import anonymous_bytes
@@ -206,7 +208,7 @@ def used_of(machine: Machine, device: torch.device) -> Machine:
 
 def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
     """Refuse what the planner's plans would not have, or what it does not know the time of."""
-    what = "classifiers" if settings.task == "classify" else None
+    what = None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)
         if field is None or name in KEPT or origins.get(name, DEFAULT) == DEFAULT:
@@ -233,6 +235,8 @@ def question(
     """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
+    classifies = settings.task == "classify"
+    outline = classifying(outline) if classifies else outline
     cluster = _cluster(settings, machine, world, per_node or world)
     keep: dict[str, Any] = {"compile": settings.compile}
     for name in KEPT:
@@ -260,6 +264,7 @@ def question(
             keep={name: value for name, value in keep.items() if value is not None},
             trained=True,
             naive=False,
+            without=NOT_CLASSIFY if classifies else (),
             on_host=not machine.devices,
         ),
         count=_COUNT,
@@ -300,7 +305,8 @@ def _cluster(settings: TrainSettings, machine: Machine, world: int, per_node: in
 def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[str], None]) -> bool:
     """Whether the trace agrees that it fits; where it cannot be traced, the formula decides."""
     limit = job.cluster.device.memory_bytes
-    if planned.untrained is not None or limit is None:
+    # A traced model has a head over the vocabulary.
+    if planned.untrained is not None or limit is None or settings.task == "classify":
         return planned.untrained is None
     try:
         account = fullest(planned.plan, settings.model, job)

@@ -30,7 +30,7 @@ from outpace.train.accounting import Costs
 from outpace.train.callbacks import Callback, tell
 
 # What knows next-token losses only; each with what to use instead.
-_NOT_CLASSIFY: dict[Strategy, str] = {
+NOT_CLASSIFY: dict[Strategy, str] = {
     "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
     "cp": "has no masks for padding, and one rank alone would have the token that is read. Use ddp",
     "3d": "splits models with a head over the vocabulary. Use zero3 or hsdp",
@@ -57,9 +57,9 @@ class TaskData:
 def check_task(settings: TrainSettings, plan: Plan) -> None:
     """Refuse a strategy that cannot do the task. Raises BadInputError."""
     task = settings.task
-    if task == "classify" and plan.strategy in _NOT_CLASSIFY:
+    if task == "classify" and plan.strategy in NOT_CLASSIFY:
         raise BadInputError(
-            f"--task classify: strategy {plan.strategy} {_NOT_CLASSIFY[plan.strategy]}."
+            f"--task classify: strategy {plan.strategy} {NOT_CLASSIFY[plan.strategy]}."
         )
     if task == "classify" and plan.lora_rank is not None:
         raise BadInputError(
@@ -113,7 +113,8 @@ def gather_task(
                 "--task classify puts a layer over classes on outpace's own and Hugging Face "
                 "models. A model of your own brings its loss and data set: leave --task out."
             )
-        require_exportable(spec)
+        if opened is None or opened.kind in ("preset", "spec"):
+            require_exportable(spec)  # what transformers has written is, and asking it takes time
     seq_len = resolve_seq_len(settings, positions)
     most = min(rounded(seq_len), positions or rounded(seq_len))
     source = read_source(settings)

@@ -3,7 +3,7 @@
 Legend: B batch, S sequence, D hidden width, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -31,6 +31,14 @@ _TP_PLAN: Mapping[str, str] = MappingProxyType(
 )
 
 
+def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """Of a weight that a transformer has not: as its own N(0, 0.02), each from its own stream."""
+    value = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    if not name.endswith("bias"):
+        value.normal_(0.0, INIT_STD, generator=stream(seed, name))
+    return value
+
+
 class Classifier(nn.Module):
     """A transformer without its head over the vocabulary, and a linear layer over classes.
 
@@ -56,15 +64,9 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def _draw(self, seed: int) -> None:
-        """The new weights as the transformer's own: N(0, 0.02), each from its own stream."""
         for name, parameter in self.named_parameters():
-            if name.startswith("backbone."):
-                continue
-            if name.endswith("bias"):
-                parameter.zero_()
-                continue
-            drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(drawn.normal_(0.0, INIT_STD, generator=stream(seed, name)))
+            if not name.startswith("backbone."):
+                parameter.copy_(initial_value(seed, name, parameter.shape))
 
     @property
     def tp_plan(self) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from outpace.planner.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
 
+_CLASSES = 2  # data tell how many there are; they take next to nothing
 # How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
 Cut = Literal["outputs", "inputs", "none"]
 
@@ -69,6 +70,19 @@ def outline(spec: ModelSpec, name: str) -> Outline:
         head_products=transform,
         max_positions=spec.max_positions,
         source="the model's spec",
+    )
+
+
+def classifying(found: Outline) -> Outline:
+    """The model with a layer over classes, which sees one token of each text, behind a pooler."""
+    return found.model_copy(
+        update={
+            "outputs": _CLASSES,
+            "tied": False,
+            "predicted": 1,
+            "head_products": (),
+            "outside_parameters": found.outside_parameters + found.hidden**2,
+        }
     )
 
 

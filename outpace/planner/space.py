@@ -1,7 +1,7 @@
 """The space of plans: every layout of the ranks that can be, times every lever, as columns."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
@@ -65,7 +65,7 @@ class Wanted:
     """What is planned for. `keep` has what a person insists on, by the names of a plan's settings.
 
     `vary` has values of settings (of VARIED) that are searched too, the fastest optimizer first.
-    `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well.
+    `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well. `without`: not these.
     """
 
     outline: Outline
@@ -80,6 +80,7 @@ class Wanted:
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     trained: bool = False
     naive: bool = True
+    without: Collection[Strategy] = ()
     on_host: bool = False  # devices are CPUs: offloading to them means nothing
     alike: bool = True  # layers are, so that every pipeline can be cut
 
@@ -266,6 +267,8 @@ def _layouts(wanted: Wanted) -> Iterator[_Row]:
             for ep, micro in product(_expert_axes(shard * cp, wanted), sizes):
                 axes = (rep, shard, zero, tp, cp, pp, ep)
                 name = "3d" if ep > 1 else strategy
+                if name in wanted.without:
+                    continue
                 yield from _scheduled(name, axes, micro, share // micro, wanted)
     if wanted.naive:
         yield from _naive(wanted)

@@ -7,7 +7,8 @@ import torch
 
 from outpace.cli.main import main
 from outpace.launch import auto
-from outpace.launch.auto import settle
+from outpace.launch.auto import question, settle
+from outpace.launch.tasks import NOT_CLASSIFY
 from outpace.launch.tuning import Proposer
 from outpace.planner.plans import plans
 from outpace.probe.machine import identify
@@ -184,7 +185,6 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
     ("values", "sentence"),
     [
         ({"lora_rank": 4}, "does not reckon with --lora-rank"),
-        ({"task": "classify"}, "does not reckon with classifiers"),
         ({"global_batch": 7, "nproc": 2, "strategy": "ddp"}, "no plan can be laid out"),
         ({"nproc": 2, "pp_schedule": "zb"}, "no plan can be laid out"),
         ({"plan": "nowhere.json"}, "nowhere.json"),
@@ -193,6 +193,26 @@ def test_tensor_parallelism_stays_inside_a_host(tmp_path):
 def test_what_cannot_be_planned_is_a_sentence(values, sentence):
     with pytest.raises(BadInputError, match=sentence):
         picked(**values)
+
+
+def test_a_classifier_is_planned_without_a_head_over_the_vocabulary():
+    found, told, _ = picked(task="classify", nproc=2)
+    assert found.plan is None and found.nproc == 2 and told["strategy"] == "plan auto"
+    assert found.strategy not in NOT_CLASSIFY
+    jobs = {
+        task: question(
+            TrainSettings.parse({**TINY, "task": task}, "test"),
+            {},
+            identify(lambda name, memory: None),
+            2,
+        )
+        for task in ("pretrain", "classify")
+    }
+    times = {task: plans(job).plans[0].estimate.step_time_s for task, job in jobs.items()}
+    assert times["classify"] < times["pretrain"]
+    for values in ({"strategy": "cp"}, {"strategy": "3d"}):
+        with pytest.raises(BadInputError, match="no plan can be laid out"):
+            picked(task="classify", nproc=2, **values)
 
 
 def test_a_plan_that_nobody_trains_is_refused(tmp_path):
