@@ -3,8 +3,9 @@
     python benchmarks/lasting.py                  # all parts, some 20 minutes, records lasting.json
     python benchmarks/lasting.py --part long      # one of them anew
 
-checkpoint: of GPT-2 124M (the race's case b) steps before and after one asynchronous checkpoint,
-    from when each step's line is there: what the steps after it took longer than as many before.
+checkpoint: of GPT-2 124M (the race's case b) steps before and after two asynchronous checkpoints,
+    from when each step's line is there: what the steps after each took longer than those before
+    the first, which has memory for the copy to find.
 long: 20,000 small steps; memory of the process and the time of a step, thousand by thousand.
 auto: each case of the race as `--plan auto` trains it, and as it was tried by hand, in turn.
 Target: a checkpoint costs at most one step; nothing grows; auto is within 2 % of the best by hand.
@@ -34,7 +35,8 @@ import watching  # noqa: E402
 from recording import RESULTS, circumstances, save  # noqa: E402
 
 PRECISION, LIMIT_S = "bf16", 1200.0
-BEFORE, AFTER, REPEATS = 12, 10, 3  # steps beside a checkpoint
+EVERY, REPEATS = 12, 3  # steps from a checkpoint to the next
+SAVES = {"first": 1, "later": 2}
 TOUCHED = 0.8  # of what is free
 WARMUP = 4
 LONG_STEPS, THOUSAND = 20_000, 1000
@@ -71,31 +73,39 @@ def _step_times_s(settings: dict[str, Any], flags: list[str]) -> list[float]:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """Steps that one asynchronous checkpoint costs, of each repeat.
+    """Steps that each asynchronous checkpoint costs, of each repeat.
 
     A virtual machine's host may take memory back that is free, and give it again page by page, ten
     times as slowly as the system does: what a checkpoint's copy and files then cost is that host's.
     So half of the repeats begin with memory that was touched a moment ago, and half do not.
     """
-    settings = _settings_of(cases.CASES["b"], folder, BEFORE + AFTER)
-    settings |= {"measure_only": False, "save_every": BEFORE, "steps": BEFORE + AFTER}
+    steps = (len(SAVES) + 1) * EVERY
+    settings = _settings_of(cases.CASES["b"], folder, steps)
+    settings |= {"measure_only": False, "save_every": EVERY, "steps": steps}
     repeats = []
     for number in range(2 * REPEATS):
         at_hand = number % 2 == 0
         if at_hand:
             _touch_memory()
         took = _step_times_s(settings, ["--nproc", "1"])
-        # The interval after the step that saves has the copy in it.
-        before, after = took[: BEFORE - WARMUP], took[BEFORE - WARMUP :]
-        step_s = statistics.median(before)
-        repeats.append({"at_hand": at_hand, "before_s": before, "after_s": after,
-                        "lost_steps": (sum(after) - len(after) * step_s) / step_s})  # fmt: skip
-        print(f"checkpoint: {repeats[-1]['lost_steps']:.2f} steps", file=sys.stderr)
-    lost, lost_as_it_is = (
-        statistics.median(r["lost_steps"] for r in repeats if r["at_hand"] is at_hand)
-        for at_hand in (True, False)
-    )
-    return {"repeats": repeats, "lost_steps": lost, "lost_steps_as_it_is": lost_as_it_is}
+        step_s = statistics.median(took[: EVERY - WARMUP])
+        lost = {}
+        for which, save_number in SAVES.items():
+            # The interval after the step that saves has the copy in it.
+            after = took[save_number * EVERY - WARMUP :][: EVERY - 1]
+            lost[which] = (sum(after) - len(after) * step_s) / step_s
+        repeats.append({"at_hand": at_hand, "step_times_s": took, "lost_steps": lost})
+        print(f"checkpoint: {lost} steps", file=sys.stderr, flush=True)
+    lost_steps = {
+        which: {
+            place: statistics.median(
+                one["lost_steps"][which] for one in repeats if one["at_hand"] is at_hand
+            )
+            for place, at_hand in (("at hand", True), ("as it is", False))
+        }
+        for which in SAVES
+    }
+    return {"repeats": repeats, "lost_steps": lost_steps}
 
 
 def _touch_memory() -> None:
@@ -122,13 +132,10 @@ def long(folder: Path) -> dict[str, Any]:
 
 
 def _arms(case: cases.Case) -> dict[str, list[str]]:
-    """The pick, and what a person would try by hand on a host of two cores.
-
-    Classifiers are not planned yet: there the defaults are the pick.
-    """
+    """The pick, and what a person would try by hand on a host of two cores."""
     one, two = ["--nproc", "1"], ["--nproc", "2"]
     return {
-        "picked": [] if case.labelled else ["--plan", "auto"],
+        "picked": ["--plan", "auto"],
         "one process": one,
         "one process, compiled": [*one, "--compile"],
         "one process, half the micro-batch": [*one, "--micro-batch", str(case.batch // 2)],

@@ -74,7 +74,12 @@ def test_the_tables_say_what_was_reached(monkeypatch):
     assert "1.20 × plain loop |" in said and "0.72**" not in said
     assert "| 0.72 |" in said  # 60 FLOP in 100/120 s, of 100 FLOP/s
     assert "0.60 × |" in said
+    # Two processes stand beside one only where the machine was as fast.
+    for rate, shown in ((95.0, True), (50.0, False)):
+        two = {**heat, "processes": 2, "best_product_flops_per_s": rate}
+        assert ("2 processes ≥" in targets({"heats": {"a-1": heat, "a-2": two}})) == shown
     shown = peers(result)
+    assert "**(a) small, 1 process, bf16** (2026-11-22, best matrix product 0 GFLOP/s)" in shown
     assert "| **outpace** | 120 | 1.00 | 1,024 MiB | 3.0 s | 9.0 s |" in shown
     assert "wrong (other losses)" in shown and "| broken | failed |" in shown
     assert "| Lightning | refuses |" in shown

@@ -102,17 +102,23 @@ def _flops(metrics: Path) -> float:
 
 
 def best_products_flops_per_s(folder: Path) -> dict[str, float]:
-    """The machine's best matrix product by precision (MAMF), as `outpace probe` finds it."""
+    """The machine's best matrix product by precision (MAMF), as `outpace probe` finds it.
+
+    Without those that were not steady.
+    """
     out = folder / "machine.json"
     subprocess.run([sys.executable, "-m", "outpace", "probe", "matmul", "--quick", "--out",
                     str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
     probed = Machine.load(out).probed
     best = {} if probed is None else {one: probed.best_rate(one) for one in PRECISIONS}
-    return {precision: rate.value for precision, rate in best.items() if rate is not None}
+    values = {one: None if rate is None else rate.value for one, rate in best.items()}
+    return {precision: value for precision, value in values.items() if value is not None}
 
 
 def faster_precision(best: Mapping[str, float]) -> str:
-    """The one that the machine multiplies faster in."""
+    """The one that the machine multiplies faster in. Raises SystemExit where that is not known."""
+    if not best:
+        raise SystemExit("the machine does not hold still: try again, or say --precision")
     return max(PRECISIONS, key=lambda one: best.get(one, 0.0))
 
 
