@@ -7,6 +7,7 @@ nothing is compiled. What torch would keep of its answer is written down instead
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 def leave_alone(method: Callable[..., Any]) -> None:
     """A method under torch's `_disable_dynamo` is called without the compiler."""
-    plain = getattr(method, "__wrapped__", None)
-    if plain is not None:
+    plain = unwrap(method)
+    if plain is not method:
         plain.__dict__.setdefault("__dynamo_disable", plain)
 
 

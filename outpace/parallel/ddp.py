@@ -111,7 +111,7 @@ def _wrapped(request: Request) -> DistributedDataParallel:
     )
     if plan.compile:
         return wrap()
-    leave_alone(DistributedDataParallel._inside_ddp_forward.__wrapped__)  # type: ignore[attr-defined]
+    leave_alone(DistributedDataParallel._inside_ddp_forward)
     with unasked():
         return wrap()
 

@@ -46,10 +46,12 @@ def shard(
             sharded.set_custom_reduce_scatter(_Scatter(near))
 
 
-class _Gather(DefaultAllGather):
+class _Near:
     def __init__(self, near: Neighbours) -> None:
         self._near = near
 
+
+class _Gather(_Near, DefaultAllGather):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -61,10 +63,7 @@ class _Gather(DefaultAllGather):
         self._near.all_gather(output_tensor, input_tensor)
 
 
-class _Scatter(DefaultReduceScatter):
-    def __init__(self, near: Neighbours) -> None:
-        self._near = near
-
+class _Scatter(_Near, DefaultReduceScatter):
     def __call__(
         self,
         output_tensor: Tensor,
