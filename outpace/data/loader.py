@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from outpace.data.order import samples_at
 from outpace.data.seeding import seed_generators
+from outpace.data.workers import leaving_inherited
 from outpace.records.errors import BadInputError
 
 Batch = Any
@@ -85,16 +86,18 @@ class Loader:
             yield pinned(batch) if self._pin else batch
 
     def _background(self) -> Iterator[Batch]:
-        self._running = iter(
-            DataLoader(
-                self._dataset,
-                batch_sampler=self._slots,
-                num_workers=self._workers,
-                collate_fn=collate,
-                pin_memory=self._pin,
-                prefetch_factor=2,
+        with leaving_inherited() as begin:
+            self._running = iter(
+                DataLoader(
+                    self._dataset,
+                    batch_sampler=self._slots,
+                    num_workers=self._workers,
+                    collate_fn=collate,
+                    pin_memory=self._pin,
+                    worker_init_fn=begin,
+                    prefetch_factor=2,
+                )
             )
-        )
         yield from self._running
 
     def _ahead(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:

@@ -58,12 +58,14 @@ def forking(begin: Begin) -> Iterator[None]:
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
             return _Fork(begin, env)
 
-    before = api.get_subprocess_handler
+    before, frozen = api.get_subprocess_handler, gc.get_freeze_count()
     api.get_subprocess_handler = Handler
     try:
         yield
     finally:
         api.get_subprocess_handler = before
+        if not frozen:
+            gc.unfreeze()
 
 
 class _Fork:
@@ -72,7 +74,7 @@ class _Fork:
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # or a collection would write to pages that are shared
+        gc.freeze()  # a collection would write to shared pages, and may end what a fork has not
         self.returncode: int | None = None
         # A signal between fork and the end of ours would be handled as the launcher does.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from outpace.data.loader import Loader, collate
+from outpace.data.workers import leaving_inherited
 from outpace.probe.loader_advice import advise
 from outpace.probe.loader_data import LoaderData, Prepared, prepared
 from outpace.probe.machine import usable_cores
@@ -256,16 +257,18 @@ class _Bench:
             )  # fmt: skip
             return _Open((step[0] for step in loader), loader.close, self.device)
         dataset: Any = self.ready.tokens if setting.loader == "torch" else self.ready.as_text
-        running = iter(
-            DataLoader(
-                dataset,
-                batch_sampler=_Endless(dataset, self.micro_batch),
-                num_workers=setting.workers,
-                collate_fn=collate,
-                prefetch_factor=setting.prefetch if setting.workers else None,
-                pin_memory=setting.pin,
+        with leaving_inherited() as begin:
+            running = iter(
+                DataLoader(
+                    dataset,
+                    batch_sampler=_Endless(dataset, self.micro_batch),
+                    num_workers=setting.workers,
+                    collate_fn=collate,
+                    prefetch_factor=setting.prefetch if setting.workers else None,
+                    pin_memory=setting.pin,
+                    worker_init_fn=begin,
+                )
             )
-        )
         close = getattr(running, "_shutdown_workers", _nothing)
         return _Open(self._copied(running), close, self.device)
 

@@ -1,5 +1,8 @@
+import gc
+import os
 import pickle
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -111,6 +114,34 @@ def test_a_persons_own_data_set(workers):
     assert batches[0]["x"][:, 0].tolist() == batches[0]["y"]["z"].tolist() == expected
     seen = [int(i) for batch in batches for i in batch["y"]["z"]]
     assert sorted(seen) == list(range(10))
+
+
+class Cyclic:
+    """Only a collection ends it; in another process than `pid` it ends that."""
+
+    def __init__(self, pid):
+        self.me, self.pid = self, pid
+
+    def __del__(self):
+        if os.getpid() != self.pid:
+            os._exit(9)
+
+
+def test_a_worker_collects_its_own_garbage_and_none_that_it_inherits():
+    inherited = [Cyclic(os.getpid())]
+
+    def make(i):
+        inherited.clear()
+        own = Cyclic(os.getpid())
+        ended = weakref.ref(own)
+        del own
+        gc.collect()
+        return torch.tensor([gc.isenabled(), ended() is None])
+
+    changed = {"global_batch": 5, "micro_batch": 5, "total_steps": 1, "workers": 1}
+    ((collected,),) = steps_of(Own(make), **changed)
+    assert collected.all()
+    assert gc.isenabled()
 
 
 def test_a_data_set_that_gives_many_samples_at_once_is_batched_as_any_other():
