@@ -149,7 +149,7 @@ def assemble(
     layout.go_on(start_step)
     job.groups.once(lambda: _take_up(job, record, start_step))
     stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
-    stepper = _stepper(job, layout, optimizer, mixed)
+    stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
     loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
 
@@ -254,7 +254,13 @@ def _tidy(job: Job, reason: str, recording: Recording | None = None) -> None:
         clear_partial(job.run_dir.checkpoints)
 
 
-def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: Mixed) -> Stepper:
+def _stepper(
+    job: Job,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    mixed: Mixed,
+    on_gradients: Callable[[], None],
+) -> Stepper:
     targets = job.materials.targets_per_sample
     return Stepper(
         layout=layout,
@@ -266,6 +272,7 @@ def _stepper(job: Job, layout: Layout, optimizer: torch.optim.Optimizer, mixed: 
         control=job.groups.control,
         expected_targets=job.settings.global_batch * (targets or job.materials.likely_targets),
         targets_known=targets is not None,
+        on_gradients=on_gradients,
     )
 
 
@@ -280,6 +287,7 @@ def _require_known_targets(job: Job) -> None:
 
 
 def _checkpointer(job: Job) -> Checkpointer:
+    own = job.materials.own is not None  # whose forward may change what it likes
     return Checkpointer(
         job.run_dir.checkpoints,
         job.settings.keep,
@@ -288,6 +296,7 @@ def _checkpointer(job: Job) -> Checkpointer:
         on_whole=lambda path: tell(job.callbacks, "on_checkpoint", path),
         on_trouble=lambda sentence: tell(job.callbacks, "on_hint", sentence),
         copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
+        lends=not job.plan.optimizer_in_backward and not own,
         trained_only=job.plan.lora_rank is not None,
     )
 

@@ -27,6 +27,8 @@ from outpace.records.units import show_bytes
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from outpace.train.states import Lent
+
 MARKER = "complete.json"
 _BLOCK_BYTES = 1 << 20
 _LOOKS, _LOOK_AGAIN_S = 20, 0.5
@@ -152,8 +154,9 @@ class Checkpointer:
     `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
     since saving goes on in a thread while training uses the other groups. Without `copies` nothing
     is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
-    when it is written. With `trained_only` frozen parameters are left out: they are where they were
-    read from.
+    when it is written. With `lends` nothing is copied before `before_change`, which has to be
+    called before anything that is saved changes. With `trained_only` frozen parameters are left
+    out: they are where they were read from.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class Checkpointer:
         on_whole: Callable[[Path], None],
         on_trouble: Callable[[str], None],
         copies: bool = True,
+        lends: bool = False,
         trained_only: bool = False,
     ) -> None:
         self.directory = directory
@@ -174,6 +178,8 @@ class Checkpointer:
         self._on_whole = on_whole
         self._on_trouble = on_trouble
         self._copies = copies
+        self._lends = lends
+        self._lent: Lent | None = None
         self._trained_only = trained_only
         self._pending: tuple[Future[None], Path] | None = None
         self._needed_bytes = 0
@@ -185,7 +191,9 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer | None,
         progress: Progress,
     ) -> None:
-        """Begin to save. Returns when the state is copied; waits for a save still going on.
+        """Begin to save. Returns when the state may change, but of what is lent.
+
+        Waits for a save still going on.
 
         `model` or `optimizer` is None where other ranks have all that counts.
         """
@@ -205,13 +213,20 @@ class Checkpointer:
         from outpace.train import states
 
         if self._copies:
-            return states.begin(state, folder, self._group)
+            self._lent = states.Lent() if self._lends and states.can_lend(state) else None
+            return states.begin(state, folder, self._group, self._lent)
         done: Future[Any] = Future()
         try:
             done.set_result(states.write(state, folder, self._group))
         except states.ERRORS as error:
             done.set_exception(error)
         return done
+
+    def before_change(self) -> None:
+        """Copy what the save going on has still to read: it is about to change."""
+        if self._lent is not None:
+            self._lent.give_back()
+            self._lent = None
 
     def _prepare(self, folder: Path, progress: Progress) -> bool:
         """Make the folder on rank 0; all ranks learn whether that worked."""

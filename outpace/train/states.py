@@ -4,6 +4,7 @@ Apart from `checkpoint`, which says when and where: loading DCP takes half a sec
 run that saves nothing, or not yet, does not wait for.
 """
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,8 +31,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outpace.optim.build import fill_state
+from outpace.records.base import sync_paths
 from outpace.records.errors import BadInputError
 from outpace.train.checkpoint import reason
 from outpace.train.restricted import Planner, Reader
@@ -50,12 +56,80 @@ def _options(trained_only: bool) -> StateDictOptions:
     )
 
 
+class Lent(AsyncStager):
+    """A state that is written from where it lies until it changes, and from copies after that.
+
+    A copy of all costs the memory of a state again, which a virtual machine may be slow to give
+    (docs/log.md); a step's forward and backward, which change nothing, are long enough to write
+    most of it. Only of plain tensors on a CPU.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._unread: dict[int, Tensor] = {}  # by what `id` gives
+        self._read: Tensor | None = None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whoever changes the state calls `give_back` first."""
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The same memory, by tensors whose memory can be exchanged."""
+        lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
+        self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
+        return lent
+
+    def synchronize_staging(self) -> None:
+        """Nothing is copied now that could be waited for."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def give_back(self) -> None:
+        """Before the state changes: copy what was not read, wait for what is being read."""
+        with self._turn:
+            for tensor in self._unread.values():
+                tensor.data = tensor.clone()
+            self._unread.clear()
+            self._turn.wait_for(lambda: self._read is None)
+
+    def reads(self, found: Any) -> None:
+        """What was read before is read; `found` is from now on."""
+        with self._turn:
+            self._read = self._unread.pop(id(found), None)
+            self._turn.notify_all()
+
+    def finished(self) -> None:
+        """Nothing will be read any more."""
+        with self._turn:
+            self._unread.clear()
+        self.reads(None)
+
+
+class _Planner(DefaultSavePlanner):
+    """Says what is read next."""
+
+    def __init__(self, lent: Lent) -> None:
+        super().__init__()
+        self._lent = lent
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        found = self.lookup_object(write_item.index)
+        self._lent.reads(found)
+        return self.transform_object(write_item, found)
+
+
 class _Writer(_FileSystemWriter):
     """Leaves out torch's checksum of each tensor: files have a better one.
 
-    Of the class below `FileSystemWriter`, which would make the copies, too, rather than torch's own
-    stager.
+    Of the class below `FileSystemWriter`, which would make the copies, too, rather than a stager.
+    Files are brought to the disk when all of them are read from memory.
     """
+
+    def __init__(self, folder: Path, lent: Lent | None = None) -> None:
+        super().__init__(folder, sync_files=False)
+        self._lent = lent
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -63,14 +137,38 @@ class _Writer(_FileSystemWriter):
         before = get_crc32_options()  # of this thread, which is the one that writes
         set_crc32_options(False)
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
         finally:
             set_crc32_options(before)
+            if self._lent is not None:
+                self._lent.finished()
+        names = {result.storage_data.relative_path for result in written.wait()}
+        sync_paths(*(Path(self.path) / name for name in names))
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        sync_paths(Path(self._get_metadata_path()))
 
 
-def begin(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Future[Any]:
-    """Write in the background, from a copy that is made before this returns."""
-    written = async_save(state, storage_writer=_Writer(folder), process_group=group)
+def can_lend(state: dict[str, Any]) -> bool:
+    """Whether all tensors are plain ones on a CPU."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
+
+
+def begin(
+    state: dict[str, Any], folder: Path, group: dist.ProcessGroup, lent: Lent | None = None
+) -> Future[Any]:
+    """Write in the background, from what is `lent` or from a copy made before this returns."""
+    planner = None if lent is None else _Planner(lent)
+    written = async_save(
+        state,
+        storage_writer=_Writer(folder, lent),
+        planner=planner,
+        process_group=group,
+        async_stager=lent,
+    )
     assert isinstance(written, Future)
     return written
 

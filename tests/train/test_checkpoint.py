@@ -1,5 +1,6 @@
 import json
 import shutil
+import threading
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from outpace.train.checkpoint import (
 )
 
 
-def make(tmp_path, group, keep=2):
+def make(tmp_path, group, keep=2, **how):
     whole, trouble = [], []
-    saver = Checkpointer(tmp_path / "checkpoints", keep, 0, group, whole.append, trouble.append)
+    said = whole.append, trouble.append
+    saver = Checkpointer(tmp_path / "checkpoints", keep, 0, group, *said, **how)
     return saver, whole, trouble
 
 
@@ -41,15 +43,19 @@ def progress(step):
     )  # fmt: skip
 
 
-def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, group):
-    saver, whole, _ = make(tmp_path, group)
+@pytest.mark.parametrize("lends", [False, True])
+def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, group, lends):
+    saver, whole, _ = make(tmp_path, group, lends=lends)
     model, optimizer = trained()
     weights = [p.detach().clone() for p in model.parameters()]
     moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
     saver.save(model, optimizer, progress(3))
+    saver.before_change()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7.0)
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(7.0)
     assert saver.wait()
     assert [path.name for path in whole] == ["step-3"]
     other, other_optimizer = trained(seed=1)
@@ -59,6 +65,49 @@ def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, gro
     for state, saved in zip(other_optimizer.state.values(), moments, strict=True):
         assert torch.equal(state["exp_avg"], saved)
         assert state["step"] == 3
+
+
+def test_what_is_lent_is_copied_but_for_what_is_being_read_which_is_waited_for():
+    from outpace.train.states import Lent
+
+    state = {name: torch.full((3,), place) for place, name in enumerate("abc")}
+    lent = Lent()
+    staged = lent.stage({"model": state})["model"]
+    assert all(staged[name].data_ptr() == state[name].data_ptr() for name in "abc")
+    lent.reads(staged["a"])
+    lent.reads(staged["b"])
+    giving = threading.Thread(target=lent.give_back)
+    giving.start()
+    giving.join(0.2)
+    assert giving.is_alive()
+    assert staged["b"].data_ptr() == state["b"].data_ptr()
+    lent.reads(staged["c"])
+    giving.join(10)
+    assert not giving.is_alive()
+    for values in state.values():
+        values.fill_(7)
+    # Read before and while; what was not read is as it was.
+    assert staged["a"].tolist() == staged["b"].tolist() == [7] * 3
+    assert staged["c"].tolist() == [2] * 3
+    lent.finished()
+    lent.give_back()
+
+
+def test_a_save_that_fails_gives_back_what_is_lent(tmp_path, group, monkeypatch):
+    from outpace.train import states
+
+    def fail(writer, planner, files):
+        _, _, items = files.get()
+        planner.resolve_data(items[0])
+        raise OSError("the disk is gone")
+
+    saver, _, trouble = make(tmp_path, group, lends=True)
+    model, optimizer = trained()
+    monkeypatch.setattr(states._Writer, "_write_data", fail)
+    saver.save(model, optimizer, progress(3))
+    saver.before_change()
+    assert not saver.wait()
+    assert "the disk is gone" in trouble[0]
 
 
 def test_keeps_the_newest(tmp_path, group):
