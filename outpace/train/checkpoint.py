@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from outpace.records.base import Record, sync_folder, sync_paths, write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
+from outpace.train.past_cache import blocks
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from outpace.train.states import Lent
 
 MARKER = "complete.json"
-_BLOCK_BYTES = 1 << 20
 _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
@@ -62,17 +63,20 @@ def _tensor_bytes(state: Any) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _checksum(path: Path) -> str:
+def _checksum(path: Path, past_cache: bool = False) -> str:
     digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+    for block in blocks(path, past_cache):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def _mark_complete(folder: Path) -> None:
+def _mark_complete(folder: Path, past_cache: bool) -> None:
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.name != MARKER)
-    entries = {p.name: {"bytes": p.stat().st_size, "xxh3_128": _checksum(p)} for p in files}
+    sums = [_checksum(p, past_cache) for p in files]
+    entries = {
+        p.name: {"bytes": p.stat().st_size, "xxh3_128": one}
+        for p, one in zip(files, sums, strict=True)
+    }
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
     # Names are on the disk only when their folders are; older checkpoints are removed after this.
@@ -206,7 +210,8 @@ class Checkpointer:
         state = states.take(model, optimizer, self._trained_only)
         self._needed_bytes = _tensor_bytes(state)
         written = self._begin(state, folder)
-        self._pending = (self._finisher.submit(self._finish, written, folder), folder)
+        finish = partial(self._finish, written, folder, past_cache=self._lent is not None)
+        self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
         """Write in the background from a copy, or here and now where there is no room for one."""
@@ -242,12 +247,12 @@ class Checkpointer:
         dist.broadcast(worked, 0, group=self._group)
         return bool(worked)
 
-    def _finish(self, written: Future[Any], folder: Path) -> None:
+    def _finish(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
         """In the background: when every rank's files are there, rank 0 marks them whole."""
         metadata = written.result()
         if self._rank == 0:
             _require_files(folder, metadata)
-            _mark_complete(folder)
+            _mark_complete(folder, past_cache)
 
     def make_ready(self) -> None:
         """Load in the background what saving needs, so that the first save does not wait for it.

@@ -4,6 +4,8 @@ Apart from `checkpoint`, which says when and where: loading DCP takes half a sec
 run that saves nothing, or not yet, does not wait for.
 """
 
+import io
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -37,6 +39,7 @@ from outpace.optim.build import fill_state
 from outpace.records.base import sync_paths
 from outpace.records.errors import BadInputError
 from outpace.train.checkpoint import reason
+from outpace.train.past_cache import Writer
 from outpace.train.restricted import Planner, Reader
 
 # What saving and loading raise: DCP wraps the ranks' errors in a BaseException.
@@ -120,16 +123,28 @@ class _Planner(DefaultSavePlanner):
         return self.transform_object(write_item, found)
 
 
+class _PastCache(FileSystem):
+    """Writes so that nothing beside it lacks memory."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with Writer(Path(path)) as file:
+            yield file
+
+
 class _Writer(_FileSystemWriter):
     """Leaves out torch's checksum of each tensor: files have a better one.
 
     Of the class below `FileSystemWriter`, which would make the copies, too, rather than a stager.
-    Files are brought to the disk when all of them are read from memory.
+    Files are brought to the disk when all of them are read from memory; what is `lent` is read
+    beside a step that computes, which the system's cache would slow down.
     """
 
     def __init__(self, folder: Path, lent: Lent | None = None) -> None:
         super().__init__(folder, sync_files=False)
         self._lent = lent
+        if lent is not None:
+            self.fs = _PastCache()
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
