@@ -2,6 +2,7 @@
 
     python benchmarks/lasting.py                  # all parts, some 20 minutes, records lasting.json
     python benchmarks/lasting.py --part long      # one of them anew
+    python benchmarks/lasting.py --part auto --case a
 
 checkpoint: of GPT-2 124M (the race's case b) steps before and after two asynchronous checkpoints,
     from when each step's line is there: what the steps after each took longer than those before
@@ -144,33 +145,32 @@ def _arms(case: cases.Case) -> dict[str, list[str]]:
     }
 
 
-def auto(folder: Path) -> dict[str, Any]:
-    """Of each case the pick's step and those tried by hand, in turn."""
-    found = {}
-    for name, case in cases.CASES.items():
-        steps = WARMUP + COUNTED
-        settings = {**_settings_of(case, folder, steps), "steps": steps}
-        times: dict[str, list[float]] = {}
-        for number in range(ROUNDS):
-            arms = list(_arms(case).items())
-            for arm, flags in arms if number % 2 == 0 else reversed(arms):
-                took = _step_times_s(settings, flags)
-                times.setdefault(arm, []).extend(took)
-                print(f"auto, ({name}) {arm}: {statistics.median(took):.3f} s", file=sys.stderr)
-        medians = {arm: statistics.median(took) for arm, took in times.items()}
-        best = min((arm for arm in medians if arm != "picked"), key=lambda arm: medians[arm])
-        found[name] = {"title": case.title, "step_times_s": times, "best": best,
-                       "ratio": medians["picked"] / medians[best]}  # fmt: skip
-    return found
+def auto(folder: Path, case: cases.Case) -> dict[str, Any]:
+    """The pick's step and those tried by hand, in turn."""
+    steps = WARMUP + COUNTED
+    settings = {**_settings_of(case, folder, steps), "steps": steps}
+    times: dict[str, list[float]] = {}
+    for number in range(ROUNDS):
+        arms = list(_arms(case).items())
+        for arm, flags in arms if number % 2 == 0 else reversed(arms):
+            took = _step_times_s(settings, flags)
+            times.setdefault(arm, []).extend(took)
+            print(f"auto, ({case.name}) {arm}: {statistics.median(took):.3f} s", file=sys.stderr,
+                  flush=True)  # fmt: skip
+    medians = {arm: statistics.median(took) for arm, took in times.items()}
+    best = min((arm for arm in medians if arm != "picked"), key=lambda arm: medians[arm])
+    return {"title": case.title, "step_times_s": times, "best": best,
+            "ratio": medians["picked"] / medians[best]}  # fmt: skip
 
 
-PARTS = {"checkpoint": checkpoint, "long": long, "auto": auto}
+PARTS = {"checkpoint": checkpoint, "long": long}
 
 
 def main() -> None:
-    """Measure and record what is asked for."""
+    """Measure and record what is asked for, each as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--part", choices=(*PARTS, "auto"))
+    parser.add_argument("--case", choices=cases.CASES, help="of auto; else all")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")
     arguments = parser.parse_args()
     path = RESULTS / "lasting.json"
@@ -178,6 +178,11 @@ def main() -> None:
     for name, measure in PARTS.items():
         if arguments.part in (None, name):
             parts[name] = {"found": measure(arguments.folder), **circumstances()}
+            save("lasting", {"parts": parts})
+    for name, case in cases.CASES.items() if arguments.part in (None, "auto") else ():
+        if arguments.case in (None, name):
+            found = {**parts.get("auto", {}).get("found", {}), name: auto(arguments.folder, case)}
+            parts["auto"] = {"found": found, **circumstances()}
             save("lasting", {"parts": parts})
 
 

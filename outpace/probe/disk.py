@@ -5,7 +5,6 @@ disk's own cache, a controller's or a hypervisor's may still be in between.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -24,6 +23,7 @@ import psutil
 from outpace.probe.measure import WrongResultError
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
+from outpace.train.past_cache import REFUSED, through_cache
 
 PAGE_BYTES = 4096
 BLOCK_PAGES = 1024  # of the largest block; the contents of pages repeat after as many
@@ -31,7 +31,6 @@ _LEAST_PAGES = 16 * BLOCK_PAGES
 _WORDS = PAGE_BYTES // 8
 # More than a test of a disk may take of what others could need.
 _TAKEN_SHARE = 0.5
-_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -125,10 +124,9 @@ class PageFile:
         try:
             self.write(0, 0, 1)
         except OSError as error:
-            if error.errno not in _NOT_DIRECT:
+            if error.errno not in REFUSED:
                 raise
-            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            through_cache(self.descriptor)
             self.direct = False
 
     def _fill(self, most_pages: int, fill_s: float) -> None:
@@ -208,7 +206,7 @@ def _open(directory: Path) -> tuple[int, bool]:
         # Setting the flag on a descriptor that is open already is refused by some that open with it
         return os.open(f"/proc/self/fd/{nameless}", os.O_RDWR | os.O_DIRECT), True
     except OSError as error:
-        if error.errno not in (*_NOT_DIRECT, errno.ENOENT):
+        if error.errno not in (*REFUSED, errno.ENOENT):
             raise
         return os.dup(nameless), False
     finally:

@@ -63,7 +63,7 @@ def _tensor_bytes(state: Any) -> int:
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _checksum(path: Path, past_cache: bool = False) -> str:
+def _checksum(path: Path, past_cache: bool) -> str:
     digest = xxhash.xxh3_128()
     for block in blocks(path, past_cache):
         digest.update(block)
@@ -72,10 +72,8 @@ def _checksum(path: Path, past_cache: bool = False) -> str:
 
 def _mark_complete(folder: Path, past_cache: bool) -> None:
     files = sorted(p for p in folder.iterdir() if p.is_file() and p.name != MARKER)
-    sums = [_checksum(p, past_cache) for p in files]
     entries = {
-        p.name: {"bytes": p.stat().st_size, "xxh3_128": one}
-        for p, one in zip(files, sums, strict=True)
+        p.name: {"bytes": p.stat().st_size, "xxh3_128": _checksum(p, past_cache)} for p in files
     }
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
@@ -111,7 +109,7 @@ def damage(folder: Path) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != entry["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-            if _checksum(path) != entry["xxh3_128"]:
+            if _checksum(path, past_cache=False) != entry["xxh3_128"]:
                 return f"{name} does not have the checksum it was written with"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{MARKER} cannot be read ({error})"
@@ -158,9 +156,9 @@ class Checkpointer:
     `model` and `optimizer` are live; `group` is a gloo group of all ranks that nothing else uses,
     since saving goes on in a thread while training uses the other groups. Without `copies` nothing
     is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
-    when it is written. With `lends` nothing is copied before `before_change`, which has to be
-    called before anything that is saved changes. With `trained_only` frozen parameters are left
-    out: they are where they were read from.
+    when it is written. With `lends` plain tensors on a CPU are not copied before `before_change`,
+    which has to be called before anything that is saved changes. With `trained_only` frozen
+    parameters are left out: they are where they were read from.
     """
 
     def __init__(
@@ -214,7 +212,7 @@ class Checkpointer:
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background from a copy, or here and now where there is no room for one."""
+        """Write in the background, lent or copied, or now where there is no room for a copy."""
         from outpace.train import states
 
         if self._copies:

@@ -6,38 +6,51 @@ beside it, and a virtual machine may be slow to give it (docs/log.md).
 
 import errno
 import fcntl
-import io
 import mmap
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
+# By which file systems refuse it, when a file is opened or when it is used.
+REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 T = TypeVar("T")
 
 
-class Writer(io.RawIOBase):
-    """A new file, written block by block. What it has is whole once it is closed."""
+def _block() -> mmap.mmap:
+    """It begins at a page, as O_DIRECT asks, and is shared, as it asks where others may fork."""
+    return mmap.mmap(-1, _BLOCK_BYTES)
+
+
+class Writer:
+    """A new file, written block by block; whole, and on the disk, once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._block = mmap.mmap(-1, _BLOCK_BYTES)  # it begins at a page, as O_DIRECT asks
+        self._block = _block()
         self._used = self._written = 0
-        self._file = _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file: int | None = _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
-    def writable(self) -> bool:
-        """It is for nothing else."""
-        return True
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
 
     def tell(self) -> int:
         """Bytes that it was given."""
         return self._written + self._used
 
-    def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
+    def write(self, data: bytes | bytearray | memoryview) -> int:
         """Take all of it."""
         left = memoryview(data).cast("B")
         count = len(left)
@@ -49,20 +62,29 @@ class Writer(io.RawIOBase):
                 self._put(self._used)
         return count
 
+    def flush(self) -> None:
+        """A block is written when it is full, the last one when this is closed."""
+
     def close(self) -> None:
         """Write what is left: whole pages as all before, the rest through the cache."""
-        if self.closed:
+        if self._file is None:
             return
         try:
             self._put(self._used // mmap.PAGESIZE * mmap.PAGESIZE)
-            _through_cache(self._file)
+            through_cache(self._file)
             self._put(self._used)
+            os.fsync(self._file)
         finally:
+            self._end()
+
+    def _end(self) -> None:
+        if self._file is not None:
             os.close(self._file)
-            super().close()
+            self._file = None
 
     def _put(self, count: int) -> None:
         """Write so many bytes of the block, and move the rest to its beginning."""
+        assert self._file is not None
         done = 0
         with memoryview(self._block) as block:
             while done < count:
@@ -72,12 +94,12 @@ class Writer(io.RawIOBase):
         self._used, self._written = self._used - count, self._written + count
 
 
-def blocks(path: Path, past_cache: bool = True) -> Iterator[memoryview]:
+def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
     """A file's contents, each block to be used before the next is asked for."""
     file = _opened(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
     try:
         left = os.fstat(file).st_size
-        block = mmap.mmap(-1, _BLOCK_BYTES)
+        block = _block()
         while left > 0:
             count = _direct_or_not(file, partial(os.readv, file, [block]))
             if count == 0:
@@ -89,11 +111,18 @@ def blocks(path: Path, past_cache: bool = True) -> Iterator[memoryview]:
         os.close(file)
 
 
+def through_cache(file: int) -> bool:
+    """From now on; whether it was past it before."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
+
+
 def _opened(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | _DIRECT, 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in REFUSED:
             raise
         return os.open(path, flags, 0o666)
 
@@ -103,13 +132,6 @@ def _direct_or_not(file: int, act: Callable[[], T]) -> T:
     try:
         return act()
     except OSError as error:
-        if error.errno != errno.EINVAL or not _through_cache(file):
+        if error.errno not in REFUSED or not through_cache(file):
             raise
         return act()
-
-
-def _through_cache(file: int) -> bool:
-    """From now on; whether it was past it before."""
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
-    return bool(flags & _DIRECT)

@@ -4,10 +4,9 @@ Apart from `checkpoint`, which says when and where: loading DCP takes half a sec
 run that saves nothing, or not yet, does not wait for.
 """
 
-import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
@@ -36,7 +34,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outpace.optim.build import fill_state
-from outpace.records.base import sync_paths
 from outpace.records.errors import BadInputError
 from outpace.train.checkpoint import reason
 from outpace.train.past_cache import Writer
@@ -60,22 +57,19 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class Lent(AsyncStager):
-    """A state that is written from where it lies until it changes, and from copies after that.
+    """A state that is saved from where it lies until it changes, and from a copy after that.
 
-    A copy of all costs the memory of a state again, which a virtual machine may be slow to give
-    (docs/log.md); a step's forward and backward, which change nothing, are long enough to write
-    most of it. Only of plain tensors on a CPU.
+    A copy of all takes as much memory as the state again, which a virtual machine may be slow to
+    give (docs/log.md); a step's forward and backward, which change nothing, are long enough to
+    write most of it. Each tensor is copied by itself when its turn comes, so that who changes the
+    state waits for memory alone, never for a disk. Only of plain tensors on a CPU.
     """
 
-    def __init__(self) -> None:
-        self._turn = threading.Condition()
-        self._unread: dict[int, Tensor] = {}  # by what `id` gives
-        self._read: Tensor | None = None
+    _synchronize_after_execute = False  # who changes the state calls `give_back` first
 
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """Whoever changes the state calls `give_back` first."""
-        return False
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._unread: dict[int, Tensor] = {}  # by what `id` gives
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The same memory, by tensors whose memory can be exchanged."""
@@ -84,50 +78,51 @@ class Lent(AsyncStager):
         return lent
 
     def synchronize_staging(self) -> None:
-        """Nothing is copied now that could be waited for."""
+        """Nothing is being copied that could be waited for."""
 
     def close(self) -> None:
         """There is nothing to close."""
 
+    def keep(self, wanted: Iterable[Any]) -> None:
+        """Nothing else of what was staged is going to be read."""
+        places = {id(one) for one in wanted}
+        with self._turn:
+            self._unread = {k: v for k, v in self._unread.items() if k in places}
+
+    def read(self, found: Any) -> Any:
+        """A copy of a tensor that may change; anything else as it is."""
+        with self._turn:
+            return found if self._unread.pop(id(found), None) is None else found.clone()
+
     def give_back(self) -> None:
-        """Before the state changes: copy what was not read, wait for what is being read."""
+        """Before the state changes: copy all that was not read."""
         with self._turn:
             for tensor in self._unread.values():
                 tensor.data = tensor.clone()
             self._unread.clear()
-            self._turn.wait_for(lambda: self._read is None)
-
-    def reads(self, found: Any) -> None:
-        """What was read before is read; `found` is from now on."""
-        with self._turn:
-            self._read = self._unread.pop(id(found), None)
-            self._turn.notify_all()
-
-    def finished(self) -> None:
-        """Nothing will be read any more."""
-        with self._turn:
-            self._unread.clear()
-        self.reads(None)
 
 
 class _Planner(DefaultSavePlanner):
-    """Says what is read next."""
+    """Reads what is lent; of what all ranks have only what this one writes."""
 
     def __init__(self, lent: Lent) -> None:
         super().__init__()
         self._lent = lent
 
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._lent.keep(self.lookup_object(item.index) for item in plan.items)
+        return plan
+
     def resolve_data(self, write_item: WriteItem) -> Any:
-        found = self.lookup_object(write_item.index)
-        self._lent.reads(found)
-        return self.transform_object(write_item, found)
+        return self._lent.read(super().resolve_data(write_item))
 
 
 class _PastCache(FileSystem):
     """Writes so that nothing beside it lacks memory."""
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with Writer(Path(path)) as file:
             yield file
 
@@ -136,14 +131,15 @@ class _Writer(_FileSystemWriter):
     """Leaves out torch's checksum of each tensor: files have a better one.
 
     Of the class below `FileSystemWriter`, which would make the copies, too, rather than a stager.
-    Files are brought to the disk when all of them are read from memory; what is `lent` is read
-    beside a step that computes, which the system's cache would slow down.
+    `past_cache`: for what is written beside a step that computes, which the system's cache would
+    slow down. Such files bring themselves to the disk.
     """
 
-    def __init__(self, folder: Path, lent: Lent | None = None) -> None:
-        super().__init__(folder, sync_files=False)
-        self._lent = lent
-        if lent is not None:
+    def __init__(self, folder: Path, past_cache: bool = False) -> None:
+        super().__init__(folder, sync_files=not past_cache)
+        if past_cache:
+            # Tensors on a CPU are not copied ahead, whatever other devices there are.
+            self.per_thread_copy_ahead = 0
             self.fs = _PastCache()
 
     def write_data(
@@ -152,18 +148,9 @@ class _Writer(_FileSystemWriter):
         before = get_crc32_options()  # of this thread, which is the one that writes
         set_crc32_options(False)
         try:
-            written = super().write_data(plan, planner)
+            return super().write_data(plan, planner)
         finally:
             set_crc32_options(before)
-            if self._lent is not None:
-                self._lent.finished()
-        names = {result.storage_data.relative_path for result in written.wait()}
-        sync_paths(*(Path(self.path) / name for name in names))
-        return written
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        sync_paths(Path(self._get_metadata_path()))
 
 
 def can_lend(state: dict[str, Any]) -> bool:
@@ -179,7 +166,7 @@ def begin(
     planner = None if lent is None else _Planner(lent)
     written = async_save(
         state,
-        storage_writer=_Writer(folder, lent),
+        storage_writer=_Writer(folder, past_cache=lent is not None),
         planner=planner,
         process_group=group,
         async_stager=lent,

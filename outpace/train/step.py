@@ -133,9 +133,10 @@ class Stepper:
             pending = []
             # Correct the gradients for the true number of targets in the global batch.
             self._layout.scale_gradients(self._expected_targets / totals[1].clamp(min=1))
+        self._mark("communication")
         if self._on_gradients is not None:
             self._on_gradients()
-        self._mark("communication")
+            timer.mark("other")
         grad_norm, loss_scale, skipped = self._update()
         self._mark("optimizer")
         _wait(pending)

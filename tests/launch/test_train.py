@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from outpace.records.ranks import Ranks
 from outpace.records.run import Failure
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback
+from outpace.train.checkpoint import MARKER
+from outpace.train.past_cache import Writer
 
 TINY = {
     "model": "outpace-tiny",
@@ -236,6 +239,32 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
     assert not (tmp_path / "cut" / "failure.json").exists()
     assert any("step-5" in sentence and "passed over" in sentence for sentence in heard)
     assert_same_run(whole, resumed)
+
+
+def test_a_checkpoint_is_of_its_step_however_slow_the_disk(run, monkeypatch):
+    go, take, lent = threading.Event(), Writer.write, []
+
+    class After(Callback):
+        def on_step(self, record):
+            if record.step == 3:
+                go.set()
+
+    def write(self, data):
+        lent.append(go.is_set())
+        assert go.wait(60)
+        return take(self, data)
+
+    asked = {"steps": 4, "save_every": 2, "keep": 9}
+    usual = run("usual", **asked)
+    monkeypatch.setattr(Writer, "write", write)
+    slow = run("slow", callbacks=[After()], **asked)
+    for step in (2, 4):
+        ours, theirs = (
+            json.loads((one / "checkpoints" / f"step-{step}" / MARKER).read_text())
+            for one in (usual, slow)
+        )
+        assert ours["__0_0.distcp"] == theirs["__0_0.distcp"]
+    assert not lent[0]
 
 
 @pytest.mark.parametrize(

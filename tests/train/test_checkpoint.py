@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from outpace.records.errors import BadInputError
+from outpace.train import past_cache
 from outpace.train.checkpoint import (
     MARKER,
     Checkpointer,
@@ -51,11 +52,7 @@ def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, gro
     moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
     saver.save(model, optimizer, progress(3))
     saver.before_change()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(7.0)
-        for state in optimizer.state.values():
-            state["exp_avg"].fill_(7.0)
+    change(model, optimizer)
     assert saver.wait()
     assert [path.name for path in whole] == ["step-3"]
     other, other_optimizer = trained(seed=1)
@@ -67,47 +64,83 @@ def test_what_is_loaded_is_what_was_saved_even_if_training_went_on(tmp_path, gro
         assert state["step"] == 3
 
 
-def test_what_is_lent_is_copied_but_for_what_is_being_read_which_is_waited_for():
-    from outpace.train.states import Lent
+@pytest.fixture
+def held(monkeypatch):
+    """A disk that takes nothing until the event is set; and one that is set when it is asked."""
+    go, asked = threading.Event(), threading.Event()
+    take = past_cache.Writer.write
 
-    state = {name: torch.full((3,), place) for place, name in enumerate("abc")}
-    lent = Lent()
-    staged = lent.stage({"model": state})["model"]
-    assert all(staged[name].data_ptr() == state[name].data_ptr() for name in "abc")
-    lent.reads(staged["a"])
-    lent.reads(staged["b"])
-    giving = threading.Thread(target=lent.give_back)
-    giving.start()
-    giving.join(0.2)
-    assert giving.is_alive()
-    assert staged["b"].data_ptr() == state["b"].data_ptr()
-    lent.reads(staged["c"])
-    giving.join(10)
-    assert not giving.is_alive()
-    for values in state.values():
-        values.fill_(7)
-    # Read before and while; what was not read is as it was.
-    assert staged["a"].tolist() == staged["b"].tolist() == [7] * 3
-    assert staged["c"].tolist() == [2] * 3
-    lent.finished()
-    lent.give_back()
+    def write(self, data):
+        asked.set()
+        assert go.wait(30)
+        return take(self, data)
+
+    monkeypatch.setattr(past_cache.Writer, "write", write)
+    yield go, asked
+    go.set()
 
 
-def test_a_save_that_fails_gives_back_what_is_lent(tmp_path, group, monkeypatch):
-    from outpace.train import states
+def change(model, optimizer):
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())):
+            tensor.fill_(7.0)
 
-    def fail(writer, planner, files):
-        _, _, items = files.get()
-        planner.resolve_data(items[0])
+
+def kept(model, optimizer):
+    return [*model.parameters(), *(s["exp_avg"] for s in optimizer.state.values())]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_who_changes_what_is_lent_waits_for_no_disk(tmp_path, group, held, begun):
+    go, asked = held
+    saver, whole, _ = make(tmp_path, group, lends=True)
+    model, optimizer = trained()
+    saved = [tensor.detach().clone() for tensor in kept(model, optimizer)]
+    saver.save(model, optimizer, progress(3))
+    assert not begun or asked.wait(30)
+    saver.before_change()
+    assert not whole
+    change(model, optimizer)
+    go.set()
+    assert saver.wait()
+    other, other_optimizer = trained(seed=1)
+    saver.load(whole[0], other, other_optimizer)
+    loaded = kept(other, other_optimizer)
+    assert all(torch.equal(*both) for both in zip(loaded, saved, strict=True))
+
+
+def test_what_is_lent_is_not_copied_before_it_changes(tmp_path, group, held):
+    go, _ = held
+    saver, whole, _ = make(tmp_path, group, lends=True)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(3))
+    change(model, optimizer)  # without a word
+    go.set()
+    assert saver.wait()
+    other, other_optimizer = trained(seed=1)
+    saver.load(whole[0], other, other_optimizer)
+    assert sum(bool((tensor == 7).all()) for tensor in kept(other, other_optimizer)) > 4
+
+
+def test_a_save_that_fails_hinders_nobody(tmp_path, group, monkeypatch):
+    asked = threading.Event()
+
+    def fail(self, data):
+        asked.set()
         raise OSError("the disk is gone")
 
-    saver, _, trouble = make(tmp_path, group, lends=True)
+    saver, whole, trouble = make(tmp_path, group, lends=True)
     model, optimizer = trained()
-    monkeypatch.setattr(states._Writer, "_write_data", fail)
-    saver.save(model, optimizer, progress(3))
-    saver.before_change()
-    assert not saver.wait()
+    with monkeypatch.context() as patched:
+        patched.setattr(past_cache.Writer, "write", fail)
+        saver.save(model, optimizer, progress(3))
+        assert asked.wait(30)
+        saver.before_change()
+        assert not saver.wait()
     assert "the disk is gone" in trouble[0]
+    saver.save(model, optimizer, progress(4))
+    assert saver.wait()
+    assert [path.name for path in whole] == ["step-4"]
 
 
 def test_keeps_the_newest(tmp_path, group):
