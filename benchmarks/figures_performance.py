@@ -122,7 +122,7 @@ def _shares(heats: dict[str, Any]) -> Iterator[list[str]]:
         share = share_of_best_product(heat)
         if share is not None and heat["case"] in "abc" and heat["processes"] == 1:
             yield [f"≥ {SHARE:.2f} of the best matrix product", heat_title(heat),
-                   f"{share:.2f}{_mark(share >= SHARE)}"]  # fmt: skip
+                   f"{share:.3f}{_mark(share >= SHARE)}"]  # fmt: skip
 
 
 def _memory(heats: dict[str, Any]) -> Iterator[list[str]]:

@@ -40,7 +40,7 @@ from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.run import RunRecord
 from outpace.train.accounting import Costs, Ledger
-from outpace.train.callbacks import tell
+from outpace.train.callbacks import TRAINING, tell
 from outpace.train.checkpoint import (
     Checkpointer,
     Progress,
@@ -77,7 +77,7 @@ class Prepared:
 
     def run(self) -> Measurement:
         """Train to the end and sum up."""
-        tell(self.job.callbacks, "on_stage", "training")
+        tell(self.job.callbacks, "on_stage", TRAINING)
         wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
         self.recording.start()
         began_s = time.perf_counter()

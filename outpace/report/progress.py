@@ -28,7 +28,7 @@ from outpace.report.bottleneck import Seen, bottleneck
 from outpace.report.memory import memory_table
 from outpace.report.summary import show_whole, shown_metrics
 from outpace.report.terminal import Console
-from outpace.train.callbacks import Callback
+from outpace.train.callbacks import TRAINING, Callback
 
 # Seconds between lines where nobody watches live.
 _LINE_EVERY_S = 5.0
@@ -60,7 +60,9 @@ class Progress(Callback):
         """A phase begins; the one before is ticked off with the time it took."""
         self._end_stage()
         self._stage = (message, time.monotonic())
-        if self.console.is_terminal:
+        if message == TRAINING:
+            self._show_line()
+        elif self.console.is_terminal:
             self._bars = self._open(
                 SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False)
             )
@@ -80,25 +82,27 @@ class Progress(Callback):
             self._line(f"{what}: {counts}{share and ',' + share}")
 
     def on_start(self, info: RunInfo) -> None:
-        """The run is set up: say what will be trained, then show the training line."""
+        """The run is set up: say what will be trained."""
         self._end_stage()
         self._total_steps, self._info = info.total_steps, info
         for hint in info.hints:
             self.on_hint(hint)
         for line in _headlines(info):
             self.console.print(line, soft_wrap=True)
-        if self.console.is_terminal:
-            self._bars = self._open(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=None),
-                TextColumn("{task.fields[figures]}", markup=False),
-            )
-            self._task = self._bars.add_task(
-                _steps(info.start_step, info.total_steps),
-                total=info.total_steps,
-                completed=info.start_step,
-                figures="first step …",
-            )
+
+    def _show_line(self) -> None:
+        """The training line, where somebody watches live."""
+        if self._info is None or not self.console.is_terminal:
+            return
+        begun, total = self._info.start_step, self._info.total_steps
+        self._bars = self._open(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}", markup=False),
+        )
+        self._task = self._bars.add_task(
+            _steps(begun, total), total=total, completed=begun, figures="first step …"
+        )
 
     def on_step(self, record: StepRecord) -> None:
         """A step is done."""

@@ -8,6 +8,8 @@ from outpace.records.memory import MemoryUse
 from outpace.records.plan import Plan
 from outpace.records.utilisation import Load
 
+TRAINING = "training"  # the phase of steps
+
 
 class Callback:
     """Called on rank 0 as the run goes on. Override what you need; the rest does nothing."""

@@ -133,6 +133,8 @@ def test_in_a_terminal_the_line_is_live_and_goes_away(clock: list[float]) -> Non
     progress.on_stage("preparing data")
     progress.on_progress("tokenising", 5, 10)
     progress.on_start(info(plan=Plan(micro_batch=16, precision="bf16", compile=True)))
+    progress.on_stage("measuring the initial loss")
+    progress.on_stage("training")
     progress.on_step(step(7, mfu=0.41))
     assert progress._bars is not None
     progress._bars.refresh()
@@ -162,6 +164,7 @@ def test_in_a_narrow_terminal_it_stands_below_the_other_figures() -> None:
         console = Console(file=file, width=width, force_terminal=True, color_system=None)
         progress = Progress(console)
         progress.on_start(info(device="NVIDIA H200"))
+        progress.on_stage("training")
         device = DeviceLoad(index=0, name="NVIDIA H200", utilisation=0.5, run_memory_bytes=1)
         progress.on_load(Load(duration_s=1.0, devices=(device,), host=HostLoad()), 1)
         for number in range(1, 8):
