@@ -71,8 +71,8 @@ def test_the_tables_say_what_was_reached(monkeypatch):
     result = {"heats": {"a-1": heat}}
     assert beside(heat, "tokens_per_s") == pytest.approx(1.2)
     said = targets(result)
-    assert "1.20 × plain loop |" in said and "0.72**" not in said
-    assert "| 0.72 |" in said  # 60 FLOP in 100/120 s, of 100 FLOP/s
+    assert "1.20 × plain loop |" in said and "0.720, **not" not in said
+    assert "| 0.720 |" in said  # 60 FLOP in 100/120 s, of 100 FLOP/s
     assert "0.60 × |" in said
     # Two processes stand beside one only where the machine was as fast.
     for rate, shown in ((95.0, True), (50.0, False)):
