@@ -1,12 +1,12 @@
 """What a run costs beside its steps, and whether who sets no flag gets the speed.
 
-    python benchmarks/lasting.py                  # all parts, some 20 minutes, records lasting.json
+    python benchmarks/lasting.py                  # all parts, most of an hour, records lasting.json
     python benchmarks/lasting.py --part long      # one of them anew
     python benchmarks/lasting.py --part auto --case a
 
 checkpoint: of GPT-2 124M (the race's case b) steps before and after two asynchronous checkpoints,
     from when each step's line is there: what the steps after each took longer than those before
-    the first, which has memory for the copy to find.
+    the first, which has to find memory that later ones have.
 long: 20,000 small steps; memory of the process and the time of a step, thousand by thousand.
 auto: each case of the race as `--plan auto` trains it, and as it was tried by hand, in turn.
 Target: a checkpoint costs at most one step; nothing grows; auto is within 2 % of the best by hand.
@@ -77,7 +77,7 @@ def checkpoint(folder: Path) -> dict[str, Any]:
     """Steps that each asynchronous checkpoint costs, of each repeat.
 
     A virtual machine's host may take memory back that is free, and give it again page by page, ten
-    times as slowly as the system does: what a checkpoint's copy and files then cost is that host's.
+    times as slowly as the system does: what a checkpoint that needs some then costs is that host's.
     So half of the repeats begin with memory that was touched a moment ago, and half do not.
     """
     steps = (len(SAVES) + 1) * EVERY

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 # By which file systems refuse it, when a file is opened or when it is used.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
-
-T = TypeVar("T")
 
 
 def _block() -> mmap.mmap:
@@ -127,8 +125,8 @@ def _opened(path: Path, flags: int) -> int:
         return os.open(path, flags, 0o666)
 
 
-def _direct_or_not(file: int, act: Callable[[], T]) -> T:
-    """What `act` gives, through the cache where the file system refuses it past that."""
+def _direct_or_not(file: int, act: Callable[[], int]) -> int:
+    """Bytes that `act` moved, through the cache where the file system refuses it past that."""
     try:
         return act()
     except OSError as error:
