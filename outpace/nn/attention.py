@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outpace.nn.operators import operator
 
-ROWS = 256  # queries of a block
+ROWS = 128  # queries of a block: a causal one leaves out what comes after it
 # Scores of a block: what is multiplied, raised to powers and multiplied again lies in the cache.
 SCORE_BYTES = 4 << 20
 

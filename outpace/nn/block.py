@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
+from outpace.nn.gelu import gelu_tanh
 from outpace.nn.masks import Visibility
+from outpace.nn.norms import RMSNorm, suits_operator
 from outpace.nn.rotary import Tables, rotate
 from outpace.records.model import ModelSpec
 
@@ -28,7 +30,7 @@ class Linear(nn.Linear):
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
     """The spec's norm over the hidden width."""
-    kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
+    kind = nn.LayerNorm if spec.norm == "layernorm" else RMSNorm
     return kind(spec.hidden, eps=spec.norm_eps)
 
 
@@ -36,6 +38,10 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
     """The spec's activation function."""
     if spec.activation == "silu":
         return F.silu(x)
+    low = x.dtype in (torch.bfloat16, torch.float16) and x.requires_grad
+    if low and spec.activation == "gelu_tanh" and suits_operator(x):
+        value: Tensor = gelu_tanh(x)[0]
+        return value
     return F.gelu(x, approximate="tanh" if spec.activation == "gelu_tanh" else "none")
 
 

@@ -44,9 +44,11 @@ def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
     for start in range(0, logits.shape[0], rows):
         block = slice(start, start + rows)
         own, its, real = logits[block], safe[block], counts[block].unsqueeze(1)
-        log_p = torch.log_softmax(own.float(), -1)
-        total -= (log_p.gather(1, its) * real).sum()
-        grad = log_p.exp_().scatter_add_(1, its, minus_one[: len(its)])
+        p = torch.softmax(own, -1, dtype=torch.float32)
+        # The likeliest, of which nothing is lost, tells log Σ exp(logits).
+        log_sum = own.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_()
+        total += ((log_sum - own.gather(1, its)) * real).sum()
+        grad = p.scatter_add_(1, its, minus_one[: len(its)])
         own.copy_(grad if bool(real.all()) else grad.mul_(real))
     return total
 

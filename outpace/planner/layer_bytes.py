@@ -68,7 +68,7 @@ class Layer:
     """
 
     norms: int
-    rms: bool
+    composed: Floats  # 1 where norms are made of single operators
     gated: bool
     residual: Floats
     norm: Floats
@@ -132,7 +132,7 @@ class Layer:
 
     @property
     def outputs(self) -> Floats:
-        """Gradients of what products and norms make; RMSNorm scales in fp32."""
+        """Gradients of what products and norms make."""
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 
@@ -173,24 +173,22 @@ def layer(
     vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
     # A dropout keeps which were dropped: a byte each on CUDA, a factor in their dtype on a CPU.
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
-    rms = not stack.norm_bias
-    low = sizes.stream < FP32
-    # LayerNorm keeps a mean and a deviation of each token. RMSNorm, which torch makes of single
-    # operators on a CPU, keeps one number, and what is normalised before it is scaled, for the
-    # scale's gradient; in 16 bits its input in fp32 in the place of the residual stream's own.
-    norm = (
-        sizes.part * np.maximum(sizes.stream, FP32) + FP32 * sizes.part / sizes.hidden
-        + np.where(low, (FP32 - sizes.stream) * sizes.part, 0)
-        if rms
-        else 2 * FP32 * sizes.part / sizes.hidden
-    )  # fmt: skip
+    # LayerNorm keeps a mean and a deviation of each token, RMSNorm (nn.norms) one number. Of spread
+    # tensors torch makes RMSNorm of single operators, which keep what is normalised before it is
+    # scaled as well, for the scale's gradient; in 16 bits its input in fp32 in the place of the
+    # residual stream's own.
+    numbers = 2 if stack.norm_bias else 1
+    composed: Floats = ((columns.tp > 1) & (not stack.norm_bias)).astype(float)
+    wide = np.maximum(sizes.stream, FP32)
+    norm = numbers * FP32 * sizes.part / sizes.hidden
+    norm = norm + composed * sizes.part * (wide + wide - sizes.stream)
     return Layer(
         norms=stack.norms,
-        rms=rms,
+        composed=composed,
         gated=gated,
         residual=sizes.part * sizes.stream,
         norm=norm,
-        scaled=sizes.part * (np.maximum(sizes.stream, FP32) if rms else sizes.stream),
+        scaled=sizes.part * np.where(composed, wide, sizes.stream),
         input=(sizes.part if habits.gathers_again else sizes.whole) * item,
         output=sizes.whole * item,
         queries=queries,

@@ -97,9 +97,9 @@ class Block(Setup):
         tape.take("temporary", read * gathered)  # put together before it is scattered
         tape.drop("temporary", read * gathered)
         tape.pass_over("temporary", stream - read)
-        tape.take("temporary", stream * (2 if b.rms else 1))
+        tape.take("temporary", stream * (1 + b.composed))
         tape.drop("activations", (b.residual + b.norm) * live)
-        tape.drop("temporary", stream * (3 if b.rms else 2))
+        tape.drop("temporary", stream * (2 + b.composed))
 
     def _ring(self, tape: Tape, present: Floats) -> None:
         """Attention round a ring of ranks: operands in fp32, 512 rows of scores three times."""

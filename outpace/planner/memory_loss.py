@@ -57,8 +57,7 @@ class Loss(Setup):
         vocab = np.ceil(self.outline.outputs / c.tp)
         stream = s.part * s.stream
         # What the norm before the head keeps, and its transform where there is one.
-        rms = self.block.rms
-        before = stream + (self.block.norm if rms else 0) + self._transformed()
+        before = stream + self.block.norm * self.block.composed + self._transformed()
         kept_before = np.maximum(losses, 1) * before * here
         tape.pass_over("activations", kept_before)
         tape.pass_over("activations", (many > 1) * rows * self.outline.hidden * s.stream)

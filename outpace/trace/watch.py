@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
         self._pieces: dict[int, tuple[Piece, Any]] = {}
         self._names: dict[int, str] = {}
         self._entered: list[str] = []
-        self._inside = Inside()
+        self._inside = Inside(self._rules.accelerator is None)
         self._operator = self._module = ""
         self._aside = False
         self._parameters: list[nn.Parameter] = []

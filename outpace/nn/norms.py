@@ -1,0 +1,114 @@
+"""RMSNorm as one operator on a CPU, where torch makes it of single ones.
+
+Those pass over memory some fifteen times, and keep what is normalised beside the input. Here three
+passes make the value, and torch's kernel of LayerNorm's backward makes the gradients, of which only
+what the mean contributes is put right.
+
+Zhang and Sennrich, arXiv 1910.07467, eq. 4: y = x / √(mean(x²) + ε) · weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from outpace.nn.operators import operator
+
+ROW_BYTES = 1 << 20  # of rows at a time: the second factor finds them in the cache
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm over the last dimension D of a dense `x` (…, D), and 1/rms of each row.
+
+    As `x`; 1/rms (rows, 1) is in fp32, or fp64 where `x` is. Of 16 bits all is computed in fp32.
+    """
+    rows = _wide(x)
+    factor = torch.linalg.vector_norm(rows, 2, -1, keepdim=True)
+    factor = factor.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    weight = weight.to(rows.dtype)
+    made = torch.empty_like(rows)
+    count = max(1, ROW_BYTES // (rows.element_size() * rows.shape[1]))
+    for one, its_factor, its in zip(
+        rows.split(count), factor.split(count), made.split(count), strict=True
+    ):
+        torch.mul(one, its_factor, out=its).mul_(weight)
+    return made.to(x.dtype).view(x.shape), factor
+
+
+def _made(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rows = x.numel() // x.shape[-1]
+    return torch.empty_like(x), x.new_empty((rows, 1), dtype=_wide_dtype(x))
+
+
+def _rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, trains: bool
+) -> list[Tensor]:
+    """The gradient of `x`, and where it `trains` that of `weight`, in their dtypes.
+
+    With x̂ = x/rms and g = grad·weight it is (g − x̂·mean(g·x̂))/rms: LayerNorm's, of a mean of 0,
+    with mean(g)/rms added again.
+    """
+    rows, its_grad, wide = _wide(x), _wide(grad), weight.to(factor.dtype)
+    x_grad, weight_grad, _ = torch.ops.aten.native_layer_norm_backward(
+        its_grad, rows, [x.shape[-1]], torch.zeros_like(factor), factor, wide, None,
+        [True, trains, False],
+    )  # fmt: skip
+    mean = torch.mv(its_grad, wide).div_(x.shape[-1]).unsqueeze(1)
+    grads = [x_grad.add_(mean.mul_(factor)).to(x.dtype).view(x.shape)]
+    return [*grads, weight_grad.to(weight.dtype)] if trains else grads
+
+
+def _made_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, trains: bool
+) -> list[Tensor]:
+    return [torch.empty_like(one) for one in (x, weight)[: 1 + trains]]
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """As rows (…, D), in fp32 at least."""
+    return x.reshape(-1, x.shape[-1]).to(_wide_dtype(x))
+
+
+def _keep(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None
+    trains = ctx.needs_input_grad[1]
+    grads = iter(rms_norm_backward(grad, *ctx.saved_tensors, trains))
+    return next(grads), next(grads, None), None
+
+
+rms_norm_backward = operator(_rms_norm_backward, _made_backward)
+rms_norm = operator(_rms_norm, _made, _keep, _backward)
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm by the operator above, where that can be: on a CPU, of plain dense tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, D) to (…, D)."""
+        if self.eps is not None and suits_operator(x, self.weight):
+            normed: Tensor = rms_norm(x, self.weight, self.eps)[0]
+            return normed
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Whether an operator written in Python is for these: on a CPU, dense, spread over no ranks.
+
+    A compiler makes one kernel of torch's own operators, and so is given those.
+    """
+    spread = any(hasattr(one, "device_mesh") for one in (x, weight))
+    here = x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
+    return here and not spread and not torch.compiler.is_compiling()
