@@ -106,6 +106,7 @@ def best_products_flops_per_s(folder: Path) -> dict[str, float]:
 
     Without those that were not steady.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     out = folder / "machine.json"
     subprocess.run([sys.executable, "-m", "outpace", "probe", "matmul", "--quick", "--out",
                     str(out)], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
