@@ -150,7 +150,7 @@ def _two(heats: dict[str, Any]) -> Iterator[list[str]]:
         if OURS in ran(heat) and OURS in ran(two):
             ratio = ran(two)[OURS]["tokens_per_s"] / ran(heat)[OURS]["tokens_per_s"]
             yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
-                   f"{ratio:.2f} ×{_mark(ratio >= TWO)}"]  # fmt: skip
+                   f"{ratio:.3f} ×{_mark(ratio >= TWO)}"]  # fmt: skip
 
 
 def _as_fast(heat: dict[str, Any], other: dict[str, Any]) -> bool:

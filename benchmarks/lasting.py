@@ -8,7 +8,8 @@ checkpoint: of GPT-2 124M (the race's case b) steps before and after two asynchr
     from when each step's line is there: what the steps after each took longer than those before
     the first, which has to find memory that later ones have.
 long: 20,000 small steps; memory of the process and the time of a step, thousand by thousand.
-auto: each case of the race as `--plan auto` trains it, and as it was tried by hand, in turn.
+auto: each case of the race as `--plan auto` trains it, and as it was tried by hand; all of them
+    train at once and take turns, so that what changes on the machine changes for all.
 Target: a checkpoint costs at most one step; nothing grows; auto is within 2 % of the best by hand.
 """
 
@@ -35,13 +36,18 @@ import race  # noqa: E402
 import watching  # noqa: E402
 from recording import RESULTS, circumstances, save  # noqa: E402
 
+from outpace.experiment.arms import Failed  # noqa: E402
+from outpace.experiment.trials import paired_s  # noqa: E402
+from outpace.experiment.turns import Entrant, in_turn  # noqa: E402
+from outpace.records.measurement import WARMUP_STEPS  # noqa: E402
+
 PRECISION, LIMIT_S = "bf16", 1200.0
 EVERY, REPEATS = 12, 3  # steps from a checkpoint to the next
 SAVES = {"first": 1, "later": 2}
 TOUCHED = 0.8  # of what is free
 WARMUP = 4
 LONG_STEPS, THOUSAND = 20_000, 1000
-ROUNDS, COUNTED = 2, 8
+TURNS, TURN_STEPS = 6, 4  # of each arm
 LONG = {"precision": "fp32", "model": "outpace-tiny", "seq_len": 32, "global_batch": 2,
         "eval_batches": 1, "sample_tokens": 0, "device": "cpu"}  # fmt: skip
 
@@ -132,35 +138,38 @@ def long(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _arms(case: cases.Case) -> dict[str, list[str]]:
-    """The pick, and what a person would try by hand on a host of two cores."""
-    one, two = ["--nproc", "1"], ["--nproc", "2"]
+def _arms(case: cases.Case) -> dict[str, dict[str, Any]]:
+    """The pick, and what a person would try by hand on a host of two cores: settings of each."""
     return {
-        "picked": ["--plan", "auto"],
-        "one process": one,
-        "one process, compiled": [*one, "--compile"],
-        "one process, half the micro-batch": [*one, "--micro-batch", str(case.batch // 2)],
-        "DDP on two": two,
-        "ZeRO-1 on two": [*two, "--strategy", "zero1"],
+        "picked": {"plan": "auto"},
+        "one process": {"nproc": 1},
+        "one process, compiled": {"nproc": 1, "compile": True},
+        "one process, half the micro-batch": {"nproc": 1, "micro_batch": case.batch // 2},
+        "DDP on two": {"nproc": 2},
+        "ZeRO-1 on two": {"nproc": 2, "strategy": "zero1"},
     }
 
 
 def auto(folder: Path, case: cases.Case) -> dict[str, Any]:
-    """The pick's step and those tried by hand, in turn."""
-    steps = WARMUP + COUNTED
-    settings = {**_settings_of(case, folder, steps), "steps": steps}
-    times: dict[str, list[float]] = {}
-    for number in range(ROUNDS):
-        arms = list(_arms(case).items())
-        for arm, flags in arms if number % 2 == 0 else reversed(arms):
-            took = _step_times_s(settings, flags)
-            times.setdefault(arm, []).extend(took)
-            print(f"auto, ({case.name}) {arm}: {statistics.median(took):.3f} s", file=sys.stderr,
-                  flush=True)  # fmt: skip
-    medians = {arm: statistics.median(took) for arm, took in times.items()}
-    best = min((arm for arm in medians if arm != "picked"), key=lambda arm: medians[arm])
-    return {"title": case.title, "step_times_s": times, "best": best,
-            "ratio": medians["picked"] / medians[best]}  # fmt: skip
+    """The pick's step and those tried by hand, all of which train at once and take turns."""
+    settings = _settings_of(case, folder, WARMUP_STEPS + TURNS * (TURN_STEPS + 1))
+    arms = _arms(case)
+    with tempfile.TemporaryDirectory(prefix="lasting-") as made:
+        turned = in_turn(
+            [Entrant({**settings, **own}, Path(made) / str(place), Path(made) / f"{place}.toml",
+                     TURN_STEPS) for place, own in enumerate(arms.values())],
+            TURNS, LIMIT_S,
+        )  # fmt: skip
+    seconds = {}
+    for arm, one, step_s in zip(arms, turned, paired_s(turned), strict=True):
+        if isinstance(one.ended, Failed) or step_s is None:
+            raise SystemExit(f"({case.name}) {arm} failed: {one.ended}")
+        seconds[arm] = step_s
+        print(f"auto, ({case.name}) {arm}: {step_s:.3f} s", file=sys.stderr, flush=True)
+    best = min((arm for arm in arms if arm != "picked"), key=lambda arm: seconds[arm])
+    return {"title": case.title, "turns_s": dict(zip(arms, [t.turns for t in turned], strict=True)),
+            "step_time_s": seconds, "best": best,
+            "ratio": seconds["picked"] / seconds[best]}  # fmt: skip
 
 
 PARTS = {"checkpoint": checkpoint, "long": long}

@@ -243,6 +243,8 @@ def main() -> None:
     parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
     parser.add_argument("--precision", choices=PRECISIONS,
                         help="else what is faster here; with --quick fp32")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=ROUNDS,
+                        help="more, where a machine changes by the minute")  # fmt: skip
     parser.add_argument("--anew", action="store_true", help="heats that are recorded, too")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
@@ -259,15 +261,15 @@ def main() -> None:
             continue
         best = best_products_flops_per_s(arguments.folder)
         precision = arguments.precision or faster_precision(best)
-        row = run(heat, arguments.folder, precision, COUNTED, ROUNDS)
+        row = run(heat, arguments.folder, precision, COUNTED, arguments.rounds)
         interpreters = arguments.folder / "environments"
         row["environments"] = {
             name: environments.versions(environments.python_of(name, interpreters))
             for name in {peer.environment for peer in entrants.PEERS[heat.kind]}
         }
         row["best_product_flops_per_s"] = best.get(precision)
-        done[heat.name] = {**row, **circumstances()}
-        save("peers", {"heats": done, "warmup": WARMUP, "counted": COUNTED, "rounds": ROUNDS})
+        done[heat.name] = {**row, "rounds": arguments.rounds, **circumstances()}
+        save("peers", {"heats": done, "warmup": WARMUP, "counted": COUNTED})
 
 
 if __name__ == "__main__":

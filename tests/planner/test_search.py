@@ -114,11 +114,28 @@ def check(question, wanted, needs, limit, count):
     ]),
     share=st.floats(0.01, 1.5),
     count=st.sampled_from([1, 3, 10]),
+    needs=st.sampled_from([by_hand, by_formula]),
 )  # fmt: skip
-def test_the_search_finds_what_trying_everything_finds(model, machine, batch, keep, share, count):
+def test_the_search_finds_what_trying_everything_finds(
+    model, machine, batch, keep, share, count, needs
+):
     question, wanted = asked(model, machine, 1, batch, keep=keep)
     limit = share * question.device.memory_bytes
-    check(question, wanted, by_hand(question, wanted), limit, count)
+    check(question, wanted, needs(question, wanted), limit, count)
+
+
+def test_of_a_model_that_few_layouts_hold_few_plans_are_weighed():
+    question, wanted = asked("llama-3-70b", "hgx-h100", 2, 32)
+    needs, weighed = by_formula(question, wanted), []
+
+    def counted(columns):
+        weighed.append(len(columns))
+        return needs(columns)
+
+    limit = question.device.memory_bytes
+    found = search(question, wanted, counted, limit, 5)
+    assert len(found.ranked)
+    assert sum(weighed) < found.considered / 5
 
 
 @pytest.mark.parametrize("names", [*([one] for one in VARIED), [*VARIED]])
