@@ -45,9 +45,9 @@ def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
         block = slice(start, start + rows)
         own, its, real = logits[block], safe[block], counts[block].unsqueeze(1)
         p = torch.softmax(own, -1, dtype=torch.float32)
-        # The likeliest, of which nothing is lost, tells log Σ exp(logits).
-        log_sum = own.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_()
-        total += ((log_sum - own.gather(1, its)) * real).sum()
+        # log Σ exp(logits) is the largest logit less the logarithm of its probability.
+        behind = own.amax(-1, keepdim=True).float() - own.gather(1, its)
+        total += ((behind - p.amax(-1, keepdim=True).log_()) * real).sum()
         grad = p.scatter_add_(1, its, minus_one[: len(its)])
         own.copy_(grad if bool(real.all()) else grad.mul_(real))
     return total

@@ -107,8 +107,11 @@ class RMSNorm(nn.RMSNorm):
 def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
     """Whether an operator written in Python is for these: on a CPU, dense, spread over no ranks.
 
-    A compiler makes one kernel of torch's own operators, and so is given those.
+    A compiler makes one kernel of torch's own operators, and so is given those; and so are
+    torch.func's transforms, which need rules that such an operator has none of.
     """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
     spread = any(hasattr(one, "device_mesh") for one in (x, weight))
     here = x.device.type == "cpu" and x.is_contiguous() and x.numel() > 0
-    return here and not spread and not torch.compiler.is_compiling()
+    return here and not spread

@@ -34,7 +34,8 @@ class Device:
     the memory's rate. `hides` is the share of an exchange that can go on beside computing: none
     where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
     are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
-    `piecewise`: RMS norms and rotations are put together from operators of their own.
+    `piecewise`: rotations, and RMS norms of spread tensors, are put together from operators of
+    their own; other RMS norms are the package's (nn.norms).
     `attention_rates` are FLOP/s that attention's shares are of in fp32 and bf16, where they are not
     those of products.
     """

@@ -65,8 +65,11 @@ _NORM_AHEAD = 4.15 / 4.8 / efficiency.NORM_FORWARD
 _NORM_BACK = 4.15 / 4.8 / efficiency.NORM_BACKWARD
 # Widths that an RMS norm of several operators reads and writes: squares, their mean, two products;
 # backwards the weight's product and sum, the inner product with the input, and both gradients'
-# products and sum. And a rotation's: halves that are swapped, two products, a sum.
+# products and sum. Those of the package's own (nn.norms): the input twice, the result; backwards
+# gradient and input, the input's gradient, the gradient's mean, which is added. And a rotation's:
+# halves that are swapped, two products, a sum.
 _RMS_PIECES = (2 + 1 + 2 + 2, 4 + 2 + 4 + 2 + 3 + 3)
+_RMS_WHOLE = (2 + 1, 2 + 1 + 1 + 2)
 _TURN_PIECES = 2 + 2 + 2 + 3
 # Of fp32 logits. Softmax over many columns reads them for the largest, the sum and the result, and
 # writes; its backward reads result and gradient twice, and writes. The loss's gradient is one
@@ -103,15 +106,16 @@ def layer(
     backward = backward + inner_back + tokens * moved_back / rate
     operators, inner_operators = _operators(outline, stack, fused)
     more = _backward_operators(outline, stack)
-    if device.piecewise and not stack.norm_bias:
-        operators = operators + 4 * stack.norms  # five operators in place of one
+    # RMS norms of spread tensors: five operators in place of one.
+    apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
+    calls = operators + 4.0 * stack.norms * apart.astype(float)
     shrink = np.where(cells.compiled > 0, 0.4, 1.0)
     return Work(
         forward_s=forward,
         backward_s=backward,
         weights_s=into,
-        forward_operators=operators * shrink,
-        backward_operators=(operators + more) * shrink,
+        forward_operators=calls * shrink,
+        backward_operators=(calls + more) * shrink,
         products_s=products,
         attention_s=inner,
         attention_back_s=inner_back,
@@ -198,9 +202,14 @@ def _moved(
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
     adds += stack.cross_attention is not None
-    pieces = (cells.compiled == 0) & device.piecewise & (not stack.norm_bias)
-    norm = np.where(pieces, _RMS_PIECES[0], 2 * _NORM_AHEAD)
-    norm_back = np.where(pieces, _RMS_PIECES[1], 3 * _NORM_BACK)
+    own = (cells.compiled == 0) & device.piecewise & (not stack.norm_bias)
+    spread = cells.tp > 1
+    norm, norm_back = (
+        np.where(own, np.where(spread, pieces, whole), kernel)
+        for pieces, whole, kernel in zip(
+            _RMS_PIECES, _RMS_WHOLE, (2 * _NORM_AHEAD, 3 * _NORM_BACK), strict=True
+        )
+    )
     ahead = stack.norms * norm * wide + adds * 3 * wide
     back = stack.norms * norm_back * wide + adds * 3 * wide
     if stack.dropout:

@@ -4,10 +4,6 @@ A layout takes no longer without a lever (recomputation, a chunked loss, offload
 So layouts are looked at in the order of what they take without, all levers of a few at a time, and
 the search ends where the next layout cannot be better than what was found: branch and bound, with
 the same answer as trying everything.
-
-Layouts that differ in their micro-batch alone need the least memory with the smallest, or with the
-one that needs no accumulation, where most is recomputed. Where these are far from fitting nothing
-of the group is looked at, which for a model that few layouts hold is nearly everything.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +13,7 @@ import numpy as np
 
 from outpace.planner.columns import STRATEGIES, Columns, Floats, Ints
 from outpace.planner.estimate import Times, estimate
-from outpace.planner.space import Wanted, expand, expanded, layouts, levers
+from outpace.planner.space import Wanted, expand, layouts, levers
 from outpace.planner.step_setup import Question
 
 # Bytes that each plan's fullest rank needs.
@@ -31,14 +27,7 @@ FAMILIES = (
 _BATCH = 512  # layouts whose levers are looked at together
 _FIRST = 16
 _PIECE = 4096  # plans whose bytes are reckoned together
-# What a layout is beside its micro-batch.
-_LAYOUT = (
-    "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "schedule",
-    "stages_per_rank", "servers", "precision", "compile", "sequence_parallel", "async_tp",
-    "even_stages",
-)  # fmt: skip
 _NEAR = 1.001  # what plainness can make up for
-_FAR = 1.05  # of the memory there is: how sure it is that a group's leanest plans need the least
 
 
 @dataclass(frozen=True)
@@ -80,13 +69,12 @@ def search(
         return _nothing(plain, question)
     bound = estimate(question, plain).step_s
     of_family = family(plain)
+    kind = _kinds(plain)
     taken: list[Columns] = []
     for place in np.unique(of_family):
         mine = np.nonzero(of_family == place)[0]
-        mine = mine[np.argsort(bound[mine], kind="stable")]
-        taken += _family(
-            question, plain.take(mine), bound[mine], chosen, needs, memory_bytes, count
-        )
+        order = mine[np.argsort(bound[mine], kind="stable")]
+        taken += _family(question, plain, order, bound, kind, chosen, needs, memory_bytes, count)
     if not taken:
         return _nothing(plain, question)
     together = _joined(taken)
@@ -121,7 +109,9 @@ def fastest(
 def _family(
     question: Question,
     plain: Columns,
+    order: Ints,
     bound: Floats,
+    kind: Ints,
     chosen: list[dict[str, object]],
     needs: Needs,
     memory_bytes: float,
@@ -133,69 +123,33 @@ def _family(
     bytes, which take longer.
     """
     fastest: dict[int, float] = {}
-    kind, groups = _kinds(plain), _Groups(plain, chosen, needs)
-    order, size = np.arange(len(plain)), _FIRST
+    least: tuple[float, Columns] | None = None
+    size = _FIRST
     while True:
         order = order[bound[order] <= _worth(fastest, count, kind[order])]
         if not len(order):
             break
-        some, order, size = order[:size], order[size:], min(2 * size, _BATCH)
-        groups.weigh(some)
-        part = expand(plain.take(some[groups.least[some] <= memory_bytes * _FAR]), chosen)
+        part = expand(plain.take(order[:size]), chosen)
+        order, size = order[size:], min(2 * size, _BATCH)
         seconds, kinds = estimate(question, part).step_s, _kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _worth(fastest, count, kinds[piece])]
             if not len(piece):
                 continue
-            need = needs(part.take(piece))
+            some = part.take(piece)
+            need = needs(some)
+            if not fastest:
+                small = int(np.argmin(need))
+                if least is None or need[small] < least[0]:
+                    least = (float(need[small]), some.take([small]))
             fits = piece[need <= memory_bytes]
             keep = fits[_first_of(kinds[fits], _plainly(part.take(fits), seconds[fits]))]
             for place in keep:
                 own, took = int(kinds[place]), float(seconds[place])
                 fastest[own] = min(fastest.get(own, np.inf), took)
             yield part.take(keep)
-    if not fastest:
-        part = expand(plain.take(groups.leanest()), chosen)
-        yield part.take(np.argsort(needs(part))[:1])
-
-
-class _Groups:
-    """Layouts that differ in their micro-batch alone, and bytes that each group needs at least.
-
-    `least` is of each layout its group's; −∞ where that is not known.
-    """
-
-    def __init__(self, plain: Columns, chosen: list[dict[str, object]], needs: Needs) -> None:
-        self.least = np.full(len(plain), -np.inf)
-        self._plain, self._needs = plain, needs
-        self._levers = [one for one in chosen if one["modes"] == chosen[-1]["modes"]]
-        columns = np.stack([getattr(plain, name) for name in _LAYOUT], -1).astype(np.int64)
-        _, self._group = np.unique(columns, axis=0, return_inverse=True)
-        by_size = np.lexsort((plain.micro_batch, self._group))
-        _, first = np.unique(self._group[by_size], return_index=True)
-        last = np.append(first[1:], len(plain)) - 1
-        self._ends = by_size[np.stack([first, last], -1)]
-        self._weighed = np.zeros(len(first), bool)
-
-    def leanest(self) -> Ints:
-        """Layouts of the groups that need the least, or may, once all of them are weighed."""
-        known = self.least[np.isfinite(self.least)]
-        return np.flatnonzero(self.least <= _FAR * known.min(initial=np.inf))
-
-    def weigh(self, places: Ints) -> None:
-        """Learn what the groups of these layouts need."""
-        fresh = np.unique(self._group[places])
-        fresh = fresh[~self._weighed[fresh]]
-        self._weighed[fresh] = True
-        ends = np.unique(self._ends[fresh])
-        plans, of = expanded(self._plain.take(ends), self._levers)
-        if not len(plans):
-            return
-        group = self._group[ends[of]]
-        least = np.full(len(self._weighed), np.inf)
-        np.minimum.at(least, group, self._needs(plans))
-        known = np.isin(self._group, group)
-        self.least[known] = least[self._group[known]]
+    if not fastest and least is not None:
+        yield least[1]
 
 
 def _worth(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:

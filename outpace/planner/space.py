@@ -16,7 +16,6 @@ from outpace.planner.columns import (
     SCHEDULE_NAMES,
     STRATEGIES,
     Columns,
-    Ints,
 )
 from outpace.planner.outlines import weights
 from outpace.records.optimizers import (
@@ -151,19 +150,13 @@ def _repeated(value: Any, count: int) -> Any:
 
 def expand(columns: Columns, chosen: Sequence[Lever]) -> Columns:
     """Every layout with every lever that it goes with."""
-    return expanded(columns, chosen)[0]
-
-
-def expanded(columns: Columns, chosen: Sequence[Lever]) -> tuple[Columns, Ints]:
-    """As `expand`, and of each plan the place of its layout."""
     count = len(chosen)
     values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(Columns)}
     for name in chosen[0]:
         array = np.array([lever[name] for lever in chosen])
         values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
     found = Columns(**values)
-    possible = _possible(found)
-    return found.take(possible), np.repeat(np.arange(len(columns)), count)[possible]
+    return found.take(_possible(found))
 
 
 def _kept(c: Columns, keep: Mapping[str, Any]) -> Any:

@@ -10,7 +10,6 @@ from torch.nn.modules import linear_cross_entropy
 from torch.utils._pytree import tree_map_only
 
 from outpace.nn.attention import attention, attention_backward
-from outpace.nn.gelu import bytes_within as bytes_within_gelu
 from outpace.nn.gelu import gelu_tanh
 from outpace.nn.low_loss import bytes_within, low_loss, low_loss_backward
 from outpace.nn.norms import rms_norm, rms_norm_backward
@@ -22,10 +21,11 @@ _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
     _CHUNKED_LOSS: linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator,
     attention.overload: attention.code,
     attention_backward.overload: attention_backward.code,
+    gelu_tanh.overload: gelu_tanh.code,
     rms_norm.overload: rms_norm.code,
     rms_norm_backward.overload: rms_norm_backward.code,
 }
-# Which accelerators have kernels for.
+# On CPUs alone: accelerators have kernels of their own.
 _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.overload})
 _ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
 
@@ -33,8 +33,8 @@ _ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
 class Inside:
     """Bytes that operators need beside what they are given and what they make.
 
-    The chunked loss, norms and attention by blocks are written in Python: their code is run on
-    tensors without memory. `on_cpu`: whether the traced device is one.
+    The chunked loss, norms, GELU and attention by blocks are written in Python: their code is run
+    on tensors without memory. `on_cpu`: whether the traced device is one.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:
@@ -50,8 +50,6 @@ class Inside:
             return bytes_within(*args[2:4])[1] if args[5] else 2 * args[3].numel()
         if func in _ON_CPUS and not self._on_cpu:
             return 0
-        if func is gelu_tanh.overload:
-            return bytes_within_gelu(args[0])
         if func not in _IN_PYTHON or not isinstance(args[0], FakeTensor):
             return 0
         key = func, tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), tuple(args))

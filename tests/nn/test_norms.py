@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from outpace.nn import norms
-from outpace.nn.norms import RMSNorm, rms_norm
+from outpace.nn.norms import RMSNorm, rms_norm, rms_norm_backward
 
 ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
@@ -83,6 +83,23 @@ def test_a_frozen_weight_costs_no_gradient():
     trained = RMSNorm(8, eps=1e-6)
     (grad,) = torch.autograd.grad(trained(x).sum(), x)
     assert torch.equal(x.grad, grad) and norm.weight.grad is None
+    factor = rms_norm(x.detach(), norm.weight, 1e-6)[1]
+    assert len(rms_norm_backward(grad, x.detach(), norm.weight, factor, False)) == 1
+
+
+def test_a_second_backward_is_refused():
+    x, norm = torch.randn(4, 8, requires_grad=True), RMSNorm(8, eps=1e-6)
+    (grad,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_transforms_of_functions_go_through_torchs_own():
+    x, along, norm = torch.randn(4, 8), torch.randn(4, 8), RMSNorm(8, eps=1e-6)
+    grad = torch.func.grad(lambda given: (norm(given) * along).sum())(x)
+    own = x.clone().requires_grad_()
+    (right,) = torch.autograd.grad(norm(own), own, along)
+    torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("x", [
@@ -94,6 +111,9 @@ def test_what_it_is_not_for_is_left_to_torch(x):
         made = norm(x)
     assert made.shape == x.shape
     assert not any("outpace" in event.key for event in profile.key_averages())
+    with torch.profiler.profile() as profile:
+        norm(torch.randn(3, 8)) if not x.is_meta else None
+    assert x.is_meta or any("outpace::rms_norm" in event.key for event in profile.key_averages())
     if x.numel() and not x.is_meta:
         torch.testing.assert_close(made, F.rms_norm(x, [8], norm.weight, 1e-6))
 

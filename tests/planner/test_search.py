@@ -96,7 +96,7 @@ def check(question, wanted, needs, limit, count):
         if place in fitting:
             took = float(found.times.step_s[found.best[name]])
             least_s = min(took for kind, took in fastest.items() if kind[0] == place)
-            assert least_s <= took <= least_s * ALIKE, name
+            assert least_s * (1 - 1e-9) <= took <= least_s * ALIKE, name
         elif place in least:
             assert found.best[name] == -1
             assert found.needs[found.smallest[name]] == least[place], name
@@ -124,18 +124,13 @@ def test_the_search_finds_what_trying_everything_finds(
     check(question, wanted, needs(question, wanted), limit, count)
 
 
-def test_of_a_model_that_few_layouts_hold_few_plans_are_weighed():
-    question, wanted = asked("llama-3-70b", "hgx-h100", 2, 32)
-    needs, weighed = by_formula(question, wanted), []
-
-    def counted(columns):
-        weighed.append(len(columns))
-        return needs(columns)
-
-    limit = question.device.memory_bytes
-    found = search(question, wanted, counted, limit, 5)
-    assert len(found.ranked)
-    assert sum(weighed) < found.considered / 5
+@pytest.mark.parametrize("schedule", ["gpipe", "loopedbfs", "1f1b", "interleaved", "zb", "zbv"])
+@pytest.mark.parametrize("gib", [20, 25, 27, 29, 31])
+def test_nothing_is_lost_where_neither_the_smallest_nor_the_largest_micro_batch_fits(schedule, gib):
+    """GPipe needs the least between: its borders' buffers and its passes pull both ways."""
+    keep = {"tp": 2, "pp": 4, "dp_shard": 1, "pp_schedule": schedule}
+    question, wanted = asked("llama-3-8b", "hgx-h100", 2, 32, keep=keep)
+    check(question, wanted, by_formula(question, wanted), gib * GIB, 10)
 
 
 @pytest.mark.parametrize("names", [*([one] for one in VARIED), [*VARIED]])
