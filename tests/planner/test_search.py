@@ -81,7 +81,7 @@ def brute(question, wanted, needs, limit):
     return fastest, least
 
 
-def check(question, wanted, needs, limit, count):
+def check(question, wanted, needs, limit, count, rounding=0.0):
     found = search(question, wanted, needs, limit, count)
     fastest, least = brute(question, wanted, needs, limit)
     seconds = found.times.step_s[found.ranked]
@@ -96,7 +96,7 @@ def check(question, wanted, needs, limit, count):
         if place in fitting:
             took = float(found.times.step_s[found.best[name]])
             least_s = min(took for kind, took in fastest.items() if kind[0] == place)
-            assert least_s * (1 - 1e-9) <= took <= least_s * ALIKE, name
+            assert least_s * (1 - rounding) <= took <= least_s * ALIKE, name
         elif place in least:
             assert found.best[name] == -1
             assert found.needs[found.smallest[name]] == least[place], name
@@ -130,7 +130,8 @@ def test_nothing_is_lost_where_neither_the_smallest_nor_the_largest_micro_batch_
     """GPipe needs the least between: its borders' buffers and its passes pull both ways."""
     keep = {"tp": 2, "pp": 4, "dp_shard": 1, "pp_schedule": schedule}
     question, wanted = asked("llama-3-8b", "hgx-h100", 2, 32, keep=keep)
-    check(question, wanted, by_formula(question, wanted), gib * GIB, 10)
+    # A plan's time differs in its last digit by those that are reckoned beside it.
+    check(question, wanted, by_formula(question, wanted), gib * GIB, 10, rounding=1e-9)
 
 
 @pytest.mark.parametrize("names", [*([one] for one in VARIED), [*VARIED]])
