@@ -20,6 +20,7 @@ from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronise
 from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.leaving import leave_after_gloo
 from outpace.parallel.offload import place_optimizer
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import SCALED, WEIGHTS
@@ -276,6 +277,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
             dist.init_process_group()
     else:
         _check_mesh(plan, mesh)
+    leave_after_gloo()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size != plan.world_size:
         raise BadInputError(
