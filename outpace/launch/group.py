@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from outpace.launch.environment import meeting_url
 from outpace.launch.interfaces import LOOPBACK, listening, staying_on
 from outpace.launch.meeting import store_on
+from outpace.parallel.leaving import leave_after_gloo
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
 
@@ -183,6 +184,7 @@ def process_groups(
     with ExitStack() as stack:
         own = frozenset[str]() if apart else stack.enter_context(staying_on(LOOPBACK))
         _join(backend, store, ranks, timeout)
+        leave_after_gloo()
         stack.callback(dist.destroy_process_group)
         yield Groups(
             ranks,
