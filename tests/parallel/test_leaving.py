@@ -5,57 +5,59 @@ import sys
 
 import pytest
 
-from outpace.parallel.leaving import _THREAD
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart in /proc")
+GLOO = "pt_gloo_runloop"
 
-# A thread by the name of gloo's computes without Python's lock, as the process comes to its end.
+# A thread computes without the lock as the process comes to its end: for a moment, or for good.
 # What is registered first is called last.
-PROGRAM = """
-import atexit, hashlib, os, sys, threading
+COMPUTING = """
+import atexit, hashlib, sys, threading
 from pathlib import Path
 from outpace.parallel.leaving import leave_after_gloo
 
 held = ["a tensor"]
 begun = threading.Event()
 
-def exchange():
-    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(sys.argv[1])
+def exchange(name, rounds):
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+    data = bytes(1 << 26)
     begun.set()
-    hashlib.sha256(bytes(1 << 28)).digest()
+    for _ in range(int(rounds)):
+        hashlib.sha256(data).digest()
     held.clear()
 
 atexit.register(lambda: print(len(held)))
 leave_after_gloo()
 leave_after_gloo()
-threading.Thread(target=exchange, daemon=True).start()
+threading.Thread(target=exchange, args=sys.argv[1:], daemon=True).start()
 begun.wait()
 """
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart in /proc")
-@pytest.mark.parametrize(("name", "held"), [(_THREAD, "0"), ("another", "1")])
-def test_a_process_ends_after_gloo_has_let_go(name, held):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.stdout.strip(), done.stderr, done.returncode) == (held, "", 0)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart in /proc")
-def test_gloo_has_threads_of_that_name():
-    """Which torch gives them: another name would leave them out without a word."""
-    program = f"""
+THREADS = """
 import torch.distributed as dist
 from pathlib import Path
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-print({_THREAD!r} in names)
+print(*(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
 dist.destroy_process_group()
 """
+
+
+def _says(program, *arguments):
     done = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert (done.stdout.strip(), done.returncode) == ("True", 0), done.stderr
+        [sys.executable, "-c", program, *arguments],
+        check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.stderr, done.returncode) == ("", 0)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds", "held"), [(GLOO, "1", "0"), ("another", "1000000", "1")]
+)
+def test_a_process_ends_after_gloo_has_let_go(name, rounds, held):
+    assert _says(COMPUTING, name, rounds) == [held]
+
+
+def test_gloos_threads_have_that_name():
+    """Another one would leave them out without a word."""
+    assert GLOO in _says(THREADS)
