@@ -16,8 +16,10 @@ from typing import NoReturn
 from outpace.cli import main, options, resume
 from outpace.cli.parser import Parser, number_type
 from outpace.interop.own_file import require_named
+from outpace.launch.ahead import touching
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.launch.forked import can_fork, name_rank
+from outpace.launch.loading import loading
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Measurement
@@ -129,7 +131,8 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
     restarts = Restarts(most, settings.out, _say)
     forks = can_fork(settings.device)
     if forks:
-        from outpace.launch import job  # noqa: F401  # what all ranks need, once
+        with loading():
+            from outpace.launch import job  # noqa: F401  # what all ranks need, once
     while True:
         begin = partial(main.command, words) if forks else None
         try:
@@ -257,16 +260,20 @@ def _train_here(
     end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
-    from outpace.launch import job
-    from outpace.launch.micro_batch import trier
-    from outpace.report.progress import Progress
+    heard = touching(asked.settings, ranks, environ)  # while torch loads
+    with loading():
+        from outpace.launch import job
+        from outpace.launch.micro_batch import trier
+        from outpace.report.progress import Progress
 
+    if asked.progress and ranks.rank == 0:
+        heard = [*heard, Progress()]
     return job.train(
         asked.settings,
         ranks=ranks,
         origins=asked.origins,
         command=asked.command,
-        callbacks=[Progress()] if asked.progress and ranks.rank == 0 else [],
+        callbacks=heard,
         restart=restart_count(environ),
         end=end,
         attempt=trier(environ),

@@ -115,17 +115,12 @@ def _tuned(
 
 def _host_bytes(settings: TrainSettings) -> int | None:
     """For a trial on a CPU: else the one that is too large takes the machine down with it."""
-    from psutil import virtual_memory
-
     from outpace.launch.resolve import resolve_device
-    from outpace.probe.limits import find_cgroup
+    from outpace.probe.limits import free_bytes
 
     if resolve_device(settings, Ranks()).type != "cpu":
         return None
-    free, group = virtual_memory().available, find_cgroup()
-    if group is not None:
-        free = min(free, max(0, (group.limit_bytes or 0) - group.used_bytes()))
-    return int(_OF_FREE * free)
+    return int(_OF_FREE * free_bytes())
 
 
 def _require_host(folder: Path, machine: Machine) -> None:

@@ -44,8 +44,8 @@ from outpace.records.settings import TrainSettings
 from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
 from outpace.train.guards import StopSignal
+from outpace.train.heap import keep_freed
 from outpace.train.loggers import require_loggers
-from outpace.train.memory import keep_freed_memory
 from outpace.train.run_dir import STANDSTILL_FILE, RunDir
 from outpace.train.threads import set_threads
 
@@ -124,8 +124,8 @@ def prepared(
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine)
-        if settings.memory_limit is None and not plan.empty_cache:
-            keep_freed_memory(device, os.environ)
+        if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
+            keep_freed(os.environ)
         guard = Guard(ranks, device, end)
         stack.callback(guard.close)
         if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):

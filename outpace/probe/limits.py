@@ -53,3 +53,11 @@ def find_cgroup(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> Cgroup 
     memory = [Cgroup(group.folder, group.version) for group in groups]
     limited = [group for group in memory if group.limit_bytes is not None]
     return min(limited, key=lambda group: group.limit_bytes or 0, default=None)
+
+
+def free_bytes() -> int:
+    """What this host has available, or its control group still may have, if that is less."""
+    available, group = int(psutil.virtual_memory().available), find_cgroup()
+    if group is None:
+        return available
+    return min(available, max(0, (group.limit_bytes or 0) - group.used_bytes()))

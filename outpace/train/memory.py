@@ -3,12 +3,12 @@
 import ctypes
 import resource
 import sys
-from collections.abc import Mapping
 
 import psutil
 import torch
 
 from outpace.records.errors import BadInputError
+from outpace.train.heap import c_library
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -20,30 +20,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return None
-
-
-# glibc's names in malloc.h, and the largest that it takes.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _LARGEST = -1, -4, 2**31 - 1
-
-
-def keep_freed_memory(device: torch.device, environment: Mapping[str, str]) -> bool:
-    """Let glibc keep what tensors on a CPU gave back, for the next step; say whether it does.
-
-    By itself it returns large ones to the system at once, and each step pays for the same pages
-    again: a tenth to a sixth of its time (docs/log.md). Who sets glibc up by `environment` is not
-    overruled.
-    """
-    own = [name for name in environment if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
-    library = _c_library(device)
-    if own or library is None or not hasattr(library, "mallopt"):
-        return False
-    # In this order: a heap that takes all, and gives nothing back.
-    return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, _LARGEST))
-
-
-def _c_library(device: torch.device) -> ctypes.CDLL | None:
-    """The system's own, where tensors are in the memory that it gives out."""
-    return ctypes.CDLL(None) if device.type == "cpu" and sys.platform == "linux" else None
 
 
 class CacheFreer:
@@ -82,7 +58,7 @@ class CacheFreer:
 
 def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
     """Its `malloc_trim`, which gives free pages in the midst of the heap back, too."""
-    library = _c_library(device)
+    library = c_library() if device.type == "cpu" else None
     if not hasattr(library, "malloc_trim"):
         raise BadInputError(
             "--empty-cache: there is no cache that can be freed here. It works on CUDA devices, "

@@ -1,0 +1,86 @@
+"""Memory that a training will need, made ready while its modules are loaded.
+
+Before torch is there: what is imported here must not import it.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from outpace.catalog.models import PRESETS
+from outpace.planner.flops import parameter_count
+from outpace.probe.cpus import usable_cpus
+from outpace.probe.limits import free_bytes
+from outpace.records.optimizers import LEVELS, WEIGHTS
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.callbacks import TRAINING, Callback
+from outpace.train.heap import Touching
+
+_FP32_BYTES = 4
+_BESIDE_WEIGHTS = 3  # of their size: gradients and AdamW's two moments
+_OF_FREE = 0.5
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
+
+
+def touching(
+    settings: TrainSettings, ranks: Ranks, environment: Mapping[str, str]
+) -> list[Callback]:
+    """Touch what training in this process will surely need, beginning now, until it trains.
+
+    On a CPU alone, by a core that would be idle: not beside other ranks. Returns who is to hear
+    of the run's stages.
+    """
+    if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
+        return []
+    nbytes = min(needed_bytes(settings), int(_OF_FREE * free_bytes()))
+    if not nbytes:
+        return []
+    return [_UntilTraining(Touching(nbytes, environment).start())]
+
+
+class _UntilTraining(Callback):
+    def __init__(self, touched: Touching) -> None:
+        self._touched = touched
+
+    def on_stage(self, message: str) -> None:
+        if message == TRAINING:
+            self._touched.end()
+
+    def close(self) -> None:
+        self._touched.end()
+
+
+def needed_bytes(settings: TrainSettings) -> int:
+    """Of fp32 gradients and AdamW's moments, on a CPU; 0 where there will be others, or none.
+
+    Of a preset, or of a directory with weights, whose files are in fp32 or smaller.
+    """
+    precision = settings.precision or "fp32"
+    others = (
+        settings.optimizer not in (None, "adamw-fused", "adamw-foreach", "adamw-for-loop"),
+        LEVELS.get(precision, precision) in WEIGHTS,
+        settings.optimizer_in_backward,
+        settings.lora_rank is not None,
+        {settings.offload, settings.offload_parameters, settings.offload_optimizer}
+        - {None, "none"},
+        settings.memory_limit is not None,  # memory that nobody uses counts, too
+        settings.memory,
+        settings.empty_cache,
+    )
+    return 0 if any(others) else _BESIDE_WEIGHTS * _weights_bytes(settings.model)
+
+
+def _weights_bytes(reference: str) -> int:
+    if reference in PRESETS:
+        return _FP32_BYTES * parameter_count(PRESETS[reference].spec)
+    # Whoever opens the model says what is wrong with it.
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in Path(reference).glob("*.safetensors"))
+    return 0
+
+
+def _on_cpu(settings: TrainSettings) -> bool:
+    """Whether it will be one, as far as can be said without asking torch."""
+    found = any(Path(one).exists() for one in _ACCELERATORS)
+    return settings.device == "cpu" or (settings.device == "auto" and not found)

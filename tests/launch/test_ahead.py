@@ -1,0 +1,80 @@
+"""What a training needs for sure is touched while modules load, and only that."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outpace.catalog.models import preset
+from outpace.launch.ahead import needed_bytes, touching
+from outpace.planner.flops import parameter_count
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+MODEL = "gpt2"
+
+
+def asked(**settings):
+    return TrainSettings.parse({"model": MODEL, "device": "cpu"} | settings, "test")
+
+
+@pytest.mark.parametrize("precision", [None, "fp32", "bf16", "O1"])
+def test_gradients_and_moments_are_needed_for_sure(precision):
+    given = {} if precision is None else {"precision": precision}
+    assert needed_bytes(asked(**given)) == 12 * parameter_count(preset(MODEL))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw-8bit"},
+        {"precision": "bf16-pure"},
+        {"precision": "O2"},
+        {"optimizer_in_backward": True, "clip": 0},
+        {"lora_rank": 8},
+        {"offload_optimizer": "disk"},
+        {"offload": "disk"},
+        {"memory_limit": "8GiB"},
+        {"memory": True},
+        {"empty_cache": True},
+        {"model": "no such thing"},
+    ],
+)
+def test_nothing_is_where_less_will_be_held_or_memory_is_watched(settings):
+    assert needed_bytes(asked(**settings)) == 0
+
+
+def test_files_of_weights_say_how_much(tmp_path):
+    for name, size in (("one.safetensors", 1000), ("two.safetensors", 500), ("other.json", 99)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert needed_bytes(asked(model=str(tmp_path))) == 4500
+
+
+def test_only_alone_and_only_on_a_cpu():
+    assert touching(asked(device="cuda"), Ranks(), {}) == []
+    two = Ranks(rank=0, local_rank=0, world_size=2, local_world_size=2)
+    assert touching(asked(), two, {}) == []
+
+
+SEEN = """
+import os, sys
+from outpace.launch.ahead import touching
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.callbacks import TRAINING
+
+settings = TrainSettings.parse({"model": "gpt2", "device": "cpu"}, "test")
+(heard,) = touching(settings, Ranks(), os.environ)
+heard.on_stage("preparing data")
+heard.on_stage(TRAINING)
+heard.close()
+print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="no core is idle")
+def test_a_run_is_heard_and_torch_is_not_waited_for():
+    said = subprocess.run([sys.executable, "-c", SEEN], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False"]

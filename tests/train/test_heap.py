@@ -1,0 +1,76 @@
+"""Memory of the C library: kept for the next step, and touched before the first."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own functions")
+
+FAULTS = """
+import os, resource, sys, torch
+from outpace.train.heap import keep_freed
+
+kept = keep_freed(os.environ) if sys.argv[1] == "keep" else None
+faults = []
+for _ in range(20):  # the first of them take new memory
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    x = torch.ones(1 << 23, requires_grad=True)
+    (x.detach() * 2 + x).exp().sum().backward()
+    del x
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults), kept)
+"""
+
+
+def test_what_was_freed_is_there_for_the_next_step():
+    """Each tensor of 32 MiB is 8,192 pages, each of which is a fault where it is new."""
+
+    def faults(*, keep, **environment):
+        words = [sys.executable, "-c", FAULTS, "keep" if keep else "not"]
+        kept = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+        said = subprocess.run(
+            words, env=kept | environment, capture_output=True, text=True, check=True
+        ).stdout.split()
+        return int(said[0]), said[1]
+
+    (with_it, kept), (without, _) = faults(keep=True), faults(keep=False)
+    assert kept == "True" and with_it < 1000 and without > 30_000
+    assert faults(keep=True, MALLOC_ARENA_MAX="2")[1] == "False"  # it is the user's
+
+
+TOUCHED = """
+import os, resource, sys
+from outpace.train.heap import Touching
+
+MIB = 1 << 20
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+touching = Touching(256 * MIB, os.environ)
+if sys.argv[1] == "ended":
+    touching.end()
+if sys.argv[1] != "not":
+    touching.start().wait()
+before = faults()
+blocks = [bytearray(MIB) for _ in range(200)]  # zeros that calloc need not write
+for block in blocks:
+    block[:: 4096] = b"1" * 256
+print(faults() - before)
+"""
+
+
+def test_memory_is_touched_before_it_is_needed():
+    """200 MiB are 51,200 pages, each a fault where it is new and no huge page holds it."""
+
+    def faults(how, **environment):
+        kept = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+        words = [sys.executable, "-c", TOUCHED, how]
+        said = subprocess.run(words, env=kept | environment, capture_output=True, text=True,
+                              check=True).stdout  # fmt: skip
+        return int(said)
+
+    touched = faults("touched")
+    assert touched < 100
+    assert faults("ended") >= touched + 95  # at most huge pages of 2 MiB each
+    assert faults("touched", MALLOC_ARENA_MAX="2") > 40_000  # it is the user's
