@@ -39,6 +39,21 @@ def test_outpace_and_a_plain_loop_train_the_same(tmp_path):
     assert found["model_flops"] > 6 * 2 * 12 * 64**2 * 4 * 64  # of the blocks' matrices alone
 
 
+def test_a_case_is_laid_down_once_and_anew_where_it_is_another(tmp_path):
+    import cases
+
+    folder, tiny = tmp_path / "case", cases.TINY["tiny"]
+
+    def laid(case):
+        cases.write(case, folder, 1, "fp32")
+        return (folder / "case.json").stat().st_mtime_ns, (folder / "tokens.bin").stat().st_mtime_ns
+
+    first = laid(tiny)
+    assert laid(tiny) == first
+    other = laid(dataclasses.replace(tiny, lr=tiny.lr / 2))
+    assert all(after > before for after, before in zip(other, first, strict=True))
+
+
 def test_who_computes_something_else_is_not_counted():
     import race
 
