@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
 from outpace.nn.gelu import gelu_tanh
-from outpace.nn.masks import Visibility
+from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
-from outpace.nn.rotary import Tables, rotate
+from outpace.nn.rotary import Tables, rotate, tables_at
 from outpace.records.model import ModelSpec
 
 # Queries (B, H, S, C), keys and values (B, K, T, C), what is seen, dropout → (B, H, S, C).
@@ -111,16 +111,26 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
 
     def forward(
-        self, x_BSD: Tensor, sees: Visibility, rotary: Tables | None, cache: LayerCache | None
+        self,
+        x_BSD: Tensor,
+        sees: Visibility,
+        rotary: Tables | None,
+        cache: LayerCache | None,
+        read_B: Tensor | None = None,
     ) -> Tensor:
-        """Attend; (B, S, D) to (B, S, D)."""
+        """Attend; (B, S, D) to (B, S, D), or to (B, 1, D) where one place of each is read."""
         x_BSD = lowered(x_BSD)
-        q_BHSC, k_BKSC, v_BKSC = (self._heads(part(x_BSD)) for part in (self.q, self.k, self.v))
+        asking = x_BSD
+        if read_B is not None:
+            asking, sees = at_places(x_BSD, read_B), sees.of_queries(read_B, x_BSD.shape[1])
+        q_BHSC = self._heads(self.q(asking))
+        k_BKSC, v_BKSC = self._heads(self.k(x_BSD)), self._heads(self.v(x_BSD))
         dtype = v_BKSC.dtype
         if self.spec.qk_norm:
             q_BHSC, k_BKSC = self.q_norm(raised(q_BHSC)), self.k_norm(raised(k_BKSC))
         if rotary is not None:
-            q_BHSC, k_BKSC = rotate(q_BHSC, rotary), rotate(k_BKSC, rotary)
+            its = rotary if read_B is None else tables_at(rotary, read_B)
+            q_BHSC, k_BKSC = rotate(q_BHSC, its), rotate(k_BKSC, rotary)
         k_BKTC, v_BKTC = k_BKSC.to(dtype), v_BKSC
         if cache is not None:
             k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC)
@@ -177,14 +187,20 @@ class Block(nn.Module):
         sees: Visibility,
         rotary: Tables | None = None,
         cache: LayerCache | None = None,
+        read_B: Tensor | None = None,
     ) -> Tensor:
-        """(B, S, D) to (B, S, D)."""
+        """(B, S, D) to (B, S, D), or to (B, 1, D) where only one place of each sample is read.
+
+        Others are attended to then, and nothing else of them is computed.
+        """
+        normed = self.attention_norm(x_BSD) if self.norm_first else x_BSD
+        attended = self.dropout(self.attention(normed, sees, rotary, cache, read_B))
+        if read_B is not None:
+            x_BSD = at_places(x_BSD, read_B)
         if self.norm_first:
-            normed = self.attention_norm(x_BSD)
-            x_BSD = x_BSD + self.dropout(self.attention(normed, sees, rotary, cache))
+            x_BSD = x_BSD + attended
             fed: Tensor = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
             return fed
-        attended = self.dropout(self.attention(x_BSD, sees, rotary, cache))
         x_BSD = self.attention_norm(x_BSD + attended)
         summed: Tensor = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
         return summed

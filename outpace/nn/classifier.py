@@ -86,14 +86,13 @@ class Classifier(nn.Module):
         last_B: Tensor | None = None,
     ) -> Tensor:
         """Scores (B, C). `last_B`: the place of each sample's last token, for a decoder."""
-        hidden_BSD = self.backbone(tokens_BS, None, segments_BS, padding_mask_BS)
-        if self.pooler is None:
-            if last_B is None:
-                last_B = tokens_BS.new_full(tokens_BS.shape[:1], tokens_BS.shape[1] - 1)
-            rows = torch.arange(len(last_B), device=last_B.device)
-            read_BD = hidden_BSD[rows, last_B]
-        else:
-            read_BD = torch.tanh(self.pooler(hidden_BSD[:, 0]))
+        batch, length = tokens_BS.shape
+        if self.pooler is not None or last_B is None:
+            last_B = tokens_BS.new_full((batch,), length - 1 if self.pooler is None else 0)
+        hidden_B1D = self.backbone(tokens_BS, None, segments_BS, padding_mask_BS, read_B=last_B)
+        read_BD = hidden_B1D[:, 0]
+        if self.pooler is not None:
+            read_BD = torch.tanh(self.pooler(read_BD))
         scores_BC: Tensor = self.classifier(self.dropout(read_BD))
         return scores_BC
 

@@ -19,6 +19,16 @@ class Visibility:
     mask: Tensor | None = None
     is_causal: bool = False
 
+    def of_queries(self, read_B: Tensor, keys: int) -> "Visibility":
+        """What one query of each sample sees, at its place of `read_B`: a mask (B, 1, 1, T)."""
+        if self.mask is not None:
+            mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
+            return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
+        if not self.is_causal:
+            return self
+        seen_BT = torch.arange(keys, device=read_B.device) <= read_B.unsqueeze(1)
+        return Visibility(seen_BT[:, None, None])
+
 
 def visibility(
     queries: int,
@@ -54,6 +64,12 @@ def visibility(
         # Seeing itself keeps a padded query's softmax defined; nobody reads its output.
         mask_BST = mask_BST & (padding_mask_BS.bool().unsqueeze(1) | (rows == columns))
     return Visibility(mask_BST.unsqueeze(1))
+
+
+def at_places(x_BSX: Tensor, read_B: Tensor) -> Tensor:
+    """Of each sample's rows that at its place of `read_B`, (B, 1, X)."""
+    samples = torch.arange(len(read_B), device=read_B.device)
+    return x_BSX[samples, read_B].unsqueeze(1)
 
 
 def positions_in_documents(documents_BS: Tensor) -> Tensor:

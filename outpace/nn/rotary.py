@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from outpace.nn.masks import at_places
 from outpace.records.model import ModelSpec, RopeScaling
 
 Tables = tuple[Tensor, Tensor]
@@ -45,6 +46,12 @@ def rotary_tables(spec: ModelSpec, positions: Tensor) -> Tables:
         cos = torch.cat((cos, cos), dim=-1).unsqueeze(-3)
         sin = torch.cat((-sin, sin), dim=-1).unsqueeze(-3)
     return (cos, sin) if cos.dim() == 4 else (cos.unsqueeze(0), sin.unsqueeze(0))
+
+
+def tables_at(tables: Tables, read_B: Tensor) -> Tables:
+    """Those of one place of each sample, (B, 1, 1, C)."""
+    cos, sin = (at_places(of[:, 0].expand(len(read_B), -1, -1), read_B) for of in tables)
+    return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def rotate(x_BHSC: Tensor, tables: Tables) -> Tensor:

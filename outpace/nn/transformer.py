@@ -132,6 +132,7 @@ class Transformer(nn.Module):
         padding_mask_BS: Tensor | None = None,
         cache: KVCache | None = None,
         positions: Tensor | None = None,
+        read_B: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, S, D), ready for `logits`.
 
@@ -139,7 +140,9 @@ class Transformer(nn.Module):
         numbers, and positions count from each document's start. `padding_mask_BS`: True for
         real tokens. `cache`: holds the tokens before these; is extended. `positions`: (S,) or
         (B, S), where they do not count from 0, or `tokens_BS` are hidden states of a part of the
-        sequence. Raises BadInputError for sequences longer than the model's positions.
+        sequence. `read_B`: the one place of each sample whose hidden state is wanted, which alone
+        the last block computes, (B, 1, D). Raises BadInputError for sequences longer than the
+        model's positions.
         """
         past = 0 if cache is None else cache.length
         length = tokens_BS.shape[1] if positions is None else positions.shape[-1]
@@ -154,7 +157,11 @@ class Transformer(nn.Module):
         seen = self._visibilities(lengths, documents_BS, padding_mask_BS, tokens_BS.device)
         for index, block in enumerate(self.blocks):
             layer_cache = None if cache is None else cache.layers[index]
-            x_BSD = block(x_BSD, seen[self.spec.layer_window(index)], rotary, layer_cache)
+            sees = seen[self.spec.layer_window(index)]
+            if read_B is None or index + 1 < self.spec.layers:
+                x_BSD = block(x_BSD, sees, rotary, layer_cache)
+            else:
+                x_BSD = block(x_BSD, sees, rotary, layer_cache, read_B)
         last = self.final_norm if self.head_transform is None else self.head_transform
         hidden_BSD: Tensor = x_BSD if last is None else last(x_BSD)
         return hidden_BSD

@@ -71,10 +71,25 @@ def _attention_product(spec: ModelSpec, seq_len: int) -> int:
 
 
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
-    """FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the `head` or not."""
+    """FLOPs of one forward over `samples` sequences of `seq_len` tokens.
+
+    Without the `head` one place of each sequence is read, as a classifier does.
+    """
     weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
     attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
-    return samples * (2 * seq_len * weights + attention)
+    unread = 0 if head else _unread(spec, seq_len, block_weights(spec), _FORWARD_PRODUCTS)
+    return samples * (2 * seq_len * weights + attention - unread)
+
+
+def _unread(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
+    """FLOPs that the last block is spared of one sample whose one place is read.
+
+    Of all other places it needs keys and values alone. `weights`: elements that a whole block would
+    multiply by, keys' and values' among them; `products`: of attention's.
+    """
+    keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
+    a_place = 2 * spec.heads * spec.head_dim * seq_len
+    return (seq_len - 1) * (2 * (weights - keys_and_values) + products * a_place)
 
 
 def step_flops(
@@ -92,7 +107,8 @@ def step_flops(
     computes, for HFU. That adds the scores that fused attention computes again and what blocks
     compute again.
 
-    `adapters` is their number of parameters where only they are trained: the gradients of frozen
+    Without the `head` one place of each sequence is read, as a classifier does. `adapters` is
+    their number of parameters where only they are trained: the gradients of frozen
     weights are not computed, and each of an adapter's elements is a multiply-add like theirs.
     """
     forward = forward_flops(spec, seq_len, samples, head)
@@ -108,7 +124,18 @@ def step_flops(
     again = sum(recomputed_flops(spec, seq_len, mode) for mode in modes)
     share = sum(mode in ("full", "attention") for mode in modes) / spec.layers
     again += round(share * 2 * seq_len * (adapters or 0))
+    if not head:
+        scores -= round(scores * (1 - 1 / seq_len) / spec.layers)
+        again -= _unread_again(spec, seq_len, modes[-1])
     return products + samples * (scores + again)
+
+
+def _unread_again(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
+    """Of `recomputed_flops`, what the last block is spared where one place is read."""
+    if mode in ("none", "selective"):
+        return 0
+    products = 0 if mode == "attention" else _FORWARD_PRODUCTS
+    return _unread(spec, seq_len, _recomputed_weights(spec), products)
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:

@@ -74,7 +74,10 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifying(found: Outline) -> Outline:
-    """The model with a layer over classes, which sees one token of each text, behind a pooler."""
+    """The model with a layer over classes, which sees one token of each text, behind a pooler.
+
+    Its last layer is whole here, where outpace computes what that token needs.
+    """
     return found.model_copy(
         update={
             "outputs": _CLASSES,

@@ -63,6 +63,41 @@ def test_padding_changes_no_score(family):
     assert not torch.equal(objective.model(padded), alone), "the mask or the place matters"
 
 
+FAMILIES = {
+    "bert": {},
+    "gpt2": {},
+    "llama": {"heads": 4, "kv_heads": 2},
+    "mistral": {"sliding_window": 3},
+    "qwen3": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_nobody_reads_changes_neither_scores_nor_gradients(family):
+    """The last block computes one place of each sample, as if it had computed all."""
+    values = {"family": family, "layers": 2, "hidden": 16, "heads": 2, "vocab": 30}
+    spec = ModelSpec.parse({**values, "max_positions": 16, **FAMILIES[family]}, "test")
+    model = Classifier(Transformer(spec), 2).double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    tokens, lengths = torch.randint(30, (3, 8)), torch.tensor([8, 5, 1])
+    if spec.causal:
+        scores, whole = model(tokens, last_B=lengths - 1), model.backbone(tokens)
+        read = whole[torch.arange(3), lengths - 1]
+    else:
+        mask, segments = torch.arange(8) < lengths.unsqueeze(1), torch.randint(2, (3, 8))
+        scores = model(tokens, segments, mask)
+        whole = model.backbone(tokens, None, segments, mask)
+        read = torch.tanh(model.pooler(whole[:, 0]))
+    expected = model.classifier(read)
+    torch.testing.assert_close(scores, expected)
+    grads, wanted = (
+        torch.autograd.grad(made.square().sum(), list(model.parameters()))
+        for made in (scores, expected)
+    )
+    torch.testing.assert_close(grads, wanted)
+
+
 def test_every_parameter_has_a_gradient_and_weights_follow_the_seed():
     for family in ("bert", "llama", "gpt2"):
         objective = objective_of(family).train()

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import (
 )
 
 from outpace.catalog.models import PRESETS
+from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.levers import apply_checkpointing
 from outpace.nn.loss import LanguageModelObjective, linear_loss_sum
 from outpace.nn.transformer import Transformer
@@ -61,17 +62,23 @@ CPU_ATTENTION = {
 }
 
 
-def _counted(spec, mode="none", backend=SDPBackend.FLASH_ATTENTION, backward=True):
+def _counted(spec, mode="none", backend=SDPBackend.FLASH_ATTENTION, backward=True, classes=None):
     """What torch counts in a forward, or a forward and backward, really run."""
-    objective = LanguageModelObjective(Transformer(spec), "plain", None)
+    tokens = targets = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.int64)
+    if classes is None:
+        objective = LanguageModelObjective(Transformer(spec), "plain", None)
+    else:
+        objective, targets = (
+            ClassificationObjective(Classifier(Transformer(spec), classes)),
+            tokens[:, 0],
+        )
     apply_checkpointing(objective.model, mode)
-    tokens = torch.zeros(SAMPLES, SEQ_LEN, dtype=torch.int64)
     with (
         sdpa_kernel(backend),
         FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter,
         torch.set_grad_enabled(backward),
     ):
-        loss_sum, _ = objective({"tokens": tokens, "targets": tokens})
+        loss_sum, _ = objective({"tokens": tokens, "targets": targets})
         if backward:
             loss_sum.backward()
     return counter.get_total_flops()
@@ -91,6 +98,18 @@ def test_a_models_step_is_what_torch_counts_without_fusion(spec):
 )
 def test_the_hardwares_step_is_what_torch_counts(spec, mode):
     assert step_flops(spec, SEQ_LEN, SAMPLES, mode) == _counted(spec, mode)
+
+
+@pytest.mark.parametrize(
+    "mode", [None, "none", "selective", "attention", "full", ["full", "attention", "none"]]
+)
+def test_a_classifiers_last_block_is_counted_where_it_is_read(spec, mode):
+    """Pooler and classes, which see one place, are counted by whoever knows them."""
+    unfused = {"backend": SDPBackend.MATH} if mode is None else {}
+    counted = _counted(spec, mode or "none", classes=3, **unfused)
+    pooler = 0 if spec.causal else spec.hidden**2
+    beside = 6 * SAMPLES * (pooler + 3 * spec.hidden)
+    assert step_flops(spec, SEQ_LEN, SAMPLES, mode, head=False) + beside == counted
 
 
 def _profiled(loss_kind):
