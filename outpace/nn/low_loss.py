@@ -8,17 +8,18 @@ for some rows at a time, whose gradient then takes their logits' place.
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.nn.operators import operator
 
 IGNORED = -100
 BLOCK_BYTES = 2 << 20  # of rows in fp32: they stay in the cache from the first pass to the last
-HEAD_ROWS = 4096  # of the head's gradient at a time: its products are faster, and cast in the cache
+# Of the head at a time: its products are faster, and what is cast for them lies in the cache.
+HEAD_ROWS = 2048
 
 
 def _low_loss(
@@ -29,9 +30,27 @@ def _low_loss(
     `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 where none. The gradient is
     bf16, (N, V).
     """
-    low = torch.bfloat16
-    logits = F.linear(hidden.to(low), weight.to(low), None if bias is None else bias.to(low))
+    logits = _logits(hidden, weight, bias)
     return _gradient_in_place(logits, targets), logits
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    operand = hidden.to(torch.bfloat16)
+    logits = operand.new_empty((len(hidden), len(weight)))
+    for block, rows in _of_head(weight):
+        its = logits[:, block]
+        if bias is None:
+            torch.mm(operand, rows.T, out=its)
+        else:
+            torch.addmm(bias[block].to(rows.dtype), operand, rows.T, out=its)
+    return logits
+
+
+def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some of its rows at a time, in bf16."""
+    for start in range(0, len(weight), HEAD_ROWS):
+        block = slice(start, start + HEAD_ROWS)
+        yield block, weight[block].to(torch.bfloat16)
 
 
 def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
@@ -72,14 +91,18 @@ def _low_loss_backward(
 
     `loss_grad` scales the products where they are still in fp32, so that nothing is rounded twice.
     """
-    low, scale = torch.bfloat16, loss_grad.item()
-    hidden_grad = _product(logits_grad, weight.to(low), scale).to(hidden.dtype)
-    grads = [hidden_grad]
+    scale = loss_grad.item()
+    hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
+    operand, weight_grad = None, None
     if trains:
-        operand, weight_grad = hidden.to(low), torch.empty_like(weight)
-        for start in range(0, weight.shape[0], HEAD_ROWS):
-            block = slice(start, start + HEAD_ROWS)
-            weight_grad[block] = _product(logits_grad[:, block].T, operand, scale)
+        operand, weight_grad = hidden.to(torch.bfloat16), torch.empty_like(weight)
+    for block, rows in _of_head(weight):
+        its_grad = logits_grad[:, block]
+        hidden_grad += _product(its_grad, rows, scale)
+        if operand is not None and weight_grad is not None:
+            weight_grad[block] = _product(its_grad.T, operand, scale)
+    grads = [hidden_grad.to(hidden.dtype)]
+    if weight_grad is not None:
         grads.append(weight_grad)
     if bias is not None:
         grads.append(logits_grad.sum(0, dtype=torch.float32).mul_(scale).to(bias.dtype))
@@ -98,14 +121,31 @@ def _made_backward(
     return [torch.empty_like(one) for one in wanted if one is not None]
 
 
-def bytes_within(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    """What the operator and its backward take and give back within themselves."""
-    (tokens, width), vocab = hidden.shape, weight.shape[0]
-    operand = 2 * hidden.numel() * (hidden.dtype != torch.bfloat16)
-    copies = operand + 2 * weight.numel() * (weight.dtype != torch.bfloat16)
+def bytes_within(hidden: Tensor, weight: Tensor) -> int:
+    """What the operator takes and gives back within itself."""
+    tokens, vocab = len(hidden), len(weight)
     rows = min(_rows(vocab), tokens)
     softmax = 2 * 4 * rows * vocab + 9 * tokens + 4 * _rows(vocab)
-    return max(copies, softmax), operand + 2 * min(HEAD_ROWS, vocab) * width
+    return max(_operand_bytes(hidden) + _cast_bytes(weight), softmax)
+
+
+def bytes_within_backward(hidden: Tensor, weight: Tensor, trains: bool) -> int:
+    """What its backward does, where the head `trains` or not."""
+    total = 4 * hidden.numel() * (hidden.dtype != torch.float32)
+    product = 2 * hidden.numel()
+    if trains:
+        product = max(product, 2 * min(HEAD_ROWS, weight.shape[0]) * weight.shape[1])
+    return total + _cast_bytes(weight) + product + trains * _operand_bytes(hidden)
+
+
+def _operand_bytes(hidden: Tensor) -> int:
+    return 2 * hidden.numel() * (hidden.dtype != torch.bfloat16)
+
+
+def _cast_bytes(weight: Tensor) -> int:
+    """Of the rows of the head that are multiplied at a time."""
+    rows = min(HEAD_ROWS, weight.shape[0])
+    return 2 * rows * weight.shape[1] * (weight.dtype != torch.bfloat16)
 
 
 def _rows(vocab: int) -> int:

@@ -17,10 +17,10 @@ _CHUNK_ROWS = 512
 _CHUNKS_FROM = {"cpu": 32 * _MIB, "cuda": 512 * _MIB}
 _CHUNK_BYTES = 128 * _MIB
 # On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
-# the head's gradient that are made at a time.
+# the head that are multiplied at a time.
 _LOW_BYTES = 256 * _MIB
 _LOW_BLOCK_BYTES = 2 * _MIB
-_LOW_HEAD_ROWS = 4096
+_LOW_HEAD_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,17 @@ class Loss(Setup):
         logits = here * rows * vocab * s.operand
         output = here * rows * hidden * s.stream * s.casts
         read = here * rows * hidden * s.operand * (s.operand < s.stream)
-        copy = here * head * s.operand * (s.operand < s.weight)
+        part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
+        cast = part * (s.operand < s.weight)
         block = self._low_block(vocab, rows)
         tape.pass_over("activations", at.more * logits)
-        within = np.maximum(read + copy, 2 * FP32 * block * vocab * here)
+        within = np.maximum(read + cast, 2 * FP32 * block * vocab * here)
         tape.moment("temporary", logits + within + output)
         tape.take("activations", logits)
         tape.drop("communication", at.last)
-        part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
-        tape.moment("temporary", here * (head * s.weight + rows * hidden * s.stream) + read + part)
+        states = here * rows * hidden
+        made = here * head * s.weight + states * np.where(s.stream < FP32, FP32 + s.stream, FP32)
+        tape.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
         tape.drop("activations", logits)
 
     def _whole_logits(self, tape: Tape, at: _Head) -> None:
@@ -200,7 +202,7 @@ class Loss(Setup):
             FP32 * chunk * (vocab + hidden) * here,
         )
         softmax = 2 * FP32 * self._low_block(vocab, chunk) * vocab
-        part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden
+        part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
         in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
         inside = np.where(low, in_place * here, inside)
         tape.moment("temporary", inside + output + cast + raised)

@@ -11,7 +11,12 @@ from torch.utils._pytree import tree_map_only
 
 from outpace.nn.attention import attention, attention_backward
 from outpace.nn.gelu import gelu_tanh
-from outpace.nn.low_loss import bytes_within, low_loss, low_loss_backward
+from outpace.nn.low_loss import (
+    bytes_within,
+    bytes_within_backward,
+    low_loss,
+    low_loss_backward,
+)
 from outpace.nn.norms import rms_norm, rms_norm_backward
 from outpace.trace.tracker import Tracker
 
@@ -45,9 +50,9 @@ class Inside:
         """For one call. 0 for operators that are not known, and with memory of their own."""
         # Of tensors with memory too: a mode around it does not see what it is made of.
         if func is low_loss.overload:
-            return bytes_within(*args[:2])[0]
+            return bytes_within(args[0], args[1])
         if func is low_loss_backward.overload:
-            return bytes_within(*args[2:4])[1] if args[5] else 2 * args[3].numel()
+            return bytes_within_backward(args[2], args[3], args[5])
         if func in _ON_CPUS and not self._on_cpu:
             return 0
         if func not in _IN_PYTHON or not isinstance(args[0], FakeTensor):

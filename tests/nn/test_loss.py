@@ -299,6 +299,21 @@ def test_logits_of_a_large_vocabulary_are_cut_into_chunks_in_bf16_on_a_cpu(monke
     assert not any(map(torch.equal, cut[1][1:], whole[1][1:]))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_heads_products_are_made_by_pieces_in_bf16_on_a_cpu(monkeypatch, bias):
+    operands, targets = _operands(bias=bias)
+    whole = _ours(operands, targets, "auto", torch.bfloat16)
+    monkeypatch.setattr("outpace.nn.low_loss.HEAD_ROWS", 40)
+    pieces = _ours(operands, targets, "auto", torch.bfloat16)
+    # A logit and a row of the head's gradient are one sum each, whatever else is made with them.
+    assert torch.equal(pieces[0], whole[0])
+    for one, other in zip(pieces[1][1:], whole[1][1:], strict=True):
+        assert torch.equal(one, other)
+    # The hidden states' gradient is a sum over the pieces, each of which is rounded.
+    assert not torch.equal(pieces[1][0], whole[1][0])
+    assert _error(pieces[1][0], whole[1][0]) < 4e-3
+
+
 def test_a_frozen_head_gets_no_gradient_in_bf16_on_a_cpu():
     """As beside adapters: neither its product nor its memory."""
     (hidden, weight, bias), targets = _operands(bias=True)
