@@ -260,14 +260,13 @@ def _train_here(
     end: Callable[[str, int], NoReturn],
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
-    heard = touching(asked.settings, ranks, environ)  # while torch loads
+    ahead = touching(asked.settings, ranks, environ)  # while torch loads
     with loading():
         from outpace.launch import job
         from outpace.launch.micro_batch import trier
         from outpace.report.progress import Progress
 
-    if asked.progress and ranks.rank == 0:
-        heard = [*heard, Progress()]
+    heard = [Progress()] if asked.progress and ranks.rank == 0 else []
     return job.train(
         asked.settings,
         ranks=ranks,
@@ -278,6 +277,7 @@ def _train_here(
         end=end,
         attempt=trier(environ),
         explain=_explain,
+        ahead=ahead,
     )
 
 

@@ -14,45 +14,30 @@ from outpace.probe.limits import free_bytes
 from outpace.records.optimizers import LEVELS, WEIGHTS
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.train.callbacks import TRAINING, Callback
 from outpace.train.heap import Touching
 
 _FP32_BYTES = 4
-_BESIDE_WEIGHTS = 3  # of their size: gradients and AdamW's two moments
+# Of their size: themselves, gradients and AdamW's two moments; and what bf16's products read.
+_OF_WEIGHTS, _OF_CASTS = 4, 0.5
 _OF_FREE = 0.5
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
 
 
 def touching(
     settings: TrainSettings, ranks: Ranks, environment: Mapping[str, str]
-) -> list[Callback]:
-    """Touch what training in this process will surely need, beginning now, until it trains.
+) -> Touching | None:
+    """Touch what training in this process will surely need, beginning now.
 
-    On a CPU alone, by a core that would be idle: not beside other ranks. Returns who is to hear
-    of the run's stages.
+    On a CPU alone, by a core that would be idle: not beside other ranks.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
-        return []
+        return None
     nbytes = min(needed_bytes(settings), int(_OF_FREE * free_bytes()))
-    if not nbytes:
-        return []
-    return [_UntilTraining(Touching(nbytes, environment).start())]
-
-
-class _UntilTraining(Callback):
-    def __init__(self, touched: Touching) -> None:
-        self._touched = touched
-
-    def on_stage(self, message: str) -> None:
-        if message == TRAINING:
-            self._touched.end()
-
-    def close(self) -> None:
-        self._touched.end()
+    return Touching(nbytes, environment).start() if nbytes else None
 
 
 def needed_bytes(settings: TrainSettings) -> int:
-    """Of fp32 gradients and AdamW's moments, on a CPU; 0 where there will be others, or none.
+    """Of fp32 weights with gradients and AdamW's moments, on a CPU; 0 where there are others.
 
     Of a preset, or of a directory with weights, whose files are in fp32 or smaller.
     """
@@ -68,7 +53,10 @@ def needed_bytes(settings: TrainSettings) -> int:
         settings.memory,
         settings.empty_cache,
     )
-    return 0 if any(others) else _BESIDE_WEIGHTS * _weights_bytes(settings.model)
+    if any(others):
+        return 0
+    times = _OF_WEIGHTS + _OF_CASTS * (precision == "bf16")
+    return int(times * _weights_bytes(settings.model))
 
 
 def _weights_bytes(reference: str) -> int:

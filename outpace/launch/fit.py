@@ -77,6 +77,7 @@ class Fitting:
     """What plans need on this job's ranks against what these have.
 
     `account` gives the memory of a rank; None, or no `spec`, where nothing can be predicted.
+    `ahead_bytes` of what the process holds are there for what is planned.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Fitting:
         spec: ModelSpec | None,
         seq_len: int | None,
         account: Account | None,
+        ahead_bytes: int = 0,
     ) -> None:
         if device.type == "cpu":
             give_back_free()  # the preparation of data leaves much
@@ -98,7 +100,7 @@ class Fitting:
         self._spec = spec
         self._seq_len = seq_len
         # On the host the process itself counts, with the libraries that it has loaded.
-        self.held_bytes = anonymous_bytes() if device.type == "cpu" else 0
+        self.held_bytes = anonymous_bytes() - ahead_bytes if device.type == "cpu" else 0
         self._site = Site(
             device, catalogued(machine, device), ranks.local_world_size, self.held_bytes
         )

@@ -44,7 +44,7 @@ from outpace.records.settings import TrainSettings
 from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
 from outpace.train.guards import StopSignal
-from outpace.train.heap import keep_freed
+from outpace.train.heap import Touching, keep_freed
 from outpace.train.loggers import require_loggers
 from outpace.train.run_dir import STANDSTILL_FILE, RunDir
 from outpace.train.threads import set_threads
@@ -64,14 +64,15 @@ def train(
     end: End | None = None,
     attempt: Try | None = None,
     explain: Explain | None = None,
+    ahead: Touching | None = None,
 ) -> Measurement:
     """Train as `settings` say, on this rank of `ranks`; every rank of a job calls this.
 
     `model` is a live module or a function that builds one, in place of `settings.model`.
     `callbacks` are heard on rank 0. `end` ends this process where it cannot be ended otherwise;
     `attempt` tries settings in another; `explain` shows, of a file in the run's folder, how ranks
-    stood when some waited in vain. Raises BadInputError, DivergedError, InterruptedRunError,
-    OutOfMemoryError, RankLostError.
+    stood when some waited in vain; `ahead` is touching memory that this will use. Raises
+    BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError, RankLostError.
     """
     with prepared(
         settings,
@@ -84,6 +85,7 @@ def train(
         end=end,
         attempt=attempt,
         explain=explain,
+        ahead=ahead,
     ) as ready:
         return ready.run()
 
@@ -109,6 +111,7 @@ def prepared(
     attempt: Try | None = None,
     explain: Explain | None = None,
     foresee: bool = True,
+    ahead: Touching | None = None,
 ) -> Iterator[Prepared]:
     """Everything up to the first step, as `train` does it, for who drives the loop by hand.
 
@@ -117,6 +120,8 @@ def prepared(
     heard = list(callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
         stack.callback(lambda: tell(heard, "close"))
+        if ahead is not None:
+            stack.callback(ahead.end)
         stop = stack.enter_context(StopSignal())
         settings = with_earlier_precision(settings)
         device = resolve_device(settings, ranks)
@@ -156,7 +161,12 @@ def prepared(
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
             account = tracer if foresee else None
-            fitting = Fitting(settings, ranks, device, machine, spec, seq_len, account)
+            fitting = Fitting(
+                settings, ranks, device, machine, spec, seq_len, account,
+                0 if ahead is None else ahead.held_bytes,
+            )  # fmt: skip
+            if ahead is not None:
+                ahead.hand_over()
             plan = groups.once(lambda: fitting.settled(plan))
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
@@ -179,7 +189,10 @@ def prepared(
                 tell(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
             tracer.close()  # its memory is for training now
-            yield assemble(job, origins, command, threads, stop, stack, guard, answer, looker)
+            ready = assemble(job, origins, command, threads, stop, stack, guard, answer, looker)
+            if ahead is not None:
+                ahead.end()
+            yield ready
 
 
 def _keep(run_dir: RunDir, explain: Explain | None, found: Standstill) -> None:

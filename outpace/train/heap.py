@@ -40,11 +40,15 @@ class Touching:
     memory back 0.2 to 1.4 s for each GB (docs/log.md), which an idle core can pay while modules
     are loaded. As much again behind it gets huge pages, too, where the system has them, and is
     not touched. Nothing happens where `keep_freed` does not hold, or there is no such memory.
+
+    What is touched is held until it is handed over: what is free may be given back (`malloc_trim`).
     """
 
     def __init__(self, nbytes: int, environment: Mapping[str, str]) -> None:
-        self._ended = threading.Event()
+        self._ended, self._handed_over = threading.Event(), threading.Event()
         self._pieces: list[int] = []
+        self._held: list[int] = []
+        self._touching = threading.Lock()
         library = c_library() if keep_freed(environment) else None
         if library is not None:
             self._heap = _Heap(library)
@@ -57,20 +61,38 @@ class Touching:
         self._thread.start()
         return self
 
+    @property
+    def held_bytes(self) -> int:
+        """Resident, and used by nobody yet."""
+        with self._touching:
+            return len(self._held) * _PIECE_BYTES
+
+    def hand_over(self) -> None:
+        """Let others have what is touched, and what will be as soon as it is."""
+        self._handed_over.set()
+        with self._touching:
+            while self._held:
+                self._heap.free(self._held.pop())
+
     def end(self) -> None:
-        """Touch no more than the piece that is being touched."""
+        """Hand over, and touch no more than the piece that is being touched."""
         self._ended.set()
+        self.hand_over()
 
     def wait(self) -> None:
-        """Until the last piece is free for others."""
+        """Until the last piece is touched."""
         self._thread.join()
 
     def _touch(self) -> None:
-        # Each is free once it is touched; none is asked for again, which would be the same one.
+        # None is asked for again once it is free: that would be the same one.
         for piece in self._pieces:
-            if not self._ended.is_set():
-                ctypes.memset(piece, 0, _PIECE_BYTES)  # without Python's lock
-            self._heap.free(piece)
+            with self._touching:
+                if not self._ended.is_set():
+                    ctypes.memset(piece, 0, _PIECE_BYTES)  # without Python's lock
+                if self._handed_over.is_set():
+                    self._heap.free(piece)
+                else:
+                    self._held.append(piece)
 
 
 class _Heap:

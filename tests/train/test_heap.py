@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own functions")
 
+MIB = 1 << 20
 FAULTS = """
 import os, resource, sys, torch
 from outpace.train.heap import keep_freed
@@ -42,7 +43,7 @@ def test_what_was_freed_is_there_for_the_next_step():
 
 
 TOUCHED = """
-import os, resource, sys
+import ctypes, os, resource, sys
 from outpace.train.heap import Touching
 
 MIB = 1 << 20
@@ -52,11 +53,15 @@ if sys.argv[1] == "ended":
     touching.end()
 if sys.argv[1] != "not":
     touching.start().wait()
+    ctypes.CDLL(None).malloc_trim(0)  # as a job does before it looks at its memory
+held = touching.held_bytes
+if sys.argv[1] == "handed over":
+    touching.hand_over()
 before = faults()
 blocks = [bytearray(MIB) for _ in range(200)]  # zeros that calloc need not write
 for block in blocks:
     block[:: 4096] = b"1" * 256
-print(faults() - before)
+print(faults() - before, held)
 """
 
 
@@ -67,10 +72,13 @@ def test_memory_is_touched_before_it_is_needed():
         kept = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
         words = [sys.executable, "-c", TOUCHED, how]
         said = subprocess.run(words, env=kept | environment, capture_output=True, text=True,
-                              check=True).stdout  # fmt: skip
-        return int(said)
+                              check=True).stdout.split()  # fmt: skip
+        return int(said[0]), int(said[1])
 
-    touched = faults("touched")
-    assert touched < 100
-    assert faults("ended") >= touched + 95  # at most huge pages of 2 MiB each
-    assert faults("touched", MALLOC_ARENA_MAX="2") > 40_000  # it is the user's
+    touched, held = faults("handed over")
+    assert touched < 100 and held == 256 * MIB
+    for how in ("held", "ended"):  # at most huge pages of 2 MiB each
+        assert faults(how)[0] >= touched + 95
+    assert faults("ended")[1] == 0
+    found, held = faults("handed over", MALLOC_ARENA_MAX="2")  # it is the user's
+    assert found > 40_000 and held == 0
