@@ -63,6 +63,24 @@ def test_who_computes_something_else_is_not_counted():
     assert not race.same((6.0, 5.9), losses)
 
 
+def test_the_loss_to_reach_is_one_of_those_who_compute_the_same():
+    import cases
+    import race
+    import watching
+
+    def seen(*losses):
+        return [watching.Seen(tuple(range(len(losses))), losses, 1, 1, 0, "")]
+
+    heat = race.Heat(cases.TINY["tiny"], 2)
+    found = {"plain loop": seen(6.0, 5.9, 5.8, 5.0), "outpace": seen(6.0, 5.9, 5.8, 5.1),
+             "twice": seen(12.0, 11.8, 11.6, 10.0)}  # fmt: skip
+    judged = race.judged(heat, found)
+    assert judged["target_loss"] == 5.1
+    reached = {name: row["loss_reached_s"] for name, row in judged["entrants"].items()}
+    assert reached == {"plain loop": 3, "outpace": 3, "twice": None}
+    assert not judged["entrants"]["twice"]["same_losses"]
+
+
 def test_the_tables_say_what_was_reached(monkeypatch):
     from figures_performance import beside, peers, targets
 

@@ -164,7 +164,8 @@ def judged(heat: Heat, found: dict[str, list[watching.Seen]]) -> dict[str, Any]:
     tokens = heat.case.batch * heat.case.seq_len
     plain = next(name for name in found if name.startswith("plain"))
     yardstick = found[plain][0].losses
-    target = _target([one.losses for runs in found.values() for one in runs])
+    runs_losses = [one.losses for runs in found.values() for one in runs]
+    target = _target([losses for losses in runs_losses if same(losses, yardstick)])
     rows = {}
     for name, runs in found.items():
         whole = [one for one in runs if one.exit_code == 0 and len(one.steps_s) > WARMUP]
@@ -197,7 +198,7 @@ def same(losses: Sequence[float], yardstick: Sequence[float]) -> bool:
 
 
 def _target(losses: Sequence[Sequence[float]]) -> float | None:
-    """A loss that all come to: the highest of what each has at its last step."""
+    """A loss that all these come to: the highest of what each has at its last step."""
     return max((one[-1] for one in losses if one), default=None)
 
 

@@ -38,6 +38,11 @@ class Case:
         self.share = self.batch // self.world_size
         self._log = log.open("w", buffering=1) if self.rank == 0 else None
 
+    @property
+    def labelled(self) -> bool:
+        """Texts with a label each, rather than text."""
+        return self.architecture == "AutoModelForSequenceClassification"
+
     def model(self) -> torch.nn.Module:
         """With the first weights, in fp32; of a case without any with some."""
         kind = getattr(transformers, self.architecture)

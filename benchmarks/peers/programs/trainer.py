@@ -37,6 +37,8 @@ def main() -> None:
             torch_compile=flags.compile, logging_strategy="no", save_strategy="no",
             report_to=[], disable_tqdm=True, remove_unused_columns=False,
             ddp_find_unused_parameters=False,
+            # On by itself, transformers 5.23 multiplies a classifier's loss by the ranks.
+            average_tokens_across_devices=not case.labelled,
         )  # fmt: skip
         trainer = InOrder(model=case.model(), args=arguments, train_dataset=case.data())
         trainer.case = case
