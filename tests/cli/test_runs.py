@@ -78,7 +78,7 @@ def test_all_runs_are_listed_newest_first_and_damaged_ones_as_such(listed):
 def test_those_of_experiments_are_listed_where_they_are_asked_for(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
     for words, names in (([], False), (["--all"], True), (["comparisons"], True)):
-        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setenv("COLUMNS", "120")  # a slow step's figure is wider
         assert main(["runs", *words]) == 0
         shown = capsys.readouterr().out
         assert ("zero3-000" in shown) is names
