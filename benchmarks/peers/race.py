@@ -42,6 +42,7 @@ LIMIT_S = 900.0
 # Beside the plain loop's losses: bf16's rounding differs from one order of products to another.
 FIRST_LOSS, LATER_LOSS = 0.005, 0.03
 PRECISIONS = ("bf16", "fp32")
+RUNS = "runs"  # below the folder
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,16 @@ def run(
     place = folder / "cases" / f"{heat.case.name}-{precision}-{steps}"
     cases.write(heat.case, place, steps, precision)
     asked = entrants.PEERS[heat.kind] if peers is None else peers
-    commands, flops = _commands(heat, folder, place, steps, asked, python_of), 0.0
+    lines, flops = commands(heat, folder, place, steps, asked, python_of), 0.0
     chance = random.Random(heat.name)
-    found: dict[str, list[watching.Seen]] = {name: [] for name in commands}
+    found: dict[str, list[watching.Seen]] = {name: [] for name in lines}
     for number in range(rounds):
-        for name in chance.sample(sorted(commands), len(commands)):
-            words, log = commands[name]
-            shutil.rmtree(folder / "run", ignore_errors=True)
+        for name in chance.sample(sorted(lines), len(lines)):
+            words, log = lines[name]
+            clear(folder)
             seen = watching.watch(words, log, entrants.ENVIRONMENT, LIMIT_S)
             found[name].append(seen)
-            flops = flops or _flops(folder / "run" / "metrics.jsonl")
+            flops = flops or (_flops(log) if name == entrants.OURS else 0.0)
             print(f"{heat.name}, round {number + 1}: {name}: {_told(seen)}", file=sys.stderr,
                   flush=True)  # fmt: skip
     return {**judged(heat, found), "precision": precision, "model_flops": flops}
@@ -123,28 +124,35 @@ def faster_precision(best: Mapping[str, float]) -> str:
     return max(PRECISIONS, key=lambda one: best.get(one, 0.0))
 
 
-def _commands(
+def commands(
     heat: Heat,
     folder: Path,
     place: Path,
     steps: int,
     peers: Sequence[entrants.Peer],
-    python_of: Callable[[str, Path], Path],
+    python_of: Callable[[str, Path], Path] = environments.python_of,
 ) -> dict[str, tuple[list[str], Path]]:
-    """Of each entrant what is run, and the file in which its steps' lines come."""
-    config = place / "outpace.toml"
+    """Of each entrant what is run, and the file in which its steps' lines come; see `clear`."""
+    config, runs = place / "outpace.toml", folder / RUNS / str(heat.processes)
     settings = json.loads((place / "case.json").read_text())["settings"]
     cases.write_config(config, settings)
-    out = folder / "run"
+    out = runs / entrants.OURS
     found = {entrants.OURS: (
         entrants.own_command(config, heat.processes, heat.kind, steps, out),
         out / "metrics.jsonl",
     )}  # fmt: skip
     for peer in peers:
         python = python_of(peer.environment, folder / "environments")
-        log = folder / "peer.jsonl"
+        log = runs / f"{peer.name}.jsonl"
         found[peer.name] = (peer.command(python, heat.processes, place, steps, log), log)
     return found
+
+
+def clear(folder: Path) -> None:
+    """Nothing is left of the runs before, and there is a place for the next."""
+    shutil.rmtree(folder / RUNS, ignore_errors=True)
+    for processes in (1, 2):
+        (folder / RUNS / str(processes)).mkdir(parents=True)
 
 
 def _told(seen: watching.Seen) -> str:
@@ -223,7 +231,7 @@ def recorded(anew: bool) -> dict[str, Any]:
     return heats
 
 
-def _is_wanted(heat: Heat, arguments: argparse.Namespace) -> bool:
+def is_wanted(heat: Heat, arguments: argparse.Namespace) -> bool:
     """By the options; where a case is named without a kind, it is that without one."""
     named = any((arguments.case, arguments.processes, arguments.kind))
     kinds = (heat.kind,) if not named else (arguments.kind or "",)
@@ -258,7 +266,7 @@ def main() -> None:
     named = any((arguments.case, arguments.processes, arguments.kind))
     done = recorded(arguments.anew)
     for heat in heats():
-        if not _is_wanted(heat, arguments) or (heat.name in done and not named):
+        if not is_wanted(heat, arguments) or (heat.name in done and not named):
             continue
         best = best_products_flops_per_s(arguments.folder)
         precision = arguments.precision or faster_precision(best)

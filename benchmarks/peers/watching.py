@@ -51,9 +51,14 @@ def watch(words: Sequence[str], log: Path, environment: Mapping[str, str], limit
         said = running.end()
     lines = _lines(log)
     times += [time.monotonic() - began_s] * (len(lines) - len(times))
-    losses = tuple(json.loads(line)["loss"] for line in lines)
+    losses = tuple(losses_of(log))
     total, largest = sum(peaks.values()), max(peaks.values(), default=0)
     return Seen(tuple(times), losses, total, largest, exit_code, said[-4000:])
+
+
+def losses_of(log: Path) -> list[float]:
+    """Of each step whose line is whole."""
+    return [json.loads(line)["loss"] for line in _lines(log)]
 
 
 def grown(words: Sequence[str], log: Path, every: int) -> Iterator[int]:

@@ -1,0 +1,220 @@
+"""outpace beside the fastest peers of its heat, in turn: the ratio that a noisy machine leaves.
+
+    python benchmarks/peers/finals.py                    # of all heats that are recorded
+    python benchmarks/peers/finals.py --case b --processes 2     # of one, anew
+
+In a heat of the race each run is minutes from the next, and a virtual machine is not as fast from
+one minute to the next. Here those who are compared are in memory together and take turns of some
+steps, stopped and let go on by signals, in another order each turn: what changes on the machine
+changes for all. The step in which one was stopped is not counted.
+
+steps: outpace and the best peers of the heat, two where memory has room; of two processes also
+    outpace on one. Ratios are those of each turn's median steps.
+first steps: outpace and Trainer, from command to the first step's line, several times in turn.
+best product: of one process, before each turn, for the share of it that outpace reaches.
+Records results/finals.json, heat by heat.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import cases  # noqa: E402
+import entrants  # noqa: E402
+import environments  # noqa: E402
+import race  # noqa: E402
+import watching  # noqa: E402
+from recording import RESULTS, circumstances, save  # noqa: E402
+
+from outpace.experiment.processes import Running  # noqa: E402
+
+TURNS, TURN_STEPS, STARTS = 6, 4, 3
+PEERS = 2  # at most
+ROOM = 0.85  # of the machine's memory, for all together
+ALONE = f"{entrants.OURS} on one process"
+RIVAL = "Trainer"  # beside whose first step outpace's is asked for
+SPARE = 3  # steps more of a turn than are counted: it is stopped in one, and seen late
+LIMIT_S, LOOK_S = 900.0, 0.01
+# An exchange waits while others have their turns.
+PATIENT = ("--comm-timeout-s", "3600")
+Line = tuple[list[str], Path]  # what is run, and where its steps' lines come
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """A training that is stopped, but for its turns."""
+
+    name: str
+    running: Running
+    log: Path
+
+    def go(self, steps: int) -> list[float]:
+        """Let it go on; seconds of its next steps, but for the one in which it was stopped.
+
+        Raises SystemExit where it ends or takes too long.
+        """
+        had, began_s = self._steps(), time.monotonic()
+        ends_s: list[float] = []
+        self.running.go_on()
+        while len(ends_s) <= steps:
+            now_s = time.monotonic()
+            ends_s += [now_s] * (self._steps() - had - len(ends_s))
+            if self.running.exit_code is not None or now_s - began_s > LIMIT_S:
+                raise SystemExit(f"{self.name} did not go on: {self.running.end()[-2000:]}")
+            time.sleep(LOOK_S)
+        self.running.pause()
+        return [after - before for before, after in itertools.pairwise(ends_s)][:steps]
+
+    def _steps(self) -> int:
+        return self.log.read_bytes().count(b"\n") if self.log.is_file() else 0
+
+
+@contextmanager
+def _warm(name: str, line: Line) -> Iterator[InTurn]:
+    """It, by itself, until it is warm; nothing is left of it."""
+    words, log = line
+    running = Running(words, entrants.ENVIRONMENT)
+    try:
+        one = InTurn(name, running, log)
+        one.go(race.WARMUP - 1)
+        yield one
+    finally:
+        running.end()
+
+
+def finalists(recorded: Mapping[str, Any], memory_bytes: int, more_bytes: int = 0) -> list[str]:
+    """The peers that were fastest, as many as there is room for beside outpace, at least one.
+
+    `more_bytes`: of who runs beside them.
+    """
+    ran = {name: one for name, one in recorded["entrants"].items() if one.get("same_losses")}
+    sizes = {name: one["rank_bytes"] * recorded["processes"] for name, one in ran.items()}
+    left = ROOM * memory_bytes - sizes.pop(entrants.OURS) - more_bytes
+    found: list[str] = []
+    for name in sorted(sizes, key=lambda one: -float(ran[one]["tokens_per_s"]))[:PEERS]:
+        left -= sizes[name]
+        if not found or left >= 0:
+            found.append(name)
+    return found
+
+
+def take_turns(
+    lines: Mapping[str, Line], turns: int, steps: int, before: Callable[[], None]
+) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
+    """Seconds of each counted step, turn by turn, and the losses of each. `before` each turn."""
+    took: dict[str, list[list[float]]] = {name: [] for name in lines}
+    with ExitStack() as stack:
+        started = [stack.enter_context(_warm(*line)) for line in lines.items()]
+        for turn in range(turns):
+            before()
+            for place in range(len(started)):
+                one = started[(turn + place) % len(started)]
+                took[one.name].append(one.go(steps))
+        losses = {one.name: watching.losses_of(one.log) for one in started}
+    return took, losses
+
+
+def first_steps_s(lines: Mapping[str, Line], folder: Path, times: int) -> dict[str, list[float]]:
+    """From command to the first step's line, in turn."""
+    found: dict[str, list[float]] = {name: [] for name in lines}
+    for number in range(times):
+        for name in sorted(lines, reverse=bool(number % 2)):
+            race.clear(folder)
+            words, log = lines[name]
+            seen = watching.watch(words, log, entrants.ENVIRONMENT, LIMIT_S)
+            if not seen.steps_s:
+                raise SystemExit(f"{name} took no step: {seen.said[-2000:]}")
+            found[name].append(seen.steps_s[0])
+    return found
+
+
+def final(
+    heat: race.Heat,
+    recorded: Mapping[str, Any],
+    folder: Path,
+    python_of: Callable[[str, Path], Path] = environments.python_of,
+    single: Mapping[str, Any] | None = None,
+    turns: int = TURNS,
+    steps: int = TURN_STEPS,
+) -> dict[str, Any]:
+    """Of a heat that was raced; `single`: the record of the same case on one process."""
+    alone = single if heat.processes > 1 and not heat.kind else None
+    beside_bytes = 0 if alone is None else alone["entrants"][entrants.OURS]["rank_bytes"]
+    names = finalists(recorded, psutil.virtual_memory().total, beside_bytes)
+    count = race.WARMUP + turns * (steps + SPARE)
+    place = folder / "cases" / f"{heat.case.name}-{recorded['precision']}-{count}"
+    cases.write(heat.case, place, count, recorded["precision"])
+    products: list[float | None] = []
+
+    def lines_of(heat: race.Heat, names: Sequence[str], count: int) -> dict[str, Line]:
+        peers = [peer for peer in entrants.PEERS[heat.kind] if peer.name in names]
+        lines = race.commands(heat, folder, place, count, peers, python_of)
+        words, log = lines[entrants.OURS]
+        return {**lines, entrants.OURS: ([*words, *PATIENT], log)}
+
+    def measure_product() -> None:
+        if heat.processes == 1 and not heat.case.labelled:
+            best = race.best_products_flops_per_s(folder)
+            products.append(best.get(recorded["precision"]))
+
+    first_s = first_steps_s(lines_of(heat, [RIVAL], 1), folder, STARTS)
+    lines = lines_of(heat, names, count)
+    if alone is not None:
+        lines[ALONE] = lines_of(race.Heat(heat.case, 1), [], count)[entrants.OURS]
+    race.clear(folder)
+    took, losses = take_turns(lines, turns, steps, measure_product)
+    return {
+        "case": heat.case.name, "title": heat.case.title, "processes": heat.processes,
+        "kind": heat.kind, "precision": recorded["precision"],
+        "tokens": heat.case.batch * heat.case.seq_len, "model_flops": recorded["model_flops"],
+        "turns_s": took, "losses": losses, "same_losses": _all_same(losses),
+        "first_steps_s": first_s, "best_products_flops_per_s": products,
+    }  # fmt: skip
+
+
+def _all_same(losses: Mapping[str, Sequence[float]]) -> bool:
+    """Whether all train the same, as far as all came."""
+    shortest = min(map(len, losses.values()))
+    yardstick = losses[entrants.OURS][:shortest]
+    return all(race.same(one[:shortest], yardstick) for one in losses.values())
+
+
+def main() -> None:
+    """Of what is asked for, each recorded as soon as it is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")
+    parser.add_argument("--case", choices=cases.CASES)
+    parser.add_argument("--processes", type=int, choices=(1, 2))
+    parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
+    arguments = parser.parse_args()
+    raced, path = race.recorded(anew=False), RESULTS / "finals.json"
+    done: dict[str, Any] = json.loads(path.read_text())["heats"] if path.is_file() else {}
+    for heat in race.heats():
+        if heat.name not in raced or not race.is_wanted(heat, arguments):
+            continue
+        found = final(heat, raced[heat.name], arguments.folder,
+                      single=raced.get(race.Heat(heat.case, 1).name))  # fmt: skip
+        done[heat.name] = {**found, **circumstances()}
+        save("finals", {"heats": done})
+        for name, turns in found["turns_s"].items():
+            step_s = statistics.median(map(statistics.median, turns))
+            print(f"{heat.name}: {name}: {step_s:.3f} s a step", file=sys.stderr, flush=True)
+    if not raced:
+        print("no race is recorded: python benchmarks/peers/race.py first")
+
+
+if __name__ == "__main__":
+    main()
