@@ -19,6 +19,7 @@ from typing import Any
 import figures_accuracy
 import figures_compare
 import figures_faults
+import figures_finals
 import figures_levers
 import figures_performance
 import figures_probe
@@ -221,6 +222,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_compare.WRITERS,
     **figures_faults.WRITERS,
     **figures_levers.WRITERS,
+    **figures_finals.WRITERS,
     **figures_performance.WRITERS,
     **figures_probe.WRITERS,
     **figures_seeds.WRITERS,

@@ -59,7 +59,7 @@ def share_of_best_product(heat: dict[str, Any]) -> float | None:
 
 def peers(result: dict[str, Any]) -> str:
     """A table for each heat."""
-    return "\n".join(_heats(result["heats"])) + stand(_latest(result))
+    return "\n".join(_heats(result["heats"])) + stand(latest(result))
 
 
 def _heats(heats: dict[str, Any]) -> Iterator[str]:
@@ -102,10 +102,11 @@ def targets(result: dict[str, Any]) -> str:
     """What is asked, beside what was reached."""
     heats = result["heats"]
     rows = [*_speed(heats), *_shares(heats), *_memory(heats), *_starts(heats), *_two(heats)]
-    return table(["asked", "of", "reached"], rows) + stand(_latest(result))
+    return table(["asked", "of", "reached"], rows) + stand(latest(result))
 
 
-def _latest(result: dict[str, Any]) -> dict[str, Any]:
+def latest(result: dict[str, Any]) -> dict[str, Any]:
+    """The heat that was recorded last."""
     return max(result["heats"].values(), key=lambda heat: heat["date"])
 
 
@@ -114,7 +115,7 @@ def _speed(heats: dict[str, Any]) -> Iterator[list[str]]:
         ratio, best = beside(heat, "tokens_per_s"), best_peer(heat, "tokens_per_s")
         if ratio is not None and best is not None:
             yield [f"tokens/s ≥ {FASTER:.2f} × the best peer's", heat_title(heat),
-                   f"{ratio:.2f} × {best[0]}{_mark(ratio >= FASTER)}"]  # fmt: skip
+                   f"{ratio:.2f} × {best[0]}{mark(ratio >= FASTER)}"]  # fmt: skip
 
 
 def _shares(heats: dict[str, Any]) -> Iterator[list[str]]:
@@ -122,7 +123,7 @@ def _shares(heats: dict[str, Any]) -> Iterator[list[str]]:
         share = share_of_best_product(heat)
         if share is not None and heat["case"] in "abc" and heat["processes"] == 1:
             yield [f"≥ {SHARE:.2f} of the best matrix product", heat_title(heat),
-                   f"{share:.3f}{_mark(share >= SHARE)}"]  # fmt: skip
+                   f"{share:.3f}{mark(share >= SHARE)}"]  # fmt: skip
 
 
 def _memory(heats: dict[str, Any]) -> Iterator[list[str]]:
@@ -130,7 +131,7 @@ def _memory(heats: dict[str, Any]) -> Iterator[list[str]]:
     ratio = None if heat is None else beside(heat, "rank_bytes", largest=False)
     if heat is not None and ratio is not None:
         yield [f"memory ≤ {LEANER:.2f} × the best peer's", heat_title(heat),
-               f"{ratio:.2f} ×{_mark(ratio <= LEANER)}"]  # fmt: skip
+               f"{ratio:.2f} ×{mark(ratio <= LEANER)}"]  # fmt: skip
 
 
 def _starts(heats: dict[str, Any]) -> Iterator[list[str]]:
@@ -139,7 +140,7 @@ def _starts(heats: dict[str, Any]) -> Iterator[list[str]]:
         if own is not None and trainer is not None:
             ratio = own["first_step_s"] / trainer["first_step_s"]
             yield [f"first step after ≤ {SOONER} × Trainer's", heat_title(heat),
-                   f"{ratio:.2f} ×{_mark(ratio <= SOONER)}"]  # fmt: skip
+                   f"{ratio:.2f} ×{mark(ratio <= SOONER)}"]  # fmt: skip
 
 
 def _two(heats: dict[str, Any]) -> Iterator[list[str]]:
@@ -150,7 +151,7 @@ def _two(heats: dict[str, Any]) -> Iterator[list[str]]:
         if OURS in ran(heat) and OURS in ran(two):
             ratio = ran(two)[OURS]["tokens_per_s"] / ran(heat)[OURS]["tokens_per_s"]
             yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
-                   f"{ratio:.3f} ×{_mark(ratio >= TWO)}"]  # fmt: skip
+                   f"{ratio:.3f} ×{mark(ratio >= TWO)}"]  # fmt: skip
 
 
 def _as_fast(heat: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -159,7 +160,7 @@ def _as_fast(heat: dict[str, Any], other: dict[str, Any]) -> bool:
     return None not in rates and max(rates) <= ALIKE * min(rates)
 
 
-def _mark(reached: bool) -> str:
+def mark(reached: bool) -> str:
     return "" if reached else ", **not reached**"
 
 
@@ -171,17 +172,17 @@ def lasting(result: dict[str, Any]) -> str:
             for place, lost in places.items():
                 rows.append(["an asynchronous checkpoint costs ≤ 1 step",
                              f"(b) GPT-2 124M, 1 process, the {which}, memory {place}",
-                             f"{lost:.2f} steps{_mark(lost <= 1)}"])  # fmt: skip
+                             f"{lost:.2f} steps{mark(lost <= 1)}"])  # fmt: skip
     if "long" in parts:
         long = parts["long"]
         grown, ratio = long["memory_growth_bytes"] / 2**20, long["time_ratio"]
         of = f"{long['steps']:,} small steps, last quarter beside the second"
         rows.append(["memory stays", of, f"{grown:+.1f} MiB"])
-        rows.append(["a step's time stays", of, f"{ratio:.3f} ×{_mark(ratio <= FLAT)}"])
+        rows.append(["a step's time stays", of, f"{ratio:.3f} ×{mark(ratio <= FLAT)}"])
     for name, case in parts.get("auto", {}).items():
         ratio = case["ratio"]
         rows.append(["the pick takes ≤ 1.02 × the best by hand", f"({name}) {case['title']}",
-                     f"{ratio:.3f} × {case['best']}{_mark(ratio <= PICKED)}"])  # fmt: skip
+                     f"{ratio:.3f} × {case['best']}{mark(ratio <= PICKED)}"])  # fmt: skip
     latest = max(result["parts"].values(), key=lambda part: part["date"])
     return table(["asked", "of", "reached"], rows) + stand(latest)
 
@@ -261,7 +262,9 @@ def _both(said: float | None, seen: float | None, unit: float, name: str) -> str
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu": gpu,
     "lasting": lasting,
-    "peers": peers,
-    "peers--targets": targets,
+    "peers-bf16": peers,
+    "peers-bf16--targets": targets,
+    "peers-fp32": peers,
+    "peers-fp32--targets": targets,
     "scaling": scaling,
 }

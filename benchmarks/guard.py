@@ -10,7 +10,6 @@ ratio is lower than the recorded one by more than its own noise and 3 %.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ sys.path.insert(0, str(HERE / "peers"))
 import cases  # noqa: E402
 import entrants  # noqa: E402
 import race  # noqa: E402
-from recording import RESULTS  # noqa: E402
 
 YARDSTICK = "plain loop"
 ROUNDS, COUNTED, LEAST = 3, 8, 0.03
@@ -59,23 +57,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=cases.CASES)
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")
+    parser.add_argument("--precision", choices=race.PRECISIONS, help="else what is faster here")
     arguments = parser.parse_args()
-    path = RESULTS / "peers.json"
-    known = json.loads(path.read_text())["heats"] if path.is_file() else {}
+    precision = arguments.precision or race.faster_precision(arguments.folder)
+    known = race.recorded("peers", precision)
     plain = [peer for peer in entrants.PEERS[""] if peer.name == YARDSTICK]
     lost = 0
     for name, case in cases.CASES.items():
         heat = race.Heat(case, 1)
         if arguments.case not in (None, name) or heat.name not in known:
             continue
-        row = race.run(heat, arguments.folder, known[heat.name]["precision"], COUNTED, ROUNDS,
-                       plain, _this_python)  # fmt: skip
+        row = race.run(heat, arguments.folder, precision, COUNTED, ROUNDS, plain, _this_python)
         now = ratios(row)
         kept, words = judged(now, ratios(known[heat.name]))
         lost += not kept
         print(f"{heat.name}: {words}: {'kept' if kept else 'LOST'}", flush=True)
     if not known:
-        print("no race is recorded: python benchmarks/peers/race.py first")
+        print(f"no race in {precision} is recorded: python benchmarks/peers/race.py first")
     return 1 if lost else 0
 
 

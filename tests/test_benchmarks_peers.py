@@ -81,7 +81,61 @@ def test_the_loss_to_reach_is_one_of_those_who_compute_the_same():
     assert not judged["entrants"]["twice"]["same_losses"]
 
 
-def test_the_tables_say_what_was_reached(monkeypatch):
+@pytest.mark.slow
+def test_in_turn_each_takes_its_steps_and_waits_for_the_others(tmp_path):
+    import cases
+    import entrants
+    import finals
+    import race
+
+    heat = race.Heat(cases.TINY["tiny"], 1)
+    plain = [peer for peer in entrants.PEERS[""] if peer.name == "plain loop"]
+    turns, steps = 2, 3
+    count = race.WARMUP + turns * (steps + finals.SPARE + 20)  # a tiny step is over soon
+    cases.write(heat.case, tmp_path / "case", count, "fp32")
+    lines = race.commands(heat, tmp_path, tmp_path / "case", count, plain,
+                          lambda name, folder: Path(sys.executable))  # fmt: skip
+    race.clear(tmp_path)
+    seen = []
+
+    def before():
+        seen.append({name: log.read_bytes().count(b"\n") for name, (_, log) in lines.items()})
+
+    took, losses = finals.take_turns(lines, turns, steps, before)
+    assert [len(turn) for turns in took.values() for turn in turns] == [steps] * 4
+    # Tiny steps may end between two looks, and then take nothing.
+    assert all(0 < sum(map(sum, turns)) < 60 for turns in took.values())
+    first, second = seen
+    assert all(race.WARMUP <= first[name] <= second[name] - steps for name in lines)
+    shortest = min(map(len, losses.values()))
+    ours, theirs = (losses[name][:shortest] for name in ("outpace", "plain loop"))
+    assert race.same(ours, theirs)
+
+
+def test_finalists_are_the_fastest_that_there_is_room_for():
+    import finals
+
+    def one(tokens_per_s, rank_bytes, same=True):
+        return {"tokens_per_s": tokens_per_s, "rank_bytes": rank_bytes, "same_losses": same}
+
+    recorded = {"processes": 2, "entrants": {
+        "outpace": one(9.0, 10), "slow": one(1.0, 10), "second": one(2.0, 10),
+        "best": one(3.0, 10), "wrong": one(4.0, 10, same=False), "broken": {"failure": "no"},
+    }}  # fmt: skip
+    assert finals.finalists(recorded, 1000) == ["best", "second"]
+    assert finals.finalists(recorded, 59) == ["best"]  # 0.85 of it are 50, and three take 60
+    assert finals.finalists(recorded, 80, more_bytes=10) == ["best"]
+    assert finals.finalists(recorded, 1) == ["best"]  # one at least
+
+
+STAND = {
+    "machine": {"host_cores": 2, "cpu": "a processor", "devices": []},
+    "versions": {"torch": "2.13.0", "python": "3.11"}, "date": "2026-11-22", "commit": "0",
+    "uncommitted_changes": False, "command": ["python", "x.py"],
+}  # fmt: skip
+
+
+def test_the_tables_say_what_was_reached():
     from figures_performance import beside, peers, targets
 
     def one(tokens_per_s, **more):
@@ -89,18 +143,13 @@ def test_the_tables_say_what_was_reached(monkeypatch):
                 "rank_bytes": 2**30, "first_step_s": 5.0, "loss_reached_s": 9.0,
                 "same_losses": True, **more}  # fmt: skip
 
-    stand = {
-        "machine": {"host_cores": 2, "cpu": "a processor", "devices": []},
-        "versions": {"torch": "2.13.0", "python": "3.11"}, "date": "2026-11-22", "commit": "0",
-        "uncommitted_changes": False, "command": ["python", "x.py"],
-    }  # fmt: skip
     entrants = {
         "outpace": one(120.0, first_step_s=3.0), "plain loop": one(100.0), "Trainer": one(80.0),
         "wrong": one(500.0, same_losses=False), "broken": {"failure": "no"},
     }  # fmt: skip
     heat = {"case": "a", "title": "small", "processes": 1, "kind": "", "precision": "bf16",
             "entrants": entrants, "cannot": {"Lightning": "refuses"}, "model_flops": 60.0,
-            "best_product_flops_per_s": 100.0, **stand}  # fmt: skip
+            "best_product_flops_per_s": 100.0, **STAND}  # fmt: skip
     result = {"heats": {"a-1": heat}}
     assert beside(heat, "tokens_per_s") == pytest.approx(1.2)
     said = targets(result)
@@ -116,3 +165,23 @@ def test_the_tables_say_what_was_reached(monkeypatch):
     assert "| **outpace** | 120 | 1.00 | 1,024 MiB | 3.0 s | 9.0 s |" in shown
     assert "wrong (other losses)" in shown and "| broken | failed |" in shown
     assert "| Lightning | refuses |" in shown
+
+
+def test_the_table_of_finals_says_what_was_reached():
+    from figures_finals import finals
+
+    final = {
+        "case": "a", "title": "small", "processes": 2, "kind": "", "precision": "bf16",
+        "model_flops": 72.0, "best_products_flops_per_s": [100.0, None, 100.0],
+        "turns_s": {
+            "outpace": [[1.0, 1.0, 9.0], [2.0], [1.0]], "plain loop": [[1.2], [2.4], [1.3]],
+            "Trainer": [[1.3], [2.6], [1.1]], "outpace on one process": [[0.9], [1.9], [0.9]],
+        },
+        "first_steps_s": {"outpace": [3.0, 9.0, 3.0], "Trainer": [6.0, 5.0, 5.0]}, **STAND,
+    }  # fmt: skip
+    said = finals({"heats": {"a-2": final}})
+    # What changed for all in the second turn changes nothing; nor does one step of a turn.
+    assert "| 1.20 × plain loop (1.20 – 1.30) |" in said  # Trainer was faster in one turn only
+    assert "| 0.720 (0.720 – 0.720) |" in said
+    assert "0.60 × (3.0 s and 5.0 s) |" in said
+    assert "0.900 × (0.900 – 0.950), **not reached** |" in said

@@ -12,12 +12,11 @@ steps: outpace and the best peers of the heat, two where memory has room; of two
     outpace on one. Ratios are those of each turn's median steps.
 first steps: outpace and Trainer, from command to the first step's line, several times in turn.
 best product: of one process, before each turn, for the share of it that outpace reaches.
-Records results/finals.json, heat by heat.
+Records results/finals-bf16.json (or -fp32, as the race), heat by heat.
 """
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -37,7 +36,7 @@ import entrants  # noqa: E402
 import environments  # noqa: E402
 import race  # noqa: E402
 import watching  # noqa: E402
-from recording import RESULTS, circumstances, save  # noqa: E402
+from recording import circumstances, save  # noqa: E402
 
 from outpace.experiment.processes import Running  # noqa: E402
 
@@ -199,21 +198,22 @@ def main() -> None:
     parser.add_argument("--case", choices=cases.CASES)
     parser.add_argument("--processes", type=int, choices=(1, 2))
     parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
+    parser.add_argument("--precision", choices=race.PRECISIONS, help="else what is faster here")
     arguments = parser.parse_args()
-    raced, path = race.recorded(anew=False), RESULTS / "finals.json"
-    done: dict[str, Any] = json.loads(path.read_text())["heats"] if path.is_file() else {}
+    precision = arguments.precision or race.faster_precision(arguments.folder)
+    raced, done = (race.recorded(name, precision) for name in ("peers", "finals"))
     for heat in race.heats():
         if heat.name not in raced or not race.is_wanted(heat, arguments):
             continue
         found = final(heat, raced[heat.name], arguments.folder,
                       single=raced.get(race.Heat(heat.case, 1).name))  # fmt: skip
         done[heat.name] = {**found, **circumstances()}
-        save("finals", {"heats": done})
+        save(f"finals-{precision}", {"heats": done})
         for name, turns in found["turns_s"].items():
             step_s = statistics.median(map(statistics.median, turns))
             print(f"{heat.name}: {name}: {step_s:.3f} s a step", file=sys.stderr, flush=True)
     if not raced:
-        print("no race is recorded: python benchmarks/peers/race.py first")
+        print(f"no race in {precision} is recorded: python benchmarks/peers/race.py first")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """outpace beside what people would use in its place: the same weights, batches and precision.
 
-    python benchmarks/peers/race.py                    # all cases, records results/peers.json
+    python benchmarks/peers/race.py                    # all cases, records results/peers-bf16.json
     python benchmarks/peers/race.py --case a --processes 2 --kind zero3   # one of them anew
     python benchmarks/peers/race.py --quick            # a tiny case of a few steps, records nothing
 
@@ -10,7 +10,8 @@ each step's line was there is seen from outside, in the same way for all, and so
 its processes (of the largest; workers of a compiler and launchers are smaller). Tokens/s are those
 of the median step after warm-up; peers that do not compute the plain loop's losses are not counted.
 What is recorded is kept; --anew begins from nothing. Before each case the best matrix product is
-measured; the precision is what the machine multiplies faster in, bf16 or fp32.
+measured. The precision is what the machine multiplies faster in, bf16 or fp32: each has a record of
+its own, since a machine without bf16 is another.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,9 @@ def best_products_flops_per_s(folder: Path) -> dict[str, float]:
     return {precision: value for precision, value in values.items() if value is not None}
 
 
-def faster_precision(best: Mapping[str, float]) -> str:
+def faster_precision(folder: Path) -> str:
     """The one that the machine multiplies faster in. Raises SystemExit where that is not known."""
+    best = best_products_flops_per_s(folder)
     if not best:
         raise SystemExit("the machine does not hold still: try again, or say --precision")
     return max(PRECISIONS, key=lambda one: best.get(one, 0.0))
@@ -222,12 +224,10 @@ def _reached_s(runs: Sequence[watching.Seen], target: float | None) -> float | N
     return statistics.median(found)
 
 
-def recorded(anew: bool) -> dict[str, Any]:
-    """Heats by name, as they were recorded last."""
-    path = RESULTS / "peers.json"
-    if anew or not path.is_file():
-        return {}
-    heats: dict[str, Any] = json.loads(path.read_text())["heats"]
+def recorded(race: str, precision: str) -> dict[str, Any]:
+    """Heats by name, as they were recorded last; `race`: "peers" or "finals"."""
+    path = RESULTS / f"{race}-{precision}.json"
+    heats: dict[str, Any] = json.loads(path.read_text())["heats"] if path.is_file() else {}
     return heats
 
 
@@ -264,12 +264,12 @@ def main() -> None:
         )
         return
     named = any((arguments.case, arguments.processes, arguments.kind))
-    done = recorded(arguments.anew)
+    precision = arguments.precision or faster_precision(arguments.folder)
+    done = {} if arguments.anew else recorded("peers", precision)
     for heat in heats():
         if not is_wanted(heat, arguments) or (heat.name in done and not named):
             continue
         best = best_products_flops_per_s(arguments.folder)
-        precision = arguments.precision or faster_precision(best)
         row = run(heat, arguments.folder, precision, COUNTED, arguments.rounds)
         interpreters = arguments.folder / "environments"
         row["environments"] = {
@@ -278,7 +278,7 @@ def main() -> None:
         }
         row["best_product_flops_per_s"] = best.get(precision)
         done[heat.name] = {**row, "rounds": arguments.rounds, **circumstances()}
-        save("peers", {"heats": done, "warmup": WARMUP, "counted": COUNTED})
+        save(f"peers-{precision}", {"heats": done, "warmup": WARMUP, "counted": COUNTED})
 
 
 if __name__ == "__main__":

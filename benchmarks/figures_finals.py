@@ -1,0 +1,75 @@
+"""What the finals of the race came to, as Markdown."""
+
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+from figures_performance import FASTER, OURS, SHARE, SOONER, TWO, heat_title, latest, mark
+from pages import stand, table
+
+ALONE, RIVAL = f"{OURS} on one process", "Trainer"
+
+
+def finals(result: dict[str, Any]) -> str:
+    """What is asked of speed, beside what was reached in turn."""
+    heats = result["heats"].values()
+    rows = [
+        row for rows in (_speed, _shares, _starts, _two) for heat in heats for row in rows(heat)
+    ]
+    return table(["asked", "of", "reached"], rows) + stand(latest(result))
+
+
+def ratios(heat: dict[str, Any], name: str) -> list[float]:
+    """An entrant's median step over outpace's, of each turn."""
+    pairs = zip(heat["turns_s"][name], heat["turns_s"][OURS], strict=True)
+    return [median(its) / median(own) for its, own in pairs]
+
+
+def shares(heat: dict[str, Any]) -> list[float]:
+    """Of the machine's best matrix product, of each turn in which that was steady."""
+    pairs = zip(heat["turns_s"][OURS], heat["best_products_flops_per_s"], strict=False)
+    return [heat["model_flops"] / median(own) / best for own, best in pairs if best is not None]
+
+
+def _speed(heat: dict[str, Any]) -> Iterator[list[str]]:
+    peers = [name for name in heat["turns_s"] if name not in (OURS, ALONE)]
+    best = min(peers, key=lambda name: median(ratios(heat, name)))
+    found = ratios(heat, best)
+    yield [f"tokens/s ≥ {FASTER:.2f} × the best peer's", heat_title(heat),
+           f"{_told(found, 2, f' × {best}')}{mark(median(found) >= FASTER)}"]  # fmt: skip
+
+
+def _shares(heat: dict[str, Any]) -> Iterator[list[str]]:
+    found = shares(heat)
+    if found:
+        yield [f"≥ {SHARE:.2f} of the best matrix product", heat_title(heat),
+               f"{_told(found, 3)}{mark(median(found) >= SHARE)}"]  # fmt: skip
+
+
+def _starts(heat: dict[str, Any]) -> Iterator[list[str]]:
+    if RIVAL in heat["first_steps_s"]:
+        own, its = (median(heat["first_steps_s"][name]) for name in (OURS, RIVAL))
+        yield [f"first step after ≤ {SOONER} × Trainer's", heat_title(heat),
+               f"{own / its:.2f} × ({own:.1f} s and {its:.1f} s)"
+               f"{mark(own <= SOONER * its)}"]  # fmt: skip
+
+
+def _two(heat: dict[str, Any]) -> Iterator[list[str]]:
+    if ALONE in heat["turns_s"]:
+        found = ratios(heat, ALONE)
+        yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
+               f"{_told(found, 3, ' ×')}{mark(median(found) >= TWO)}"]  # fmt: skip
+
+
+def _told(values: list[float], digits: int, of: str = "") -> str:
+    """The median, and between which they are."""
+    least, middle, most = (
+        f"{one:.{digits}f}" for one in (min(values), median(values), max(values))
+    )
+    return f"{middle}{of} ({least} – {most})"
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "finals-bf16": finals,
+    "finals-fp32": finals,
+}
