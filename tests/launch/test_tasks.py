@@ -138,12 +138,18 @@ def test_a_task_resumes_as_if_it_had_not_stopped(home):
         assert losses(out) == losses(home / f"{task}-whole")
 
 
-def test_a_conversation_is_learnt_and_answered(home):
+@pytest.fixture(scope="module")
+def chatted(home):
+    """A run that learnt sums from conversations."""
     settings = asked(
         home, task="chat", family="llama", data=[str(home / "talk.jsonl")], steps=30, lr=1e-2,
         global_batch=8, out=home / "chat", eval_data=[str(home / "talk.jsonl")],
     )  # fmt: skip
-    measured = run(settings)
+    return settings, run(settings)
+
+
+def test_a_conversation_is_learnt_and_answered(chatted):
+    settings, measured = chatted
     assert measured.task == "chat" and measured.final_eval.loss < measured.initial_eval.loss / 3
     assert "is " in measured.sample
     said = use.generate(
@@ -155,11 +161,11 @@ def test_a_conversation_is_learnt_and_answered(home):
     assert again.loss == pytest.approx(measured.final_eval.loss, rel=1e-5)
 
 
-def test_the_exported_tokenizer_has_the_template(home):
+def test_the_exported_tokenizer_has_the_template(chatted):
     from transformers import AutoTokenizer
 
     talk = [{"role": "user", "content": "2 and 2"}, {"role": "assistant", "content": "is 4"}]
-    tokenizer = AutoTokenizer.from_pretrained(home / "chat" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(chatted[0].out / "model")
     encoded = tokenizer.apply_chat_template(
         talk, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -168,14 +174,14 @@ def test_the_exported_tokenizer_has_the_template(home):
     assert tokenizer.decode(learnt) == f"is 4{tokenizer.eos_token}"
 
 
-def test_what_adapters_are_trained_beside_costs_no_gradients(home):
+def test_what_adapters_are_trained_beside_costs_no_gradients(home, chatted):
     flops = []
     for adapters in ({}, {"lora_rank": 2}):
         settings = asked(
             home, task="chat", data=[str(home / "talk.jsonl")], steps=1, global_batch=8,
             out=home / "adapters", **adapters,
         )  # fmt: skip
-        settings = settings.model_copy(update={"model": str(home / "chat")})
+        settings = settings.model_copy(update={"model": str(chatted[0].out)})
         with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
             flops.append(ready.loop.ledger.costs_of(1).model_flops)
         shutil.rmtree(home / "adapters", ignore_errors=True)
