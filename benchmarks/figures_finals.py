@@ -32,7 +32,10 @@ def shares(heat: dict[str, Any]) -> list[float]:
 
 
 def _speed(heat: dict[str, Any]) -> Iterator[list[str]]:
-    peers = [name for name in heat["turns_s"] if name not in (OURS, ALONE)]
+    same = heat["same_losses"]
+    peers = [name for name in same if same[name] and name not in (OURS, ALONE)]
+    if not peers:
+        return
     best = min(peers, key=lambda name: median(ratios(heat, name)))
     found = ratios(heat, best)
     yield [f"tokens/s ≥ {FASTER:.2f} × the best peer's", heat_title(heat),
@@ -55,7 +58,7 @@ def _starts(heat: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _two(heat: dict[str, Any]) -> Iterator[list[str]]:
-    if ALONE in heat["turns_s"]:
+    if heat["same_losses"].get(ALONE):
         found = ratios(heat, ALONE)
         yield [f"2 processes ≥ {TWO} × 1, tokens/s", f"({heat['case']}) {heat['title']}",
                f"{_told(found, 3, ' ×')}{mark(median(found) >= TWO)}"]  # fmt: skip

@@ -50,8 +50,11 @@ def test_a_case_is_laid_down_once_and_anew_where_it_is_another(tmp_path):
 
     first = laid(tiny)
     assert laid(tiny) == first
-    other = laid(dataclasses.replace(tiny, lr=tiny.lr / 2))
-    assert all(after > before for after, before in zip(other, first, strict=True))
+    slower = dataclasses.replace(tiny, lr=tiny.lr / 2)
+    wider = dataclasses.replace(slower, config={**tiny.config, "n_embd": 128})
+    for case in (slower, wider):
+        before, first = first, laid(case)
+        assert all(new > old for new, old in zip(first, before, strict=True))
 
 
 def test_who_computes_something_else_is_not_counted():
@@ -61,6 +64,18 @@ def test_who_computes_something_else_is_not_counted():
     assert race.same(losses, losses) and race.same((6.01, 5.95, 5.7), losses)
     assert not race.same((6.1, 5.9, 5.8), losses)  # the first is of the same weights
     assert not race.same((6.0, 5.9), losses)
+
+
+def test_a_run_that_took_no_step_is_a_failure():
+    import cases
+    import race
+    import watching
+
+    failed = watching.Seen((), (), 0, 0, 1, "no such flag")
+    whole = watching.Seen(tuple(range(4)), (6.0, 5.9, 5.8, 5.7), 1, 1, 0, "")
+    found = {"plain loop": [failed], "outpace": [whole]}
+    rows = race.judged(race.Heat(cases.TINY["tiny"], 1), found)["entrants"]
+    assert rows["plain loop"]["failure"] == "no such flag" and not rows["outpace"]["same_losses"]
 
 
 def test_the_loss_to_reach_is_one_of_those_who_compute_the_same():
@@ -176,7 +191,10 @@ def test_the_table_of_finals_says_what_was_reached():
         "turns_s": {
             "outpace": [[1.0, 1.0, 9.0], [2.0], [1.0]], "plain loop": [[1.2], [2.4], [1.3]],
             "Trainer": [[1.3], [2.6], [1.1]], "outpace on one process": [[0.9], [1.9], [0.9]],
+            "wrong": [[0.1], [0.1], [0.1]],
         },
+        "same_losses": {"outpace": True, "plain loop": True, "Trainer": True,
+                        "outpace on one process": True, "wrong": False},
         "first_steps_s": {"outpace": [3.0, 9.0, 3.0], "Trainer": [6.0, 5.0, 5.0]}, **STAND,
     }  # fmt: skip
     said = finals({"heats": {"a-2": final}})
@@ -185,3 +203,5 @@ def test_the_table_of_finals_says_what_was_reached():
     assert "| 0.720 (0.720 – 0.720) |" in said
     assert "0.60 × (3.0 s and 5.0 s) |" in said
     assert "0.900 × (0.900 – 0.950), **not reached** |" in said
+    alone = {**final, "same_losses": {"outpace": True}}
+    assert "best peer's" not in finals({"heats": {"a-2": alone}})

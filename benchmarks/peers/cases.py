@@ -109,9 +109,9 @@ def _document(case: Case, folder: Path, precision: str) -> dict[str, Any]:
     settings = {**COMMON, "lr": case.lr, **case.settings, "model": str(folder / "model"),
                 "data": [str(data)], "seq_len": case.seq_len, "global_batch": case.batch,
                 "precision": precision}  # fmt: skip
-    return {"settings": settings, "architecture": case.architecture, "batch": case.batch,
-            "precision": precision, "seq_len": case.seq_len, "lr": case.lr, "betas": [*BETAS],
-            "clip": CLIP}  # fmt: skip
+    return {"settings": settings, "architecture": case.architecture, "model_type": case.model_type,
+            "config": dict(case.config), "batch": case.batch, "precision": precision,
+            "seq_len": case.seq_len, "lr": case.lr, "betas": [*BETAS], "clip": CLIP}  # fmt: skip
 
 
 def _write_model(case: Case, folder: Path) -> None:

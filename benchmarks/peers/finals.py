@@ -101,7 +101,7 @@ def finalists(recorded: Mapping[str, Any], memory_bytes: int, more_bytes: int = 
     """
     ran = {name: one for name, one in recorded["entrants"].items() if one.get("same_losses")}
     sizes = {name: one["rank_bytes"] * recorded["processes"] for name, one in ran.items()}
-    left = ROOM * memory_bytes - sizes.pop(entrants.OURS) - more_bytes
+    left = ROOM * memory_bytes - sizes.pop(entrants.OURS, 0) - more_bytes
     found: list[str] = []
     for name in sorted(sizes, key=lambda one: -float(ran[one]["tokens_per_s"]))[:PEERS]:
         left -= sizes[name]
@@ -179,16 +179,16 @@ def final(
         "case": heat.case.name, "title": heat.case.title, "processes": heat.processes,
         "kind": heat.kind, "precision": recorded["precision"],
         "tokens": heat.case.batch * heat.case.seq_len, "model_flops": recorded["model_flops"],
-        "turns_s": took, "losses": losses, "same_losses": _all_same(losses),
+        "turns_s": took, "losses": losses, "same_losses": _same(losses),
         "first_steps_s": first_s, "best_products_flops_per_s": products,
     }  # fmt: skip
 
 
-def _all_same(losses: Mapping[str, Sequence[float]]) -> bool:
-    """Whether all train the same, as far as all came."""
-    shortest = min(map(len, losses.values()))
-    yardstick = losses[entrants.OURS][:shortest]
-    return all(race.same(one[:shortest], yardstick) for one in losses.values())
+def _same(losses: Mapping[str, Sequence[float]]) -> dict[str, bool]:
+    """Whether each trains the same as outpace, as far as both came."""
+    own = losses[entrants.OURS]
+    pairs = {name: min(len(its), len(own)) for name, its in losses.items()}
+    return {name: race.same(losses[name][:most], own[:most]) for name, most in pairs.items()}
 
 
 def main() -> None:
@@ -200,11 +200,17 @@ def main() -> None:
     parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
     parser.add_argument("--precision", choices=race.PRECISIONS, help="else what is faster here")
     arguments = parser.parse_args()
+    wanted = [heat for heat in race.heats() if race.is_wanted(heat, arguments)]
+    if not wanted:
+        raise SystemExit("there is no such heat: --kind is of the cases on two processes that "
+                         "race.py races with it")  # fmt: skip
     precision = arguments.precision or race.faster_precision(arguments.folder)
     raced, done = (race.recorded(name, precision) for name in ("peers", "finals"))
-    for heat in race.heats():
-        if heat.name not in raced or not race.is_wanted(heat, arguments):
-            continue
+    wanted = [heat for heat in wanted if heat.name in raced]
+    if not wanted:
+        raise SystemExit(f"none of these was raced in {precision}: python benchmarks/peers/race.py "
+                         "with the same options first")  # fmt: skip
+    for heat in wanted:
         found = final(heat, raced[heat.name], arguments.folder,
                       single=raced.get(race.Heat(heat.case, 1).name))  # fmt: skip
         done[heat.name] = {**found, **circumstances()}
@@ -212,8 +218,6 @@ def main() -> None:
         for name, turns in found["turns_s"].items():
             step_s = statistics.median(map(statistics.median, turns))
             print(f"{heat.name}: {name}: {step_s:.3f} s a step", file=sys.stderr, flush=True)
-    if not raced:
-        print(f"no race in {precision} is recorded: python benchmarks/peers/race.py first")
 
 
 if __name__ == "__main__":

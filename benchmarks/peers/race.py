@@ -200,10 +200,9 @@ def judged(heat: Heat, found: dict[str, list[watching.Seen]]) -> dict[str, Any]:
 
 def same(losses: Sequence[float], yardstick: Sequence[float]) -> bool:
     """Whether these are the losses of the same training."""
-    allowed = [FIRST_LOSS] + [LATER_LOSS] * (len(yardstick) - 1)
     return len(losses) == len(yardstick) and all(
-        abs(own - its) <= most * its
-        for own, its, most in zip(losses, yardstick, allowed, strict=True)
+        abs(own - its) <= (LATER_LOSS if step else FIRST_LOSS) * its
+        for step, (own, its) in enumerate(zip(losses, yardstick, strict=True))
     )
 
 

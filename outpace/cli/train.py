@@ -129,9 +129,9 @@ def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None
 
     words = ["train", *handed]
     restarts = Restarts(most, settings.out, _say)
-    forks = can_fork(settings.device)
-    if forks:
-        with loading():
+    with loading():
+        forks = can_fork(settings.device)
+        if forks:
             from outpace.launch import job  # noqa: F401  # what all ranks need, once
     while True:
         begin = partial(main.command, words) if forks else None

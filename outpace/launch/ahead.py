@@ -32,14 +32,17 @@ def touching(
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
-    nbytes = min(needed_bytes(settings), int(_OF_FREE * free_bytes()))
-    return Touching(nbytes, environment).start() if nbytes else None
+    needed, free = needed_bytes(settings), free_bytes()
+    if needed == 0 or needed > free:  # it will be refused, which says what to do
+        return None
+    return Touching(min(needed, int(_OF_FREE * free)), environment).start()
 
 
 def needed_bytes(settings: TrainSettings) -> int:
     """Of fp32 weights with gradients and AdamW's moments, on a CPU; 0 where there are others.
 
-    Of a preset, or of a directory with weights, whose files are in fp32 or smaller.
+    Of a preset, or of a directory with weights, whose files are in fp32 or smaller. The head that a
+    classifier leaves out of what it reads counts as well.
     """
     precision = settings.precision or "fp32"
     others = (
@@ -50,6 +53,8 @@ def needed_bytes(settings: TrainSettings) -> int:
         {settings.offload, settings.offload_parameters, settings.offload_optimizer}
         - {None, "none"},
         settings.memory_limit is not None,  # memory that nobody uses counts, too
+        settings.micro_batch == "auto",  # trials are processes that need it
+        settings.workers > 0,  # a process that is forked keeps what was touched, and it is copied
         settings.memory,
         settings.empty_cache,
     )
@@ -64,7 +69,9 @@ def _weights_bytes(reference: str) -> int:
         return _FP32_BYTES * parameter_count(PRESETS[reference].spec)
     # Whoever opens the model says what is wrong with it.
     with suppress(OSError):
-        return sum(path.stat().st_size for path in Path(reference).glob("*.safetensors"))
+        single = Path(reference) / "model.safetensors"
+        files = [single] if single.is_file() else Path(reference).glob("model-*.safetensors")
+        return sum(path.stat().st_size for path in files)
     return 0
 
 

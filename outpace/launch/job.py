@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,10 @@ def prepared(
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
             account = tracer if foresee else None
-            fitting = Fitting(
-                settings, ranks, device, machine, spec, seq_len, account,
-                0 if ahead is None else ahead.held_bytes,
-            )  # fmt: skip
+            with nullcontext(0) if ahead is None else ahead.paused() as ahead_bytes:
+                fitting = Fitting(
+                    settings, ranks, device, machine, spec, seq_len, account, ahead_bytes
+                )
             if ahead is not None:
                 ahead.hand_over()
             plan = groups.once(lambda: fitting.settled(plan))

@@ -43,6 +43,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             torch.mm(operand, rows.T, out=its)
         else:
             torch.addmm(bias[block].to(rows.dtype), operand, rows.T, out=its)
+        del rows  # before the next are made
     return logits
 
 
@@ -69,6 +70,7 @@ def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
         total += ((behind - p.amax(-1, keepdim=True).log_()) * real).sum()
         grad = p.scatter_add_(1, its, minus_one[: len(its)])
         own.copy_(grad if bool(real.all()) else grad.mul_(real))
+        del p, grad
     return total
 
 
@@ -89,7 +91,8 @@ def _low_loss_backward(
 ) -> list[Tensor]:
     """The gradients of `hidden`, where it `trains` of `weight`, and of `bias`, in their dtypes.
 
-    `loss_grad` scales the products where they are still in fp32, so that nothing is rounded twice.
+    `loss_grad` scales the products where they are still in fp32. The parts of `hidden`'s that
+    pieces of the head give are rounded to bf16 and added up in fp32.
     """
     scale = loss_grad.item()
     hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
@@ -101,6 +104,7 @@ def _low_loss_backward(
         hidden_grad += _product(its_grad, rows, scale)
         if operand is not None and weight_grad is not None:
             weight_grad[block] = _product(its_grad.T, operand, scale)
+        del rows
     grads = [hidden_grad.to(hidden.dtype)]
     if weight_grad is not None:
         grads.append(weight_grad)

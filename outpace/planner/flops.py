@@ -110,7 +110,10 @@ def step_flops(
     Without the `head` one place of each sequence is read, as a classifier does. `adapters` is
     their number of parameters where only they are trained: the gradients of frozen
     weights are not computed, and each of an adapter's elements is a multiply-add like theirs.
+    Raises ValueError for a classifier's, whose new layers are trained whole.
     """
+    if adapters is not None and not head:
+        raise ValueError("adapters beside a classifier's new layers are not counted")
     forward = forward_flops(spec, seq_len, samples, head)
     products = 3 * forward
     if adapters is not None:

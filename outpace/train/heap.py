@@ -4,7 +4,8 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self
 
 # glibc's names in malloc.h, and what turns trimming off (mallopt(3)).
@@ -52,8 +53,10 @@ class Touching:
         library = c_library() if keep_freed(environment) else None
         if library is not None:
             self._heap = _Heap(library)
-            self._heap.prefer_huge_pages(2 * nbytes)
+            room = self._heap.next_room(2 * nbytes)
             self._pieces = self._heap.pieces(nbytes // _PIECE_BYTES)
+            # Afterwards: what malloc writes between pieces would take a huge page each.
+            self._heap.prefer_huge_pages(room)
         self._thread = threading.Thread(target=self._touch, daemon=True)
 
     def start(self) -> Self:
@@ -61,11 +64,11 @@ class Touching:
         self._thread.start()
         return self
 
-    @property
-    def held_bytes(self) -> int:
-        """Resident, and used by nobody yet."""
+    @contextmanager
+    def paused(self) -> Iterator[int]:
+        """Bytes that are resident and used by nobody yet; no more of them come inside."""
         with self._touching:
-            return len(self._held) * _PIECE_BYTES
+            yield len(self._held) * _PIECE_BYTES
 
     def hand_over(self) -> None:
         """Let others have what is touched, and what will be as soon as it is."""
@@ -104,16 +107,20 @@ class _Heap:
         self.free.restype, self.free.argtypes = None, [ctypes.c_void_p]
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-    def prefer_huge_pages(self, nbytes: int) -> None:
-        """For the next bytes that are handed out."""
+    def next_room(self, nbytes: int) -> range:
+        """Addresses of the next bytes that are handed out; none where there are not so many."""
         start = self._malloc(nbytes)
         if start is None:
-            return
-        first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        whole = (start + nbytes - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+            return range(0)
+        self.free(start)
+        return range(start, start + nbytes)
+
+    def prefer_huge_pages(self, room: range) -> None:
+        """For those that are wholly inside."""
+        first = -(-room.start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        whole = (room.stop - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if whole > 0:
             self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # a kernel without them says no
-        self.free(start)
 
     def pieces(self, count: int) -> list[int]:
         """As many as there are, `count` at most."""

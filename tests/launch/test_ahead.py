@@ -40,6 +40,8 @@ def test_weights_gradients_and_moments_are_needed_for_sure(precision):
         {"memory_limit": "8GiB"},
         {"memory": True},
         {"empty_cache": True},
+        {"micro_batch": "auto"},
+        {"workers": 2},
         {"model": "no such thing"},
     ],
 )
@@ -48,9 +50,19 @@ def test_nothing_is_where_less_will_be_held_or_memory_is_watched(settings):
 
 
 def test_files_of_weights_say_how_much(tmp_path):
-    for name, size in (("one.safetensors", 1000), ("two.safetensors", 500), ("other.json", 99)):
+    pieces = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    for name, size in ((pieces[0], 1000), (pieces[1], 500), ("consolidated.safetensors", 1500)):
         (tmp_path / name).write_bytes(bytes(size))
     assert needed_bytes(asked(model=str(tmp_path))) == 6000
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    assert needed_bytes(asked(model=str(tmp_path))) == 400
+
+
+def test_nothing_is_touched_for_what_will_not_fit(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(1 << 42)
+    huge = asked(model=str(tmp_path))
+    assert needed_bytes(huge) == 4 << 42 and touching(huge, Ranks(), {}) is None
 
 
 def test_only_alone_and_only_on_a_cpu():

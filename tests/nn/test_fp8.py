@@ -36,6 +36,21 @@ def test_products_are_rounded_to_float8_and_names_stay():
     assert 1e-3 < apart < 0.2  # e5m2 has 2 bits, e4m3 has 3
 
 
+def test_products_fit_the_hardware_where_one_place_of_each_sample_is_read(monkeypatch):
+    """The gradient of a weight sums over a batch's 7 places, which are padded to 16."""
+    inner, multiply = [], torch._scaled_mm
+
+    def seen(left, right, *args, **kwargs):
+        inner.append(left.shape[1])
+        return multiply(left, right, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_scaled_mm", seen)
+    block = torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False)).to(torch.bfloat16)
+    apply_fp8([block])
+    block(torch.randn(7, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert len(inner) == 3 and all(size % 16 == 0 for size in inner)
+
+
 def test_fp8_is_refused_without_hardware_and_without_fitting_layers():
     with pytest.raises(BadInputError, match=r"but the device is cpu\. Use"):
         require_fp8(torch.device("cpu"))

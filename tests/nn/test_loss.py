@@ -4,14 +4,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outpace.nn import low_loss as low
 from outpace.nn.levers import compile_blocks
 from outpace.nn.loss import ChunkedSum, LanguageModelObjective, linear_loss_sum, prefers_chunks
-from outpace.nn.low_loss import low_loss
 from outpace.nn.transformer import Transformer
 
 LOW = (torch.bfloat16, torch.float16)
@@ -287,7 +288,7 @@ def test_logits_of_a_large_vocabulary_are_cut_into_chunks_in_bf16_on_a_cpu(monke
 
     def counted(hidden, *others):
         rows.append(len(hidden))
-        return low_loss(hidden, *others)
+        return low.low_loss(hidden, *others)
 
     monkeypatch.setattr("outpace.nn.loss.low_loss", counted)
     cut = _ours(operands, targets, "auto", torch.bfloat16)
@@ -333,7 +334,7 @@ def test_a_frozen_head_gets_no_gradient_in_bf16_on_a_cpu():
 def test_the_operators_of_bf16_on_a_cpu_keep_to_torchs_rules():
     for bias in (False, True):
         operands, targets = _operands(rows=40, bias=bias)
-        torch.library.opcheck(low_loss.overload, (*(*operands, None)[:3], targets))
+        torch.library.opcheck(low.low_loss.overload, (*(*operands, None)[:3], targets))
 
 
 def test_no_tensor_holds_all_logits_on_accelerators():
@@ -351,3 +352,48 @@ def test_no_tensor_holds_all_logits_compiled(make_spec, kind):
     objective(batch)[0].backward()  # the compiler's own tensors are not of the step
     held = _largest_allocation(objective, batch, None) >= logits * 2
     assert held == (kind == "plain")
+
+
+class Living(TorchDispatchMode):
+    """The most bytes that tensors made inside have at once."""
+
+    most = 0
+
+    def __init__(self):
+        super().__init__()
+        self._made = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {StorageWeakRef(one.untyped_storage()) for one in tree_leaves((args, kwargs))
+                 if isinstance(one, torch.Tensor)}  # fmt: skip
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, torch.Tensor):
+                storage = one.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference not in given:
+                    self._made[reference] = storage.nbytes()
+                del storage
+        self._made = {one: size for one, size in self._made.items() if not one.expired()}
+        self.most = max(self.most, sum(self._made.values()))
+        return result
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_low_loss_holds_what_it_says(monkeypatch, dtype, trains):
+    """As the head is multiplied by pieces: the last one is gone before the next is made."""
+    monkeypatch.setattr(low, "HEAD_ROWS", 512)
+    hidden, weight = torch.randn(64, 256, dtype=dtype), torch.randn(2100, 256, dtype=dtype)
+    targets = torch.randint(2100, (64,))
+    monkeypatch.setattr(low, "BLOCK_BYTES", 4 * 2100)  # of the logits, one row at a time
+    with Living() as ahead:
+        loss, grad = low.low_loss.code(hidden, weight, None, targets)
+    said = low.bytes_within(hidden, weight) + grad.nbytes
+    assert 0 <= ahead.most - said < 64
+    with Living() as back:
+        made = low.low_loss_backward.code(loss, grad, hidden, weight, None, trains)
+    said = low.bytes_within_backward(hidden, weight, trains)
+    # `hidden`'s gradient is summed in fp32: itself, or what it is made of when all else is gone.
+    beside = made if dtype == torch.float32 else made[1:]
+    assert 0 <= back.most - said - sum(one.nbytes for one in beside) < 64

@@ -51,10 +51,10 @@ faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 touching = Touching(256 * MIB, os.environ)
 if sys.argv[1] == "ended":
     touching.end()
-if sys.argv[1] != "not":
-    touching.start().wait()
-    ctypes.CDLL(None).malloc_trim(0)  # as a job does before it looks at its memory
-held = touching.held_bytes
+touching.start().wait()
+ctypes.CDLL(None).malloc_trim(0)  # as a job does before it looks at its memory
+with touching.paused() as held:
+    pass
 if sys.argv[1] == "handed over":
     touching.hand_over()
 before = faults()
@@ -82,3 +82,32 @@ def test_memory_is_touched_before_it_is_needed():
     assert faults("ended")[1] == 0
     found, held = faults("handed over", MALLOC_ARENA_MAX="2")  # it is the user's
     assert found > 40_000 and held == 0
+
+
+PAUSED = """
+import os, time
+from outpace.probe.limits import anonymous_bytes
+from outpace.train.heap import Touching
+
+MIB = 1 << 20
+beside = anonymous_bytes()
+touching = Touching(4096 * MIB, os.environ).start()
+while True:
+    with touching.paused() as held:
+        before = anonymous_bytes()
+        time.sleep(0.2)
+        after = anonymous_bytes()
+    if held >= 256 * MIB:
+        break
+touching.end()
+print(held, before - beside, after - before)
+"""
+
+
+def test_while_touching_is_paused_what_is_there_is_known():
+    kept = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    said = subprocess.run([sys.executable, "-c", PAUSED], env=kept, capture_output=True, text=True,
+                          check=True).stdout.split()  # fmt: skip
+    held, grown, meanwhile = (int(one) for one in said)
+    assert held < 4096 * MIB  # it was still at it
+    assert abs(grown - held) < 8 * MIB and abs(meanwhile) < MIB
