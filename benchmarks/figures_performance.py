@@ -105,6 +105,19 @@ def targets(result: dict[str, Any]) -> str:
     return table(["asked", "of", "reached"], rows) + stand(latest(result))
 
 
+def short(result: dict[str, Any]) -> str:
+    """A line for each heat: what outpace does, and who comes next."""
+    rows = []
+    for heat in sorted(result["heats"].values(), key=heat_title):
+        ratio, best = beside(heat, "tokens_per_s"), best_peer(heat, "tokens_per_s")
+        if ratio is not None and best is not None:
+            own = ran(heat)[OURS]["tokens_per_s"]
+            rows.append([heat_title(heat), f"{own:,.0f}", f"{best[1]:,.0f}, {best[0]}",
+                         f"{ratio:.2f} ×"])  # fmt: skip
+    head = ["", "outpace, tokens/s", "the fastest other", ""]
+    return table(head, rows) + stand(latest(result))
+
+
 def latest(result: dict[str, Any]) -> dict[str, Any]:
     """The heat that was recorded last."""
     return max(result["heats"].values(), key=lambda heat: heat["date"])
@@ -263,6 +276,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu": gpu,
     "lasting": lasting,
     "peers-bf16": peers,
+    "peers-bf16--short": short,
     "peers-bf16--targets": targets,
     "peers-fp32": peers,
     "peers-fp32--targets": targets,
