@@ -4,15 +4,16 @@ Legend: N tokens (B·S), D hidden width, V vocabulary.
 
 Chunked, `F.linear_cross_entropy` computes the gradients of a chunk of rows in the forward, right
 after its logits, and drops the logits (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
-Two facts about torch 2.13's chunked operator decide how it is called here:
+Two facts about torch 2.13's chunked operator decide where it is called:
 
 - It gives the loss in the dtype of its input and adds the chunks up in it: a bf16 sum over 2,048
   tokens is off by up to 0.4 %, and an fp16 sum above 65,504 is infinite (6,000 tokens at ln V).
-- On CPU it multiplies in fp32 whatever the input's dtype, and fp32 input is the fastest.
+- Its first call loads torch's compiler, a second or two, which a GPU's start does not notice.
 
-So it is given fp32 where that is asked for, and for fp16 on a CPU. For 16-bit products elsewhere
-the same chunking is done around the whole-logits form, whose sums are fp32; in bf16 on a CPU
-around `low_loss`, which needs no chunks before its logits take a quarter of a gibibyte.
+So it is given fp32 where that is asked for on an accelerator. For 16-bit products the same chunking
+is done around the whole-logits form, whose sums are fp32; in bf16 on a CPU around `low_loss`, which
+needs no chunks before its logits take a quarter of a gibibyte; and in fp32 there, which fp16 takes,
+too, with gradients that are added up in their place.
 """
 
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 
 from outpace.nn.block import raised
 from outpace.nn.low_loss import IGNORED as IGNORED
-from outpace.nn.low_loss import low_loss
+from outpace.nn.low_loss import gradient_in_place, low_loss
 from outpace.nn.transformer import Transformer
 
 LossKind = Literal["auto", "plain", "chunked"]
@@ -121,7 +122,9 @@ def linear_loss_sum(
         return whole
     if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab, device_type)):
         return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
-    if low is None or (on_cpu and low != torch.bfloat16):
+    if on_cpu and low != torch.bfloat16:
+        return _wide_sum_on_cpu(hidden_ND, weight_VD, bias_V, targets_N)
+    if low is None:
         # The operator ignores autocast, except in the casts that lead to it.
         with torch.autocast(device.type, enabled=False):
             return F.linear_cross_entropy(
@@ -140,6 +143,17 @@ def linear_loss_sum(
     loss_sum: Tensor = ChunkedSum.apply(  # type: ignore[no-untyped-call]
         hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, low, track, on_cpu
     )
+    return loss_sum
+
+
+def _wide_sum_on_cpu(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        operands = raised(hidden), raised(weight), None if bias is None else raised(bias)
+        loss_sum: Tensor = WideChunkedSum.apply(  # type: ignore[no-untyped-call]
+            *operands, targets, torch.is_grad_enabled()
+        )
     return loss_sum
 
 
@@ -218,3 +232,49 @@ class ChunkedSum(torch.autograd.Function):
         hidden, weight, *bias = (grad.mul_(loss_grad) for grad in ctx.grads)
         ctx.grads = None
         return hidden, weight, (*bias, None)[0], None, None, None, None, None
+
+
+class WideChunkedSum(torch.autograd.Function):
+    """As `ChunkedSum`, on a CPU and in the dtype of its operands, fp32 or fp64.
+
+    Each chunk's gradient takes its logits' place, and the head's is added up without a second one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        track: bool,
+    ) -> Tensor:
+        """The loss; with `track` also the gradients of the operands that have one."""
+        wanted = [track and one for one in ctx.needs_input_grad[:3]]
+        hidden_grad, weight_grad, bias_grad = (
+            torch.zeros_like(one) if one is not None and wants else None
+            for one, wants in zip((hidden, weight, bias), wanted, strict=True)
+        )
+        loss_sum = hidden.new_zeros(())
+        for start in range(0, hidden.shape[0], CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            grad = F.linear(hidden[rows], weight, bias)
+            loss_sum += gradient_in_place(grad, targets[rows])
+            if hidden_grad is not None:
+                torch.mm(grad, weight, out=hidden_grad[rows])
+            if weight_grad is not None:
+                weight_grad.addmm_(grad.T, hidden[rows])
+            if bias_grad is not None:
+                bias_grad += grad.sum(0)
+            del grad  # before the next one is made
+        ctx.grads = hidden_grad, weight_grad, bias_grad
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale what the forward made."""
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss has no second backward; use the plain loss")
+        grads = [None if grad is None else grad.mul_(loss_grad) for grad in ctx.grads]
+        ctx.grads = None
+        return *grads, None, None

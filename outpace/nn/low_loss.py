@@ -31,7 +31,7 @@ def _low_loss(
     bf16, (N, V).
     """
     logits = _logits(hidden, weight, bias)
-    return _gradient_in_place(logits, targets), logits
+    return gradient_in_place(logits, targets), logits
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,19 +54,20 @@ def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield block, weight[block].to(torch.bfloat16)
 
 
-def _gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss; `logits` become its gradient."""
-    total = torch.zeros((), dtype=torch.float32)
+def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of losses, in fp32 or what is wider; `logits` (N, V) become its gradient."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    total = torch.zeros((), dtype=wide)
     counts = targets != IGNORED
     safe = targets.clamp(min=0).unsqueeze(1)
     rows = _rows(logits.shape[1])
-    minus_one = torch.full((rows, 1), -1.0)
+    minus_one = torch.full((rows, 1), -1.0, dtype=wide)
     for start in range(0, logits.shape[0], rows):
         block = slice(start, start + rows)
         own, its, real = logits[block], safe[block], counts[block].unsqueeze(1)
-        p = torch.softmax(own, -1, dtype=torch.float32)
+        p = torch.softmax(own, -1, dtype=wide)
         # log Σ exp(logits) is the largest logit less the logarithm of its probability.
-        behind = own.amax(-1, keepdim=True).float() - own.gather(1, its)
+        behind = own.amax(-1, keepdim=True).to(wide) - own.gather(1, its)
         total += ((behind - p.amax(-1, keepdim=True).log_()) * real).sum()
         grad = p.scatter_add_(1, its, minus_one[: len(its)])
         own.copy_(grad if bool(real.all()) else grad.mul_(real))

@@ -201,12 +201,15 @@ class Loss(Setup):
             np.maximum(12 * chunk * vocab + grad * before, chunk * vocab * s.operand + grad) * here,
             FP32 * chunk * (vocab + hidden) * here,
         )
-        softmax = 2 * FP32 * self._low_block(vocab, chunk) * vocab
+        block = self._low_block(vocab, chunk)
+        on_cpu = (self.device == "cpu") & ~own
+        inside = np.where(on_cpu, FP32 * (chunk + block) * vocab * here, inside)
+        softmax = 2 * FP32 * block * vocab
         part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
         in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
         inside = np.where(low, in_place * here, inside)
         tape.moment("temporary", inside + output + cast + raised)
         tape.drop("communication", at.last)
         # Before they are scaled, torch's operator makes zeros for the ones that nobody asked for.
-        tape.moment("temporary", np.where(own, 0, states_grad + weights_grad))
+        tape.moment("temporary", np.where(own | on_cpu, 0, states_grad + weights_grad))
         tape.drop("activations", states_grad + weights_grad)

@@ -1,5 +1,7 @@
 import copy
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -397,3 +399,17 @@ def test_the_low_loss_holds_what_it_says(monkeypatch, dtype, trains):
     # `hidden`'s gradient is summed in fp32: itself, or what it is made of when all else is gone.
     beside = made if dtype == torch.float32 else made[1:]
     assert 0 <= back.most - said - sum(one.nbytes for one in beside) < 64
+
+
+FIRST = """
+import sys, torch
+from outpace.nn.loss import linear_loss_sum
+hidden, weight = torch.randn(1024, 16), torch.randn(9000, 16, requires_grad=True)
+linear_loss_sum(hidden, weight, None, torch.zeros(1024, dtype=torch.int64)).backward()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_first_loss_does_not_wait_for_torchs_compiler():
+    said = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False"]
