@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from figures_performance import FASTER, OURS, SHARE, SOONER, TWO, heat_title, latest, mark
-from pages import stand, table
+from figures_performance import FASTER, OURS, SHARE, SOONER, TWO, as_recorded, heat_title, mark
+from pages import table
 
 ALONE, RIVAL = f"{OURS} on one process", "Trainer"
 
@@ -16,7 +16,8 @@ def finals(result: dict[str, Any]) -> str:
     rows = [
         row for rows in (_speed, _shares, _starts, _two) for heat in heats for row in rows(heat)
     ]
-    return table(["asked", "of", "reached"], rows) + stand(latest(result))
+    head = ["goal", "of", "reached (least – most of the turns)"]
+    return table(head, rows) + as_recorded(result)
 
 
 def ratios(heat: dict[str, Any], name: str) -> list[float]:

@@ -59,7 +59,8 @@ def share_of_best_product(heat: dict[str, Any]) -> float | None:
 
 def peers(result: dict[str, Any]) -> str:
     """A table for each heat."""
-    return "\n".join(_heats(result["heats"])) + stand(latest(result))
+    heats = result["heats"]
+    return "\n".join(_heats(heats)) + _versions(heats) + as_recorded(result)
 
 
 def _heats(heats: dict[str, Any]) -> Iterator[str]:
@@ -102,7 +103,7 @@ def targets(result: dict[str, Any]) -> str:
     """What is asked, beside what was reached."""
     heats = result["heats"]
     rows = [*_speed(heats), *_shares(heats), *_memory(heats), *_starts(heats), *_two(heats)]
-    return table(["asked", "of", "reached"], rows) + stand(latest(result))
+    return table(["goal", "of", "reached"], rows) + as_recorded(result)
 
 
 def short(result: dict[str, Any]) -> str:
@@ -113,14 +114,24 @@ def short(result: dict[str, Any]) -> str:
         if ratio is not None and best is not None:
             own = ran(heat)[OURS]["tokens_per_s"]
             rows.append([heat_title(heat), f"{own:,.0f}", f"{best[1]:,.0f}, {best[0]}",
-                         f"{ratio:.2f} ×"])  # fmt: skip
-    head = ["", "outpace, tokens/s", "the fastest other", ""]
-    return table(head, rows) + stand(latest(result))
+                         f"{ratio:.2f} ×{mark(ratio >= FASTER)}", heat["date"][:10]])  # fmt: skip
+    head = ["", "outpace, tokens/s", "the fastest other", f"goal {FASTER} ×", "recorded"]
+    return table(head, rows) + as_recorded(result)
 
 
-def latest(result: dict[str, Any]) -> dict[str, Any]:
-    """The heat that was recorded last."""
-    return max(result["heats"].values(), key=lambda heat: heat["date"])
+def as_recorded(result: dict[str, Any]) -> str:
+    """By which command, whatever options each heat was recorded with; of the last of them."""
+    last = max(result["heats"].values(), key=lambda heat: heat["date"])
+    return stand({**last, "command": last["command"][:2]})
+
+
+def _versions(heats: dict[str, Any]) -> str:
+    """Of what everybody was trained with, in the newest heat that had them."""
+    found: dict[str, str] = {}
+    for heat in sorted(heats.values(), key=lambda heat: heat["date"]):
+        for packages in heat.get("environments", {}).values():
+            found |= packages
+    return f"\nWith {', '.join(f'{name} {found[name]}' for name in sorted(found))}.\n"
 
 
 def _speed(heats: dict[str, Any]) -> Iterator[list[str]]:
@@ -197,7 +208,7 @@ def lasting(result: dict[str, Any]) -> str:
         rows.append(["the pick takes ≤ 1.02 × the best by hand", f"({name}) {case['title']}",
                      f"{ratio:.3f} × {case['best']}{mark(ratio <= PICKED)}"])  # fmt: skip
     latest = max(result["parts"].values(), key=lambda part: part["date"])
-    return table(["asked", "of", "reached"], rows) + stand(latest)
+    return table(["goal", "of", "reached"], rows) + stand(latest)
 
 
 def scaling(result: dict[str, Any]) -> str:
@@ -279,6 +290,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers-bf16--short": short,
     "peers-bf16--targets": targets,
     "peers-fp32": peers,
+    "peers-fp32--short": short,
     "peers-fp32--targets": targets,
     "scaling": scaling,
 }

@@ -55,7 +55,7 @@ def _this_python(name: str, folder: Path) -> Path:
 def main() -> int:
     """Compare the cases on one process that are recorded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=cases.CASES)
+    parser.add_argument("--case", choices=cases.CASES, help=cases.MEANING)
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")
     parser.add_argument("--precision", choices=race.PRECISIONS, help="else what is faster here")
     arguments = parser.parse_args()

@@ -5,6 +5,7 @@
 The README's example, and the 70 billion parameters on 256 GPUs that have to be answered in 30 s.
 """
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ REPEATS, MOST_S = 3, 30.0
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     cases = {}
     for name, words in COMMANDS.items():
         command = [sys.executable, "-m", "outpace", "memory", *shlex.split(words)]

@@ -7,6 +7,7 @@ summary that a person sees. Checks what is promised: under 5 minutes, a validati
 nats below the initial one and below the unigram entropy.
 """
 
+import argparse
 import io
 import json
 import subprocess
@@ -25,6 +26,7 @@ MOST_S, LEAST_GAIN = 300.0, 1.5
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         done = subprocess.run(

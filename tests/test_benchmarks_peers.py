@@ -164,7 +164,8 @@ def test_the_tables_say_what_was_reached():
     }  # fmt: skip
     heat = {"case": "a", "title": "small", "processes": 1, "kind": "", "precision": "bf16",
             "entrants": entrants, "cannot": {"Lightning": "refuses"}, "model_flops": 60.0,
-            "best_product_flops_per_s": 100.0, **STAND}  # fmt: skip
+            "best_product_flops_per_s": 100.0, **STAND,
+            "environments": {"torch": {"torch": "2.13.0", "transformers": "5.0"}}}  # fmt: skip
     result = {"heats": {"a-1": heat}}
     assert beside(heat, "tokens_per_s") == pytest.approx(1.2)
     said = targets(result)
@@ -179,6 +180,7 @@ def test_the_tables_say_what_was_reached():
     assert "**(a) small, 1 process, bf16** (2026-11-22, best matrix product 0 GFLOP/s)" in shown
     assert "| **outpace** | 120 | 1.00 | 1,024 MiB | 3.0 s | 9.0 s |" in shown
     assert "| (a) small, 1 process, bf16 | 120 | 100, plain loop | 1.20 × |" in short(result)
+    assert "With torch 2.13.0, transformers 5.0." in shown and "`python x.py`" in shown
     assert "wrong (other losses)" in shown and "| broken | failed |" in shown
     assert "| Lightning | refuses |" in shown
 

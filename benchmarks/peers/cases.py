@@ -67,6 +67,9 @@ CASES = {
              {"task": "classify", "padding": "fixed"}, _FINE_TUNING_LR),
     )
 }  # fmt: skip
+MEANING = "; ".join(
+    f"{one.name}: {one.title}, sequence {one.seq_len}, batch {one.batch}" for one in CASES.values()
+)
 # Small enough for a test: the same programs, in seconds.
 TINY = {
     "tiny": Case("tiny", "GPT-2 shape 2 × 64", "gpt2",

@@ -195,7 +195,7 @@ def main() -> None:
     """Of what is asked for, each recorded as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")
-    parser.add_argument("--case", choices=cases.CASES)
+    parser.add_argument("--case", choices=cases.CASES, help=cases.MEANING)
     parser.add_argument("--processes", type=int, choices=(1, 2))
     parser.add_argument("--kind", choices=[kind for kind in entrants.PEERS if kind])
     parser.add_argument("--precision", choices=race.PRECISIONS, help="else what is faster here")

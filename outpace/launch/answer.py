@@ -100,8 +100,9 @@ def sentence(
 
 def _without_proposals() -> str:
     return (
-        "No change that outpace knows of is predicted to fit. Use a smaller --micro-batch, "
-        "--checkpointing full, a smaller --seq-len or model, or --strategy zero3 on more processes."
+        "No change, and no two of them together, is predicted to fit. Use several: "
+        "--micro-batch 1, --checkpointing full, --optimizer adamw-8bit, --offload disk; or a "
+        "smaller --seq-len or model, or --strategy zero3 on more devices or hosts."
     )
 
 

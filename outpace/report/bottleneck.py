@@ -149,8 +149,8 @@ def _computing(seen: Seen) -> Bottleneck:
     reached = "" if seen.mfu is None else f", at an MFU of {show_share(seen.mfu)}"
     return Bottleneck(
         "compute-bound",
-        f"Forwards and backwards take {share} of the time{reached}: outpace plan --vary "
-        "precision,compile says what may make them faster.",
+        f"Forwards and backwards take {share} of the time{reached}: outpace plan with "
+        "--vary precision,compile says what may make them faster.",
     )
 
 
