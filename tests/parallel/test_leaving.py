@@ -37,6 +37,7 @@ THREADS = """
 import torch.distributed as dist
 from pathlib import Path
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()  # which one of them has done, and so has named itself
 print(*(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))
 dist.destroy_process_group()
 """
