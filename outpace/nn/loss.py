@@ -186,6 +186,15 @@ def _plain_sum(
         )
 
 
+def _scaled_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
+    """The gradients that a forward left in `ctx.grads`, in their place. Raises the second time."""
+    if ctx.grads is None:
+        raise RuntimeError("the chunked loss has no second backward; use the plain loss")
+    grads = [None if grad is None else grad.mul_(loss_grad) for grad in ctx.grads]
+    ctx.grads = None
+    return grads
+
+
 class ChunkedSum(torch.autograd.Function):
     """The sum of losses by chunks of rows: 16-bit products, fp32 sums and weight gradients.
 
@@ -227,10 +236,7 @@ class ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward made."""
-        if ctx.grads is None:
-            raise RuntimeError("the chunked loss has no second backward; use the plain loss")
-        hidden, weight, *bias = (grad.mul_(loss_grad) for grad in ctx.grads)
-        ctx.grads = None
+        hidden, weight, *bias = _scaled_once(ctx, loss_grad)
         return hidden, weight, (*bias, None)[0], None, None, None, None, None
 
 
@@ -273,8 +279,4 @@ class WideChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward made."""
-        if ctx.grads is None:
-            raise RuntimeError("the chunked loss has no second backward; use the plain loss")
-        grads = [None if grad is None else grad.mul_(loss_grad) for grad in ctx.grads]
-        ctx.grads = None
-        return *grads, None, None
+        return *_scaled_once(ctx, loss_grad), None, None
