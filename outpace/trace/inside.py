@@ -76,10 +76,24 @@ def _head_flops(hidden: Tensor, weight: Tensor) -> int:
     return 2 * hidden.numel() * weight.shape[0]
 
 
-# As torch counts for its own kernels: scores that a backward computes again are work, too.
+_ATEN = torch.ops.aten
+_ATTENTIONS = (
+    attention.overload,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+)
+_ATTENTION_BACKWARDS = (
+    attention_backward.overload,
+    _ATEN._scaled_dot_product_flash_attention_backward.default,
+    _ATEN._scaled_dot_product_efficient_attention_backward.default,
+    _ATEN._scaled_dot_product_cudnn_attention_backward.default,
+)
+# As torch counts, whose own formulas for attention know no grouped queries before 2.13: scores
+# that a backward computes again are work, too.
 FLOPS: Mapping[Any, Callable[..., int]] = {
-    attention.overload: lambda q, k, *_: 2 * _attention_flops(q, k),
-    attention_backward.overload: lambda _, q, k, *__: 5 * _attention_flops(q, k),
+    **{one: lambda q, k, *_, **__: 2 * _attention_flops(q, k) for one in _ATTENTIONS},
+    **{one: lambda _, q, k, *__, **___: 5 * _attention_flops(q, k) for one in _ATTENTION_BACKWARDS},
     low_loss.overload: lambda hidden, weight, *_: _head_flops(hidden, weight),
     low_loss_backward.overload: lambda _, __, hidden, weight, ___, trains: (
         (1 + trains) * _head_flops(hidden, weight)

@@ -225,7 +225,7 @@ class Watch(TorchDispatchMode):
                 self._lend(tensor)
         packet = func._overloadpacket
         if func in FLOPS:
-            self._now.flops += FLOPS[func](*args)
+            self._now.flops += FLOPS[func](*args, **kwargs)
         elif packet in flop_registry:
             self._now.flops += int(flop_registry[packet](*args, **kwargs, out_val=made))
         if fresh or func._schema.is_mutable:

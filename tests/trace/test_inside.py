@@ -50,3 +50,18 @@ def test_memory_that_another_thread_frees_is_not_counted_on():
         other.join()
         torch.ones(1 << 19)
     assert told.peak_bytes == 4 << 20
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_attention_of_accelerators_is_counted_with_grouped_queries(kv_heads):
+    """torch's own formula refuses them before 2.13, which ended `--memory` on a GPU."""
+    watch = Watch()
+    with hollow(), watch:
+        query = torch.empty(2, 8, 128, 64, device="meta", requires_grad=True)
+        key, value = (torch.empty(2, kv_heads, 128, 64, device="meta") for _ in range(2))
+        out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+        watch.mark("forward")
+        out.backward(torch.empty_like(out))
+        watch.mark("backward")
+    product = 2 * 2 * 8 * 128 * 128 * 64
+    assert [segment.flops for segment in watch.segments] == [2 * product, 5 * product]
