@@ -222,7 +222,9 @@ def _started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[Sec
     for name in names:
         shown(name, 1.0)
     here.slowed.extend(probed.steadiness.throttled)
-    return Section(probed.figures, probed.advice, (*notes, *probed.notes), probed.fits)
+    # What is published is added once, by the process that writes the record.
+    measured = tuple(figure for figure in probed.figures if figure.origin != "catalog")
+    return Section(measured, probed.advice, (*notes, *probed.notes), probed.fits)
 
 
 def _world_size(wishes: Wishes, device: torch.device) -> int:

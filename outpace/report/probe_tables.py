@@ -154,11 +154,22 @@ def _crossed(layout: _Layout, figures: Sequence[Figure]) -> RenderableType:
     table.add_column("")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    cells = {(layout.row(f), layout.column(f)): _cell(f) for f in figures}
-    assert len(cells) == len(figures), f"{layout.title}: two figures in one cell"
+    cells: dict[tuple[str, str], Text] = {}
+    for place, of in _by_cell(layout, figures).items():
+        cells[place] = Text(" / ").join(_cell(figure) for figure in of)
     for row in dict.fromkeys(layout.row(figure) for figure in figures):
         table.add_row(row, *(cells.get((row, column), Text("")) for column in columns))
     return Group(Text(layout.title, style="bold"), table)
+
+
+def _by_cell(layout: _Layout, figures: Sequence[Figure]) -> dict[tuple[str, str], list[Figure]]:
+    """The figures of each cell, equal ones once."""
+    cells: dict[tuple[str, str], list[Figure]] = {}
+    for figure in figures:
+        cell = cells.setdefault((layout.row(figure), layout.column(figure)), [])
+        if figure not in cell:
+            cell.append(figure)
+    return cells
 
 
 def _empty() -> Table:

@@ -1,8 +1,12 @@
 """What a probe says beside its figures, and when it takes a section's figures back."""
 
+from pathlib import Path
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
+from outpace.launch import probing
 from outpace.launch.collectives import overlap_notes
 from outpace.launch.probe_settings import finding_notes, misconfigured, peak_notes
 from outpace.launch.probe_wishes import Wishes
@@ -14,6 +18,8 @@ from outpace.probe.steady import Used
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.finding import Examination, Finding
+from outpace.records.machine import Machine
+from outpace.records.probed import Probed
 from outpace.records.settings import TrainSettings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -107,3 +113,29 @@ def test_the_best_product_stands_beside_the_published_peak():
     (note,) = peak_notes([*best, peak])
     assert "bf16 product (750.00 TFLOP/s) is 75% of the catalog's peak (1.00 PFLOP/s)" in note
     assert not list(peak_notes([figure("best", None, dtype="bf16"), peak]))
+
+
+def test_what_is_published_is_taken_from_one_process_only(monkeypatch, tmp_path):
+    """The process that measures ranks writes it into its record as well."""
+    published = Figure(
+        key=Key(kind="matmul", what="peak", of={"dtype": "bf16"}), unit="FLOP/s", value=2.0,
+        origin="catalog", source="a datasheet",
+    )  # fmt: skip
+    measured = figure("best", 1.0, dtype="bf16")
+
+    def start(nproc, command, on_stop):
+        probed = Probed(
+            date="", versions={}, command="", sections=("steps",), quick=True, took_s=1.0,
+            figures=(published, measured),
+        )  # fmt: skip
+        machine = Machine(host_cores=2, host_memory_bytes=1, cpu="", probed=probed)
+        machine.save(Path(command[command.index("--out") + 1]))
+
+    monkeypatch.setattr(probing.local, "start", start)
+    wishes = Wishes(("steps",), True, TrainSettings(), "outpace probe steps", None)
+    here = probing._Here(wishes, torch.device("cpu"), MagicMock(), None)
+    turns = probing._started(["steps"], here, 2)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(turns)
+    assert end.value.value.figures == (measured,)
