@@ -20,13 +20,15 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     from outpace.launch.planning import Asked, job
     from outpace.planner.plans import one
-    from outpace.records.plan import Plan
+    from outpace.records.plan import PlanFile
 
-    plan = Plan.load(arguments.plan)
+    file = PlanFile.load(arguments.plan)
+    plan = file.plan
     asked = Asked(
         model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
         devices_per_node=arguments.devices_per_node, network=arguments.network,
-        seq_len=arguments.seq_len, global_batch=arguments.global_batch, precision=plan.precision,
+        seq_len=arguments.seq_len or file.seq_len,
+        global_batch=arguments.global_batch or file.global_batch, precision=plan.precision,
     )  # fmt: skip
     question = job(asked)
     if plan.world_size != question.wanted.world:
@@ -35,7 +37,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             f"{question.cluster.fabric.per_node} = {question.wanted.world} are there. Set its axes "
             "or --nodes and --devices-per-node."
         )
-    if arguments.global_batch is None:
+    if asked.global_batch is None:
         batch = plan.samples_per_pass * plan.data_parallel
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))
     try:
@@ -54,8 +56,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
     of = (
         f"of {question.outline.name} with sequences of {question.wanted.seq_len:,} and a global "
-        f"batch of {question.wanted.global_batch:,}: a plan says neither. For others give "
-        "--seq-len and --global-batch."
+        f"batch of {question.wanted.global_batch:,}. For others give --seq-len and --global-batch."
     )
     Console().print(one_plan(planned, (of, *question.outline.notes, *question.cluster.notes)))
     return 0

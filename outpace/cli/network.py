@@ -19,7 +19,7 @@ from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
 from outpace.records.network import Answer, Need, Network
 from outpace.records.optimizers import Precision, default_optimizer
-from outpace.records.plan import Checkpointing, Plan
+from outpace.records.plan import Checkpointing, Plan, PlanFile
 
 _ABOUT = "How much network a training needs, and what a slower or faster one would cost."
 _EPILOG = (
@@ -48,7 +48,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             arguments.networks or (), arguments.inside, arguments.share,
         )
     )  # fmt: skip
-    plan = None if arguments.plan is None else Plan.load(arguments.plan)
+    plan = None if arguments.plan is None else PlanFile.load(arguments.plan).plan
     precision = site.precision(arguments.precision if plan is None else plan.precision)
     rate, memory_rate = site.rate(precision), site.memory_rate()
     roof, link = Roof(known(rate), known(memory_rate)), site.inside()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from outpace.launch.planning import Asked
     from outpace.planner.job import Job
     from outpace.records.estimate import Plans
+    from outpace.records.plan import Plan
 
 _ABOUT = "The fastest ways to train a model on given machines: which fit, why, and how sure."
 _EPILOG = (
@@ -48,7 +49,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             f"--count {number}."
         )
     if arguments.out is not None and arguments.emit is None:
-        answer.plans[number - 1].plan.save(arguments.out)
+        _save(answer.plans[number - 1].plan, question, arguments.out)
     if arguments.emit is not None:
         chosen = None if arguments.explain is None else number
         return _emit(arguments, question, answer, chosen)
@@ -156,6 +157,13 @@ def _tried(question: "Job") -> "Plans | str":
         return str(error)
 
 
+def _save(plan: "Plan", question: "Job", path: Path) -> None:
+    """Write a plan with the length and the batch that it is for."""
+    from outpace.records.plan import PlanFile
+
+    PlanFile.of(plan, question.wanted.seq_len, question.wanted.global_batch).save(path)
+
+
 def _emit(
     arguments: argparse.Namespace, question: "Job", answer: "Plans", chosen: int | None
 ) -> int:
@@ -172,7 +180,7 @@ def _emit(
     picked = pick(arguments.emit, question, answer, spec, chosen)
     written = picked.emitted
     if arguments.out is not None:
-        answer.plans[picked.number - 1].plan.save(arguments.out)
+        _save(answer.plans[picked.number - 1].plan, question, arguments.out)
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.unsaid),

@@ -23,6 +23,7 @@ from outpace.cli.parser import Parser, number_type
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
+from outpace.records.plan import PlanFile
 from outpace.records.ranks import Ranks
 from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.tuning import TUNING_FILE, Trial, Tuning
@@ -107,7 +108,8 @@ def _tuned(
     )
     tuning.save(folder / TUNING_FILE)
     if tuning.fastest is not None:
-        tuning.fastest.plan.save(folder / PLAN_FILE)
+        found = tuning.fastest.plan
+        PlanFile.of(found, settings.seq_len, settings.global_batch).save(folder / PLAN_FILE)
     if interrupt is not None:
         raise interrupt
     return tuning

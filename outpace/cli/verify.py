@@ -10,7 +10,7 @@ from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError, OutpaceError, nearest
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import Precision
-from outpace.records.plan import Plan, Strategy
+from outpace.records.plan import Plan, PlanFile, Strategy
 from outpace.records.python import PYTHON
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
@@ -51,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
     skipped: dict[str, str] = {}
     if arguments.plan is not None:
-        plans = [Plan.load(arguments.plan)]
+        plans = [PlanFile.load(arguments.plan).plan]
     elif proved is not None:
         plans = [plan_of_run(proved.plan, precision) for precision in precisions]
     else:

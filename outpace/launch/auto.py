@@ -29,7 +29,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LEVELS
-from outpace.records.plan import AXES, Plan
+from outpace.records.plan import AXES, Plan, PlanFile
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import TUNING_FILE, Tuning
@@ -59,10 +59,13 @@ def settle(
     """
     if settings.plan is None:
         return settings, dict(origins)
+    workload: dict[str, int] = {}
     if settings.plan == "auto":
         chosen = _pick(settings, origins, ranks, say)
     else:
-        chosen = Plan.load(Path(settings.plan).expanduser())
+        file = PlanFile.load(Path(settings.plan).expanduser())
+        chosen, workload = file.plan, _workload(file, origins)
+        settings = settings.model_copy(update=workload)
         _check_file(chosen, settings, origins, ranks)
     if chosen.untrained is not None:
         raise BadInputError(
@@ -75,11 +78,21 @@ def settle(
         path = Path(settings.plan).expanduser()
         values["expect_step_time_s"] = _promised(path, chosen, settings, say)
     where = f"plan {settings.plan}"
-    told = {name: where for name in values if origins.get(name) in (None, DEFAULT)}
+    told = {name: where for name in {**values, **workload} if origins.get(name) in (None, DEFAULT)}
     return (
         settings.model_copy(update={**values, "plan": None}),
         {**origins, **told, "plan": DEFAULT},
     )
+
+
+def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
+    """The length and batch that a plan was made for, as far as nobody asked for others."""
+    known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
+    return {
+        name: value
+        for name, value in known.items()
+        if value is not None and origins.get(name, DEFAULT) == DEFAULT
+    }
 
 
 def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:

@@ -551,3 +551,23 @@ def fill_axes(
             "processes. Use as many processes, or other axes."
         )
     return sizes
+
+
+class PlanFile(Plan):
+    """A plan as plan.json has it, with the length and the batch that it was made for.
+
+    None where they are not known, as in files from before they were kept.
+    """
+
+    seq_len: PositiveInt | None = Field(default=None, description="tokens of a sample")
+    global_batch: PositiveInt | None = Field(default=None, description="samples of a step")
+
+    @classmethod
+    def of(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:
+        """The file of a plan for sequences of this length and this global batch."""
+        return cls(**plan.model_dump(), seq_len=seq_len, global_batch=global_batch)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan alone."""
+        return Plan(**self.model_dump(include=set(Plan.model_fields)))

@@ -47,6 +47,18 @@ def test_a_plan_that_was_written_is_estimated_as_it_was_ranked(capsys, tmp_path)
         assert found["estimate"][name] == ranked["estimate"][name]
 
 
+def test_a_plan_is_estimated_for_the_length_and_batch_that_it_was_made_for(capsys, tmp_path):
+    file = tmp_path / "best.json"
+    words = [*TINY, "--seq-len=96", "--global-batch=24"]
+    assert main(["plan", *words, f"--out={file}"]) == 0
+    capsys.readouterr()
+    at = [word for word in TINY if not word.startswith(("--seq-len", "--global-batch"))]
+    own = said(capsys, "estimate", *at, f"--plan={file}")
+    assert own["estimate"] == said(capsys, "estimate", *words, f"--plan={file}")["estimate"]
+    other = said(capsys, "estimate", *at, f"--plan={file}", "--seq-len=48")
+    assert other["estimate"]["peak_memory_bytes"] < own["estimate"]["peak_memory_bytes"]
+
+
 def test_a_person_sees_whether_it_fits(capsys, monkeypatch, plan_file):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["estimate", *TINY, plan_file()]) == 0

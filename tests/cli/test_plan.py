@@ -10,7 +10,7 @@ from outpace.cli.emitted import FORMATS
 from outpace.cli.main import main
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
-from outpace.records.plan import Plan
+from outpace.records.plan import Plan, PlanFile
 from outpace.records.probed import Probed
 
 LLAMA = ("plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=4096",
@@ -95,7 +95,7 @@ def test_one_plan_is_walked_through_and_written(capsys, monkeypatch, tmp_path):
     for axis, link in ranked[2]["placement"].items():
         assert f"{axis}: {link}" in text and "in a node" in link
     assert "The fullest rank needs" in text and "tokens/s on 8 ranks" in text
-    assert Plan.load(file) == Plan.parse(ranked[2]["plan"], "the document")
+    assert PlanFile.load(file).plan == Plan.parse(ranked[2]["plan"], "the document")
 
 
 def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from outpace.cli.main import main
 from outpace.records.measurement import Measurement
-from outpace.records.plan import Plan
+from outpace.records.plan import PlanFile
 from outpace.records.tuning import Tuning
 
 WORDS = ["--model=outpace-tiny", "--seq-len=16", "--global-batch=8"]
@@ -31,7 +31,7 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
     measured = [Measurement.load(folder / t.run / "result.json").step_time_s for t in tuning.trials]
     assert measured == [trial.step_time_s for trial in tuning.trials]
     assert tuning.step_time_s == min(measured)
-    assert Plan.load(folder / "plan.json") == tuning.fastest.plan
+    assert PlanFile.load(folder / "plan.json").plan == tuning.fastest.plan
     assert not (folder / tuning.trials[0].run / "model").exists()
     assert main(["tune", *words, "--trials=2", f"--out={folder}", "--resume", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
@@ -82,7 +82,7 @@ def test_an_interrupted_one_is_kept_and_its_folder_named(tuned, capsys, tmp_path
     assert "go on with:\noutpace tune " in told and f" --resume --out={tmp_path / 't'}\n" in told
     kept = Tuning.load(tmp_path / "t" / "tuning.json")
     assert kept.stopped == "it was interrupted" and len(kept.trials) == 2
-    assert Plan.load(tmp_path / "t" / "plan.json") == kept.fastest.plan
+    assert PlanFile.load(tmp_path / "t" / "plan.json").plan == kept.fastest.plan
     assert main(asked) == 2
     assert "--resume: which tuning? Name its directory" in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ from outpace.interop.emit import FORMATS, Emitted, Request, dropped, emit
 from outpace.interop.emit.request import folded, hosts
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
-from outpace.records.plan import SPLITS, Plan
+from outpace.records.plan import SPLITS, Plan, PlanFile
 
 DATA = Path(__file__).parent / "data"
 MEGATRON = json.loads((DATA / "megatron_names.json").read_text())["arguments"]
@@ -347,7 +347,7 @@ def test_outpace_reads_its_own(request_: Request, tmp_path_factory: pytest.TempP
     written = emitted("outpace", request_)
     path = tmp_path_factory.getbasetemp() / written.file_name
     path.write_text(written.text)
-    assert Plan.load(path) == plan
+    assert PlanFile.load(path) == PlanFile.of(plan, request_.seq_len, request_.global_batch)
     words = shlex.split(written.command)
     asked = _parser().read(words[words.index("train") + 1 :])
     assert isinstance(asked, argparse.Namespace)

@@ -16,7 +16,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.memory import MemoryAccount
-from outpace.records.plan import Plan
+from outpace.records.plan import Plan, PlanFile
 from outpace.records.probed import Probed
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -240,6 +240,23 @@ def test_what_is_given_agrees_with_the_plans_that_are_proposed_for_it(given, tmp
             assert found.loss == "plain"
         if "offload" in given:
             assert found.offload_optimizer == found.offload_parameters == "disk"
+
+
+def test_a_plan_brings_the_length_and_the_batch_that_it_was_made_for(tmp_path):
+    """Else `train --plan` trains at 256 tokens what was tuned at 1,024."""
+    path = tmp_path / "plan.json"
+    PlanFile.of(Plan(strategy="single", micro_batch=2), 48, 6).save(path)
+    assert PlanFile.load(path).plan == Plan(strategy="single", micro_batch=2)
+    asked = TrainSettings.parse({"model": TINY["model"], "plan": str(path)}, "test")
+    origins = dict.fromkeys(TrainSettings.model_fields, "default")
+    found, told = settle(asked, {**origins, "plan": "command line"}, None, print)
+    assert (found.seq_len, found.global_batch) == (48, 6)
+    assert told["seq_len"] == told["global_batch"] == f"plan {path}"
+    other = asked.model_copy(update={"seq_len": 32})
+    found, told = settle(
+        other, {**origins, "plan": "command line", "seq_len": "command line"}, None, print
+    )
+    assert (found.seq_len, found.global_batch) == (32, 6) and told["seq_len"] == "command line"
 
 
 def test_a_damaged_tuning_beside_a_plan_does_not_stop_a_training(tmp_path):

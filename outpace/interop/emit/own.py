@@ -1,4 +1,4 @@
-"""outpace: the plan itself, which Plan.load reads, and the command that trains with it."""
+"""outpace: the plan itself, which PlanFile.load reads, and the command that trains with it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from outpace.catalog.models import PRESETS
 from outpace.interop.emit.request import HOST, Emitted, Note, Request
 from outpace.interop.emit.texts import quote, torchrun
 from outpace.records.model import ModelSpec
-from outpace.records.plan import AXES, SPLITS, Plan
+from outpace.records.plan import AXES, SPLITS, Plan, PlanFile
 from outpace.records.settings import TrainSettings
 
 _FILE = "plan.json"
@@ -32,7 +32,8 @@ def write(request: Request) -> Emitted:
         )
     )
     return Emitted(
-        text=plan.model_dump_json(indent=2) + "\n",
+        text=PlanFile.of(plan, request.seq_len, request.global_batch).model_dump_json(indent=2)
+        + "\n",
         file_name=_FILE,
         command=_command(request, model or _SPEC),
         unsaid=tuple(unsaid),
