@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
 from outpace.nn.gelu import gelu_tanh
+from outpace.nn.kernels import attend_by, choose_kernel
 from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
 from outpace.nn.rotary import Tables, rotate, tables_at
@@ -66,15 +67,14 @@ def fused_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
     """softmax(q·kᵀ/√C)·v by torch's kernels."""
-    return F.scaled_dot_product_attention(
-        q_BHSC,
-        k_BKTC,
-        v_BKTC,
-        attn_mask=sees.mask,
-        is_causal=sees.is_causal,
-        dropout_p=dropout,
-        enable_gqa=q_BHSC.shape[1] != k_BKTC.shape[1],
+    kernel = choose_kernel(
+        q_BHSC.device.type,
+        q_BHSC.dtype,
+        q_BHSC.shape[2],
+        q_BHSC.shape[1] != k_BKTC.shape[1],
+        sees.mask is not None,
     )
+    return attend_by(kernel, q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal, dropout)
 
 
 def suited_attention(

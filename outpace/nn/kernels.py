@@ -1,0 +1,89 @@
+"""Which of torch's attention kernels a call takes on a GPU, decided here and not by torch.
+
+Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
+
+- cuDNN returns NaN for the gradients of queries where a mask is given (pytorch#196678: cuDNN up to
+  9.25.1, that is torch 2.11 with 9.19, 2.12 and 2.13 with 9.20, 2.14 with 9.24), and for those of
+  keys and values where there is one query (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell
+  one query gets wrong results (pytorch#193893). It is given neither, in any version.
+- FlashAttention takes no mask and no fp32, and the memory-efficient kernel no grouped queries
+  before pytorch#191085: what is left is the kernel that holds all scores. So keys and values are
+  repeated for the memory-efficient one.
+
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, C head width.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Kernel = Literal["any", "flash", "efficient", "math"]
+
+# For one query the last is no loss: its scores are (B, H, 1, T).
+_BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = MappingProxyType(
+    {
+        "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+        "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
+        "math": (SDPBackend.MATH,),
+    }
+)
+# Values of 16 bytes or less are loaded at once: 8 of 16 bits, which is right for 4 of fp32 too.
+_WIDTH_MULTIPLE = 8
+
+
+def choose_kernel(
+    device: str, dtype: torch.dtype, queries: int, grouped: bool, masked: bool
+) -> Kernel:
+    """The kernel for one call; "any" leaves the choice to torch.
+
+    `device`: the type of the device. `grouped`: there are fewer heads of keys than of queries.
+    """
+    if device != "cuda":
+        return "any"
+    if dtype == torch.float64:
+        return "math"  # no other takes it
+    # fp16 is what GPUs train in that are older than FlashAttention, which torch needs for groups.
+    if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
+        return "efficient"
+    return "flash" if queries == 1 else "any"
+
+
+def attend_by(
+    kernel: Kernel,
+    q_BHSC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    dropout: float,
+) -> Tensor:
+    """softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True where a key is seen."""
+    (_, heads, _, width), groups = q_BHSC.shape, k_BKTC.shape[1]
+    grouped = heads != groups
+    if kernel == "any":
+        return F.scaled_dot_product_attention(
+            q_BHSC, k_BKTC, v_BKTC, mask, dropout, is_causal, enable_gqa=grouped
+        )
+    if grouped and kernel != "flash":
+        k_BKTC, v_BKTC = (x.repeat_interleave(heads // groups, 1) for x in (k_BKTC, v_BKTC))
+        grouped = False
+    missing = -width % _WIDTH_MULTIPLE
+    if missing and kernel == "efficient":  # zeros add nothing to a product
+        q_BHSC, k_BKTC, v_BKTC = (F.pad(x, (0, missing)) for x in (q_BHSC, k_BKTC, v_BKTC))
+    with sdpa_kernel(list(_BACKENDS[kernel])):
+        out_BHSC = F.scaled_dot_product_attention(
+            q_BHSC,
+            k_BKTC,
+            v_BKTC,
+            mask,
+            dropout,
+            is_causal,
+            scale=width**-0.5,
+            enable_gqa=grouped,
+        )
+    return out_BHSC[..., :width] if missing else out_BHSC
