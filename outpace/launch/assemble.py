@@ -134,7 +134,8 @@ def assemble(
         job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
     require_run_once(objective.model, plan.recomputes)
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
-    apply_levers(objective.model, plan, scratch=scratch)
+    say = partial(tell, job.callbacks, "on_hint")
+    apply_levers(objective.model, plan, scratch=scratch, on_failure=say)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
     if job.materials.is_transformer and fills_later(plan):
         fill(layout, lies_on(plan, device), weights_of(job.materials, settings))

@@ -1,8 +1,8 @@
 """Levers on any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
-All work in place, block by block, and leave parameter names as they are. Float8 products take the
-place of modules, so they come first; then checkpointing, so that what is offloaded is what it
-keeps, and that the compiler sees what is recomputed.
+All work in place and leave parameter names as they are. Float8 products take the place of modules,
+so they come first; then checkpointing, so that what is offloaded is what it keeps, and that the
+compiler sees what is recomputed.
 """
 
 from collections import Counter
@@ -20,9 +20,11 @@ from torch.utils.checkpoint import (
 )
 
 from outpace.nn.attention import attention
+from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp8 import apply_fp8
 from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
 from outpace.nn.scratch import Scratch
+from outpace.records.compiled import compiled_region
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Checkpointing, Plan
 
@@ -133,10 +135,12 @@ def apply_levers(
     plan: Plan,
     blocks: Sequence[nn.Module] | None = None,
     scratch: Scratch | None = None,
+    on_failure: Callable[[str], None] | None = None,
 ) -> None:
     """What a plan says of the blocks of a model, in the one order in which it works.
 
     `scratch` takes what is offloaded to disk (None: the system's place for temporary files).
+    `on_failure` is told why the model is not compiled where the compiler fails on it.
     """
     if plan.precision == "fp8":
         apply_fp8(blocks or find_blocks(module))
@@ -150,10 +154,5 @@ def apply_levers(
         place = OnDisk(scratch or Scratch()) if on_disk else OnHost(device)
         offload_activations(blocks or find_blocks(module), place)
     if plan.compile:
-        compile_blocks(module, blocks)
-
-
-def compile_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
-    """Compile each block in place with torch.compile; equal blocks share the compiled code."""
-    for block in blocks or find_blocks(module):
-        block.compile()
+        whole = compiled_region(plan) == "whole"
+        compile_forwards([module] if whole else blocks or find_blocks(module), on_failure)

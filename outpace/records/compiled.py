@@ -1,26 +1,31 @@
-"""Which strategies train with blocks compiled by torch.compile, as tried with torch 2.13.
+"""Which strategies train with compiled forwards, and how much is compiled at once.
 
 `tests/parallel/levers.py compile` tries them all: two steps in float64 against a single process
 that compiles nothing, with Inductor's own kernels. docs/compile.md is this table in words.
 """
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
 from outpace.records.base import Record
 from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan
+
+# The model's whole forward as one compiled region, or each of its blocks as one.
+Region = Literal["whole", "blocks"]
 
 
 class Compiled(Record):
     """What came of it: the same numbers, or an `error` that torch raises.
 
-    `breaks`: what the compiler leaves to Python, so that a block is more than one graph. `issue`:
-    where torch's own people know of it.
+    `region`: how much is compiled at once. `breaks`: what the compiler leaves to Python, so that a
+    region is more than one graph. `issue`: where torch's own people know of it.
     """
 
     works: bool
+    region: Region = "blocks"
     breaks: str | None = None
     error: str | None = None
     issue: str | None = None
@@ -32,7 +37,10 @@ class Compiled(Record):
         return self
 
 
-_ONE_GRAPH = Compiled(works=True)
+_WHOLE = Compiled(works=True, region="whole")
+# Between blocks `fully_shard` gathers parameters, pipelines send, and the ring sends gradients that
+# one region's backward would bring all at its end.
+_BLOCKS = Compiled(works=True)
 _SENDS = Compiled(works=True, breaks="torch.distributed.P2POp and batch_isend_irecv")
 # What the message advises makes it worse: with donated buffers off it runs, and the gradients of
 # the blocks' weights are wrong (their weights were off by their whole value after two steps).
@@ -44,8 +52,21 @@ _SPLIT = Compiled(
 )
 
 COMPILED: Mapping[str, Compiled] = {
-    **dict.fromkeys(("single", "dp", "ps", "ddp", "ring"), _ONE_GRAPH),
-    **dict.fromkeys(("zero1", "zero2", "zero3", "hsdp", "tp", "3d"), _ONE_GRAPH),
+    # Of DDP's, torch cuts the region where its buckets of gradients end.
+    **dict.fromkeys(("single", "dp", "ps", "ddp", "zero1"), _WHOLE),
+    **dict.fromkeys(("ring", "zero2", "zero3", "hsdp", "3d"), _BLOCKS),
+    # A DTensor made before the first block asks for a tensor's value: five graphs of a whole.
+    "tp": _BLOCKS,
     "cp": _SENDS,
-    **{name: _SPLIT if kind.splits_backward else _ONE_GRAPH for name, kind in SCHEDULES.items()},
+    **{name: _SPLIT if kind.splits_backward else _BLOCKS for name, kind in SCHEDULES.items()},
 }
+
+
+def compiled_region(plan: Plan) -> Region:
+    """How much of the model a plan with `compile` compiles at once.
+
+    By block, too, where gradients are dropped, or parameters brought, block by block.
+    """
+    by_block = plan.optimizer_in_backward or plan.offload_parameters != "none"
+    known = COMPILED.get(plan.strategy)
+    return "blocks" if by_block or known is None else known.region

@@ -259,7 +259,7 @@ class TrainSettings(Record):
         "computation", "a directory on the disk to offload to (default: the run's)"
     )
     empty_cache: bool = _field("computation", "free cached memory between a step's phases", False)
-    compile: bool = _field("computation", "torch.compile each block", False)
+    compile: bool = _field("computation", "torch.compile the forward", False)
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
     )

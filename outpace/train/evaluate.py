@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from outpace.nn.compilation import without_compilation
 from outpace.nn.mixed import Mixed
 from outpace.parallel import Layout, Pass
 from outpace.records.measurement import Evaluation
@@ -33,7 +34,7 @@ def evaluate(
     began_s = time.perf_counter()
     was_training = layout.objective.training
     layout.objective.eval()
-    with torch.no_grad():
+    with torch.no_grad(), without_compilation(layout.objective):
         for batches in steps:
             for batch in batches:
                 found.append(layout.evaluate(batch, Pass(mixed.cast)))

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from outpace.nn.levers import apply_checkpointing, apply_levers, compile_blocks, find_blocks
+from outpace.nn.compilation import compile_forwards
+from outpace.nn.levers import apply_checkpointing, apply_levers, find_blocks
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -187,7 +188,7 @@ def test_compiled_blocks_are_close(make_spec, tokens, one_rank, mode):
     compiled = copy.deepcopy(plain)
     names = list(compiled.state_dict())
     apply_checkpointing(compiled.model, mode)
-    compile_blocks(compiled.model)
+    compile_forwards(find_blocks(compiled.model))
     assert list(compiled.state_dict()) == names
     torch._dynamo.reset()
     counters.clear()

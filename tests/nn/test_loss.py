@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn import low_loss as low
-from outpace.nn.levers import compile_blocks
+from outpace.nn.compilation import compile_forwards
 from outpace.nn.loss import ChunkedSum, LanguageModelObjective, linear_loss_sum, prefers_chunks
 from outpace.nn.transformer import Transformer
 
@@ -350,7 +350,7 @@ def test_no_tensor_holds_all_logits_on_accelerators():
 @pytest.mark.parametrize("kind", ["plain", "chunked"])
 def test_no_tensor_holds_all_logits_compiled(make_spec, kind):
     objective, batch, logits = _wide(make_spec, kind, None)
-    compile_blocks(objective.model)
+    compile_forwards([objective.model])
     objective(batch)[0].backward()  # the compiler's own tensors are not of the step
     held = _largest_allocation(objective, batch, None) >= logits * 2
     assert held == (kind == "plain")

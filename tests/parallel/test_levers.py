@@ -83,5 +83,6 @@ def test_the_docs_have_the_table():
     for strategy, compiled in COMPILED.items():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{strategy}` |")]
         assert ("| yes |" in row) == compiled.works, row
+        assert (f"| {compiled.region} |" in row) == compiled.works, row
         assert compiled.issue is None or compiled.issue in row
     assert all(compiled.error in text for compiled in COMPILED.values() if compiled.error)

@@ -1,0 +1,125 @@
+"""Forwards compiled by torch.compile: of a whole model, or of each of its blocks.
+
+What is compiled is `forward` alone, so that hooks (of `fully_shard`, of offloading, of tensor
+parallelism) are called outside of the compiled region. Shapes are static: a batch of another shape
+is compiled anew, so the data has few shapes. Evaluation and generation run eagerly
+(`without_compilation`): without gradients a forward would be a graph of its own, and what a few
+batches gain is less than compiling takes.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Compilation:
+    """The compiled forwards of one model, which is trained eagerly if the compiler fails on it.
+
+    The first call compiles the forward and its backward, before either computes anything, so that a
+    failure of the compiler is known before any number has come from it. Then all forwards are
+    eager from there on, and `on_failure` is told why. `failure` is the reason, None where it works.
+    """
+
+    def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
+        self.failure: str | None = None
+        self._on_failure = on_failure or warnings.warn
+
+    def compile(self, module: nn.Module) -> None:
+        """Put the compiled forward in the place of the module's own."""
+        module.forward = CompiledForward(module.forward, self)
+
+    def say_failure(self) -> None:
+        """Say that forwards are eager from here on, and why."""
+        self._on_failure(
+            f"torch.compile fails on this model ({self.failure}), so it is trained without. "
+            "Leave the attempt out with --no-compile."
+        )
+
+
+class CompiledForward:
+    """A module's forward, compiled at its first call with gradients; copies are not compiled."""
+
+    def __init__(self, forward: Callable[..., Any], compilation: Compilation) -> None:
+        update_wrapper(self, forward)
+        self._forward = forward
+        self._compilation = compilation
+        self._compiled = torch.compile(forward, dynamic=False)
+        self._works = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own forward gives."""
+        if self._compilation.failure is not None:
+            return self._forward(*args, **kwargs)
+        if self._works:
+            return self._compiled(*args, **kwargs)
+        return self._try(*args, **kwargs)
+
+    def _try(self, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._functorch import config
+
+        try:
+            with config.patch(force_non_lazy_backward_lowering=True):
+                output = self._compiled(*args, **kwargs)
+        except (TorchDynamoException, AssertionError, NotImplementedError) as error:
+            self._compilation.failure = _reason(error)
+            output = self._forward(*args, **kwargs)  # raises what is the model's own fault
+            self._compilation.say_failure()
+            return output
+        self._works = torch.is_grad_enabled()
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of the module's copy."""
+        return copy.deepcopy(self._forward, memo)
+
+
+def compile_forwards(
+    modules: Sequence[nn.Module], on_failure: Callable[[str], None] | None = None
+) -> Compilation:
+    """Compile the forwards of modules in place; equal ones share the compiled code.
+
+    `on_failure` is told, once, why the compiler failed on one of them (None: a warning).
+    """
+    compilation = Compilation(on_failure)
+    for module in modules:
+        compilation.compile(module)
+    return compilation
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a forward of the module, or of one within it, is compiled."""
+    return any(isinstance(part.forward, CompiledForward) for part in module.modules())
+
+
+@contextmanager
+def without_compilation(module: nn.Module) -> Iterator[None]:
+    """Compiled forwards are called eagerly, as what was compiled is for training."""
+    if not is_compiled(module):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def compile_time_s() -> float:
+    """Seconds that this process has spent in the compiler; loads none of it."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0.0
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent().get("total_wall_time", 0.0))
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what the compiler says, with the kind of its innermost error."""
+    inner: BaseException = getattr(error, "inner_exception", None) or error
+    lines = str(inner).strip().splitlines() or [""]
+    return f"{type(inner).__name__}: {lines[0][:200]}"
