@@ -84,7 +84,7 @@ class Prepared:
         try:
             with memory_history(wanted, self.job.run_dir.path, rank):
                 for step in self.loop.iterate():
-                    self.stragglers.after(self.loop.ledger.gathered)
+                    self.stragglers.after(self.loop.stepper.heard)
                     if self.weighing is not None:
                         self.weighing.after(step)
             train_s = time.perf_counter() - began_s

@@ -155,9 +155,12 @@ class Layout:
         with given.cast():
             loss_sum, count = self.module(batch)
         given.mark("forward")
-        given.scale(loss_sum).backward()
-        given.mark("backward")
+        self._backward(given.scale(loss_sum), given)
         return _totals(loss_sum.detach(), count)
+
+    def _backward(self, loss: Tensor, given: Pass) -> None:
+        loss.backward()
+        given.mark("backward")
 
     def _device(self) -> torch.device:
         return self.computes_on or next(self.model.parameters()).device
@@ -218,10 +221,6 @@ class Layout:
         for _, parameter in self.named_parameters():
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
-
-    def exposed_communication_s(self) -> float:
-        """The part of the last backward in which only communication was going on."""
-        return 0.0
 
     def agree(self, found_inf: Tensor) -> None:
         """Make every rank skip an fp16 step that one of them has to skip. Collective."""

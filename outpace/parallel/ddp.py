@@ -4,18 +4,21 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 gradients are put into buckets, and a bucket is all-reduced as soon as it is full.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.nn.uncompiled import leave_alone, unasked
-from outpace.parallel.api import Layout, Request
+from outpace.parallel.api import Layout, Pass, Request
 from outpace.parallel.direct import Averaging, neighbours
 from outpace.records.errors import BadInputError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
@@ -77,10 +80,6 @@ class Replicas(Layout):
             if near is not None:
                 averaging = Averaging(near, wrapped.process_group)
                 wrapped.register_comm_hook(None, averaging.begin)
-        if device.type == "cpu":
-            # DDP times its own communication in sampled iterations; on CPU that costs two clock
-            # reads.
-            wrapped._set_ddp_runtime_logging_sample_rate(1)
 
     def unsynchronised(self) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
@@ -92,12 +91,24 @@ class Replicas(Layout):
             left = self.low_rank.start_powerSGD_iter - start_step
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
-    def exposed_communication_s(self) -> float:
-        """From DDP's own account: there is no other of the overlap."""
-        seen = self.module._get_ddp_logging_data()
-        communication_ns = int(seen.get("backward_comm_time", 0))
-        hidden_ns = int(seen.get("backward_compute_comm_overlap_time", 0))
-        return max(0, communication_ns - hidden_ns) / 1e9
+    def _backward(self, loss: Tensor, given: Pass) -> None:
+        """The wait for exchanges that computing did not hide is communication.
+
+        When all gradients are computed autograd calls what was queued, in order: first the mark,
+        then what DDP queued with its last bucket, which waits for the exchanges (on a GPU by its
+        stream). torch's own account, DDP's logging data, is a sample of a step long ago.
+        """
+        if not self.module.require_backward_grad_sync:
+            super()._backward(loss, given)
+            return
+        loss.register_hook(lambda gradient: _at_the_end(lambda: given.mark("backward")))
+        loss.backward()
+        given.mark("communication")
+
+
+def _at_the_end(call: Callable[[], None]) -> None:
+    """Have autograd call this after the backward that is going on."""
+    Variable._execution_engine.queue_callback(call)
 
 
 def _wrapped(request: Request) -> DistributedDataParallel:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outpace.records.errors import DivergedError
 from outpace.records.measurement import PARTS, WARMUP_STEPS, Promise, StepRecord, TimeParts
-from outpace.train.step import Gathered, RawStep
+from outpace.train.step import Figures, Gathered, RawStep
 from outpace.train.timing import durations
 
 _KEPT_STEPS = 5000
@@ -51,31 +51,26 @@ class Ledger:
         return () if self.gathered is None else self.gathered.peak_memory_by_rank
 
     def record(self, raw: RawStep) -> StepRecord:
-        """Account for a step, waiting for the device where it must.
+        """Account for a step, waiting until the device has done it.
 
         Raises DivergedError when the loss is NaN or infinite.
         """
-        parts = durations(raw.marks)
-        loss_sum, count = raw.totals.tolist()
-        loss = loss_sum / max(count, 1.0)
+        figures = raw.figures()
+        loss = figures.loss_sum / max(figures.count, 1.0)
         if not abs(loss) < float("inf"):
             raise DivergedError(f"the loss became {loss} at step {raw.step}")
-        norm = float(raw.grad_norm)
-        if not raw.skipped and not norm < float("inf"):  # the weights are no numbers any more
+        norm = figures.grad_norm
+        if not figures.skipped and not norm < float("inf"):  # weights are no numbers any more
             raise DivergedError(f"the gradient's norm became {norm} at step {raw.step}")
         costs = self.costs if self.costs_of is None else self.costs_of(raw.step)
         self.samples += costs.samples
         if self.tokens is not None and costs.tokens is not None:
             self.tokens += costs.tokens
-        self.skipped_steps += raw.skipped
+        self.skipped_steps += figures.skipped
         self.loss_sum += loss
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.gathered = raw.gathered
-        # What DDP waited for at the end of backward is communication, not computing.
-        hidden_in_backward = min(raw.communication_s, parts.get("backward", 0.0))
-        parts["backward"] = parts.get("backward", 0.0) - hidden_in_backward
-        parts["communication"] = parts.get("communication", 0.0) + hidden_in_backward
-        record = self._assemble(raw, loss, parts, costs)
+        record = self._assemble(raw, figures, loss, costs)
         self._seen += 1
         if self._seen == WARMUP_STEPS + 1:
             self.steady.clear()
@@ -84,9 +79,8 @@ class Ledger:
             self.opening_s.append(record.step_time_s)
         return record
 
-    def _assemble(
-        self, raw: RawStep, loss: float, parts: dict[str, float], costs: Costs
-    ) -> StepRecord:
+    def _assemble(self, raw: RawStep, figures: Figures, loss: float, costs: Costs) -> StepRecord:
+        parts = durations(raw.marks)
         step_time_s = sum(parts.values())
         model_rate = _rate(costs.model_flops, step_time_s)
         hardware_rate = _rate(costs.hardware_flops, step_time_s)
@@ -96,7 +90,7 @@ class Ledger:
             samples=self.samples,
             loss=loss,
             lr=raw.lr,
-            grad_norm=float(raw.grad_norm),
+            grad_norm=figures.grad_norm,
             step_time_s=step_time_s,
             **{f"{part}_s": parts.get(part, 0.0) for part in PARTS},
             tokens_per_s=_rate(costs.tokens, step_time_s),
@@ -106,7 +100,7 @@ class Ledger:
             mfu=_rate(model_rate, costs.peak_flops_per_s),
             hfu=_rate(hardware_rate, costs.peak_flops_per_s),
             peak_memory_bytes=raw.gathered.peak_memory_bytes,
-            loss_scale=raw.loss_scale,
+            loss_scale=figures.loss_scale,
             skipped_steps=self.skipped_steps,
             cache_freed_bytes=raw.cache_freed_bytes,
         )

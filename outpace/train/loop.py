@@ -60,11 +60,10 @@ class Loop:
                 for step in range(self.start_step + 1, self.total_steps + 1):
                     raw = self._step(step)
                     waiting.append(raw)
-                    # A GPU runs behind: a step's figures are read one step later.
-                    behind = self.device.type == "cuda" and step < self.total_steps
-                    self._settle(waiting, int(behind))
+                    # A GPU computes behind: while it has work, earlier steps are accounted for.
+                    self._settle(waiting, self.stepper.queue.steps_behind)
                     after_step()
-                    self._between(step, raw, waiting)
+                    self._between(step, waiting)
                     yield step
             except DivergedError as error:
                 raise self._diverged(error) from None
@@ -81,20 +80,27 @@ class Loop:
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _settle(self, waiting: deque[RawStep], left: int) -> None:
-        """Account for steps until `left` are still waiting for the device."""
-        while len(waiting) > left:
+        """Account for steps until `left` are still waiting for the device, or fewer.
+
+        Steps that are done are not waited for. Of several ranks each goes by the count alone, so
+        that all find at the same step that a loss is no number, and end.
+        """
+        alone = self.world_size == 1
+        while waiting and (len(waiting) > left or (alone and waiting[0].done)):
             record = self.ledger.record(waiting.popleft())
             tell(self.callbacks, "on_step", record)
 
-    def _between(self, step: int, raw: RawStep, waiting: deque[RawStep]) -> None:
+    def _between(self, step: int, waiting: deque[RawStep]) -> None:
         """Evaluate and save when due; end the run when a signal asked for it."""
         settings = self.settings
-        stopping = raw.gathered.stop and step < self.total_steps
+        heard = self.stepper.heard
+        stopping = heard is not None and heard.stop and step < self.total_steps
         last = step == self.total_steps
         due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
         due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
         if due_eval or due_save:
             self._settle(waiting, 0)  # a state whose loss is no number is never saved
+            self.stepper.pause()
         if due_eval and not stopping:
             self.at(f"the evaluation after step {step}")
             evaluation = self.evaluate(step)

@@ -14,7 +14,9 @@ from outpace.train.heap import c_library
 def peak_memory_bytes(device: torch.device) -> int | None:
     """Largest so far: of tensors on CUDA, of the resident process on a CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # `max_memory_allocated` makes a flat dictionary of all statistics, sorted, at each call.
+        known = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(known["allocated_bytes"]["all"]["peak"]) if known else 0
     if device.type == "cpu":
         # Linux counts KiB, macOS bytes.
         unit = 1 if sys.platform == "darwin" else 1024

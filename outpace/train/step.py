@@ -12,59 +12,93 @@ from outpace.nn.mixed import Mixed
 from outpace.optim.build import begin_step
 from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
+from outpace.train.device_queue import DeviceFigures, DeviceQueue, queue_of
 from outpace.train.memory import CacheFreer, peak_memory_bytes
-from outpace.train.timing import OwnTime, StepTimer
+from outpace.train.timing import Marks, OwnTime, StepTimer
 
 Batch = Any
 
 
-@dataclass(frozen=True)
 class Gathered:
-    """What all ranks said about a step: (world, 3) float64.
+    """What all ranks said about a step, which the first to ask waits for.
 
-    Stop wish, peak memory in bytes, and the seconds that it took of the rank's own time.
+    Of each rank: stop wish, peak memory in bytes, and the seconds that it took of its own time.
     """
 
-    values: Tensor
+    def __init__(self, values: Tensor | list[list[float]], work: Any = None) -> None:
+        self._values = values
+        self._work = work
+
+    def wait(self) -> list[list[float]]:
+        """(world, 3), when all ranks have said it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if isinstance(self._values, Tensor):
+            self._values = self._values.tolist()
+        return self._values
 
     @property
     def stop(self) -> bool:
         """Whether any rank was asked to stop."""
-        return bool(self.values[:, 0].any())
+        return any(stop for stop, _, _ in self.wait())
 
     @property
     def peak_memory_by_rank(self) -> tuple[int, ...]:
         """Of each rank, bytes; empty where a rank does not know."""
-        peaks = self.values[:, 1]
-        return tuple(map(int, peaks.tolist())) if bool((peaks >= 0).all()) else ()
+        peaks = [int(peak) for _, peak, _ in self.wait()]
+        return tuple(peaks) if min(peaks) >= 0 else ()
 
     @property
     def own_s(self) -> tuple[float, ...]:
         """Of each rank, without waiting for others; empty where a rank does not know."""
-        own = self.values[:, 2]
-        return tuple(own.tolist()) if bool((own >= 0).all()) else ()
+        own = tuple(own_s for _, _, own_s in self.wait())
+        return own if min(own) >= 0 else ()
 
     @property
     def peak_memory_bytes(self) -> int | None:
         """Of the fullest rank."""
-        peak = float(self.values[:, 1].max())
-        return int(peak) if peak >= 0 else None
+        peak = max(int(peak) for _, peak, _ in self.wait())
+        return peak if peak >= 0 else None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a step came to, as numbers. `loss_scale`: that of fp16 in this step."""
+
+    loss_sum: float
+    count: float  # of targets in the global batch
+    grad_norm: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
 class RawStep:
-    """A step whose device work may still be going on; tensors are read in `accounting`."""
+    """A step whose device work may still be going on: its figures are on their way to the host."""
 
     step: int
     lr: float
     totals: Tensor  # (2,) float64: loss sum, target count, over the global batch
     grad_norm: Tensor
-    marks: list[tuple[str, Any]]
-    communication_s: float
+    marks: Marks
+    copied: DeviceFigures
     gathered: Gathered
-    loss_scale: float | None
-    skipped: bool
     cache_freed_bytes: int | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has done it, so that nothing has to wait for its figures."""
+        return self.marks[-1][1].query()
+
+    def figures(self) -> Figures:
+        """Its figures; waits until the device has done this step."""
+        read = self.copied.read(self.marks[-1][1])
+        loss_sum, count = read.pop("totals")
+        (grad_norm,) = read.pop("grad_norm")
+        scale = read.pop("loss_scale", None)
+        skipped = any(found > 0 for (found,) in read.values())
+        return Figures(loss_sum, count, grad_norm, None if scale is None else scale[0], skipped)
 
 
 class Stepper:
@@ -72,7 +106,8 @@ class Stepper:
 
     `expected_targets` is the number of targets in a global batch: exact when `targets_known`,
     otherwise a guess that is corrected before the optimizer steps. `on_gradients` is called when
-    a step's gradients are whole, before they are clipped.
+    a step's gradients are whole, before they are clipped. `queue` is that of the device, unless
+    another is given.
     """
 
     def __init__(
@@ -88,6 +123,7 @@ class Stepper:
         expected_targets: int,
         targets_known: bool,
         on_gradients: Callable[[], None] | None = None,
+        queue: DeviceQueue | None = None,
     ) -> None:
         self._layout = layout
         self._optimizer = optimizer
@@ -103,57 +139,55 @@ class Stepper:
         # The loss is a sum over local targets; what averages gradients divides it by the ranks
         # (x W / N: see docs/design).
         self._scale = layout.averages / expected_targets
-        self._timer = StepTimer(device)
-        self._own_time = OwnTime(device)
-        self._marks_before: list[tuple[str, Any]] = []
+        self.queue = queue_of(device) if queue is None else queue
+        self._timer = StepTimer(self.queue)
+        self._own_time = OwnTime(self.queue)
+        self.heard: Gathered | None = None  # of the latest step of which all ranks have spoken
+        self._speaking: Gathered | None = None  # of a step before which not all may have
         self._freer = CacheFreer(device) if plan.empty_cache else None
 
     def begin(self) -> None:
-        """Start the clock of the next step: what follows is time spent waiting for data."""
+        """Start the next step: what follows is time spent waiting for data."""
         self._timer.begin()
+
+    def pause(self) -> None:
+        """What is done until the next step begins, like an evaluation, is of no step's time."""
+        self._timer.pause()
 
     def run(
         self, step: int, lr: float, batches: Iterable[Batch], stop: Callable[[], bool]
     ) -> RawStep:
         """Do step number `step` (from 1) with learning rate `lr`; `begin` was called before.
 
-        `stop` is asked late, so that a signal during the step is heard by all ranks within it.
+        `stop` is asked late, so that a signal during the step is heard by all ranks within it, or
+        within the next one where the device computes behind the host.
         """
         timer = self._timer
         timer.mark("data")
         begin_step(self._optimizer, step, lr)
         given = Pass(self.mixed.cast, self._scaled, self._mark)
         totals = self._layout.gradients(list(batches), given)
-        communication_s = self._layout.exposed_communication_s()
         if self.mixed.wide_gradients:
             self._layout.widen_gradients()
-        gathered, pending = self._exchange(totals, stop())
+        gathered, summed = self._exchange(totals, stop())
         if not self._targets_known:
-            _wait(pending)
-            pending = []
+            _wait(summed)
             # Correct the gradients for the true number of targets in the global batch.
             self._layout.scale_gradients(self._expected_targets / totals[1].clamp(min=1))
         self._mark("communication")
         if self._on_gradients is not None:
             self._on_gradients()
             timer.mark("other")
-        grad_norm, loss_scale, skipped = self._update()
+        grad_norm, fp16 = self._update()
         self._mark("optimizer")
-        _wait(pending)
+        _wait(summed)
+        self._hear(gathered)
+        copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
-        self._marks_before = timer.take()
-        return RawStep(
-            step,
-            lr,
-            totals,
-            grad_norm,
-            self._marks_before,
-            communication_s,
-            gathered,
-            loss_scale,
-            skipped,
-            None if self._freer is None else self._freer.take(),
-        )
+        marks = timer.take()
+        self._own_time.add(marks)
+        freed = None if self._freer is None else self._freer.take()
+        return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
     def _mark(self, part: str) -> None:
         """A part is done; freeing its cache belongs to it."""
@@ -171,45 +205,62 @@ class Stepper:
         scaled = loss_sum * self._scale
         return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
 
-    def _exchange(self, totals: Tensor, stop: bool) -> tuple[Gathered, list[Any]]:
+    def _exchange(self, totals: Tensor, stop: bool) -> tuple[Gathered, Any]:
         """Begin to sum the totals over ranks and to gather what each rank has to say."""
         peak = peak_memory_bytes(self._device)
-        own_s = self._own_time.take(self._marks_before)
-        said = torch.tensor(
-            [[float(stop), -1.0 if peak is None else peak, own_s]], dtype=torch.float64
-        )
+        known_peak = -1.0 if peak is None else float(peak)
         if self._world_size == 1:
-            return Gathered(said), []
+            return Gathered([[float(stop), known_peak, -1.0]]), None
+        said = torch.tensor([[stop, known_peak, self._own_time.take()]], dtype=torch.float64)
         heard = torch.empty(self._world_size, said.shape[1], dtype=torch.float64)
         group = None if self._device.type == "cuda" else self._control
-        works = [
-            dist.all_reduce(totals, group=group, async_op=True),
-            dist.all_gather_single(heard, said, group=self._control, async_op=True),
-        ]
-        return Gathered(heard), works
+        summed = dist.all_reduce(totals, group=group, async_op=True)
+        work = dist.all_gather_single(heard, said, group=self._control, async_op=True)
+        return Gathered(heard, work), summed
 
-    def _update(self) -> tuple[Tensor, float | None, bool]:
-        """Clip, step, zero. Returns the norm before clipping, loss scale, and whether skipped."""
+    def _hear(self, gathered: Gathered) -> None:
+        """Wait for what ranks said of this step; of the one before where the device is behind.
+
+        All ranks go by the same step, whichever they have reached, as they have to stop together.
+        """
+        if self.queue.steps_behind and self._world_size > 1:
+            before, self._speaking = self._speaking, gathered
+            if before is None:
+                return
+            gathered = before
+        gathered.wait()
+        self.heard = gathered
+
+    def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Clip, step, zero.
+
+        Returns the norm before clipping; of fp16 the loss scale, and by device whether something
+        overflowed, so that the step was skipped.
+        """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:
             norm = self._layout.clip(self._clip)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            return norm, None, False
-        used_scale = scaler.get_scale()
+            return norm, {}
+        # `scaler.get_scale()` would wait for the device.
+        scale = scaler._get_scale_async()
+        seen = {} if scale is None else {"loss_scale": scale.clone()}
         scaler.unscale_(optimizer)
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         for found_inf in found.values():
             self._layout.agree(found_inf)
+        seen |= {f"overflow on {device}": found_inf for device, found_inf in found.items()}
         norm = self._layout.clip(self._clip)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         if self.mixed.wide_gradients:
             self._layout.drop_wide_gradients()
-        return norm, used_scale, scaler.get_scale() < used_scale
+        return norm, seen
 
 
-def _wait(works: list[Any]) -> None:
-    for work in works:
+def _wait(work: Any) -> None:
+    """Where the collective is the device's, its stream waits and not the host."""
+    if work is not None:
         work.wait()

@@ -1,60 +1,58 @@
 """Where the time of a step goes, without waiting for the device in between."""
 
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import torch
+from outpace.train.device_queue import DeviceQueue, Mark
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
+# What was done up to a point, and the point.
+Marks = Sequence[tuple[str, Mark]]
 
-@dataclass
+
 class StepTimer:
-    """Marks the ends of a step's parts: by the clock on a CPU, by events on a GPU.
+    """Marks the ends of a step's parts in a device's queue.
 
-    A part that is marked several times (forward, backward of each micro-batch) is added up.
+    A part that is marked several times (forward, backward of each micro-batch) is added up. A
+    step's clock begins where the one before ended, so that the times of steps leave nothing out.
     """
 
-    device: torch.device
-    _marks: list[tuple[str, Any]] = field(default_factory=list)
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._queue = queue
+        self._end: Mark | None = None
+        self._marks: list[tuple[str, Mark]] = []
 
     def begin(self) -> None:
-        """Start the step."""
-        self._marks = [("", self._now())]
+        """Start the step; what was done since the one before belongs to it as "other"."""
+        now = self._queue.mark()
+        self._marks = [("", now)] if self._end is None else [("", self._end), ("other", now)]
 
     def mark(self, part: str) -> None:
         """What was done since the last mark was `part`."""
-        self._marks.append((part, self._now()))
+        self._marks.append((part, self._queue.mark()))
 
-    def take(self) -> list[tuple[str, Any]]:
+    def take(self) -> Marks:
         """Hand over the marks of the step; `durations` reads them when the device is done."""
+        self._end = self._marks[-1][1]
         return self._marks
 
+    def pause(self) -> None:
+        """What is done until the next step begins belongs to no step."""
+        self._end = None
 
-def durations(marks: list[tuple[str, Any]]) -> dict[str, float]:
-    """Seconds by part. Waits for the last event on a GPU."""
+
+def durations(marks: Marks) -> dict[str, float]:
+    """Seconds by part, of marks to which the device has come."""
     seconds: dict[str, float] = {}
     for (_, begin), (part, end) in pairwise(marks):
-        if isinstance(begin, float):
-            took = end - begin
-        else:
-            end.synchronize()
-            took = begin.elapsed_time(end) / 1000
-        seconds[part] = seconds.get(part, 0.0) + took
+        seconds[part] = seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
     return seconds
 
 
-@dataclass
 class OwnTime:
     """What this rank spends on a step by itself, not waiting for others.
 
@@ -62,16 +60,29 @@ class OwnTime:
     replicas exchange nothing.
     """
 
-    device: torch.device
-    _busy_s: float | None = None
+    def __init__(self, queue: DeviceQueue) -> None:
+        self._on_host = queue.steps_behind == 0
+        self._busy_s: float | None = None
+        self._running: deque[Marks] = deque()
+        self._latest_s = -1.0
 
-    def take(self, marks_before: list[tuple[str, Any]]) -> float:
-        """Seconds since it was taken last, on a GPU of the step before; -1 where not known."""
-        if self.device.type == "cuda":
-            parts = durations(marks_before)
-            return parts["data"] + parts["forward"] if "forward" in parts else -1.0
-        before, self._busy_s = self._busy_s, thread_busy_s()
-        return -1.0 if before is None else self._busy_s - before
+    def add(self, marks: Marks) -> None:
+        """A step was queued."""
+        if not self._on_host:
+            self._running.append(marks)
+
+    def take(self) -> float:
+        """Seconds since it was taken last, on a GPU of the latest step that is done.
+
+        -1 where that is not known. Waits for nothing.
+        """
+        if self._on_host:
+            before, self._busy_s = self._busy_s, thread_busy_s()
+            return -1.0 if before is None else self._busy_s - before
+        while self._running and self._running[0][-1][1].query():
+            parts = durations(self._running.popleft())
+            self._latest_s = parts["data"] + parts["forward"] if "forward" in parts else -1.0
+        return self._latest_s
 
 
 def thread_busy_s() -> float:

@@ -1,6 +1,7 @@
 """The same runs on a GPU. Skipped where there is none."""
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -37,6 +38,39 @@ def test_it_trains_and_accounts(run, precision):
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert lines[-1]["peak_memory_bytes"] == torch.cuda.max_memory_allocated()
     assert all(line["step_time_s"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_steps_do_not_wait_for_the_device(run, precision):
+    """Torch raises where ten steps would copy a number to the host and wait for it."""
+    from outpace.train.callbacks import Callback
+
+    class Strict(Callback):
+        def on_step(self, record):
+            torch.cuda.set_sync_debug_mode("error" if 4 <= record.step < 14 else "default")
+
+    try:
+        _, lines = run("strict", [Strict()], precision=precision, steps=18)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [line["step"] for line in lines] == list(range(1, 19))
+
+
+def test_the_times_of_steps_are_those_of_the_wall(run):
+    import time
+
+    from outpace.train.callbacks import Callback
+
+    class Wall(Callback):
+        times: ClassVar = []
+
+        def on_step(self, record):
+            if record.step in (10, 60):
+                self.times.append(time.perf_counter())
+
+    _, lines = run("wall", [Wall()], steps=64)
+    told_s = sum(line["step_time_s"] for line in lines if 10 < line["step"] <= 60)
+    assert told_s == pytest.approx(Wall.times[1] - Wall.times[0], rel=0.1)
 
 
 def test_the_chunked_loss_gives_the_plain_one(run):

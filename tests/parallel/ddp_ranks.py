@@ -5,6 +5,7 @@ python tests/parallel/forked.py 2 tests/parallel/ddp_ranks.py
 
 import json
 import os
+import threading
 from contextlib import nullcontext
 
 import torch
@@ -95,11 +96,40 @@ def low_rank(ranks) -> dict:
     }
 
 
+def marks(ranks) -> dict:
+    """The parts of a step of two micro-batches, whose exchange ends when "backward" is marked."""
+    plan = Plan.parse({"strategy": "ddp", "dp_replicate": ranks.world_size}, "test")
+    # Of one machine alone DDP has a hook already, and takes no other.
+    apart = ranks.model_copy(update={"local_world_size": 1})
+    layout = apply(Request(Matrices(), plan, apart, torch.device("cpu")))
+    marked, parts = threading.Event(), []
+
+    def mark(part: str) -> None:
+        parts.append(part)
+        if parts.count("backward") == 2:
+            marked.set()
+
+    def exchange(state, bucket):
+        exchanged = torch.futures.Future()
+
+        def end() -> None:
+            parts.append("in time" if marked.wait(20.0) else "too late")
+            exchanged.set_result(bucket.buffer())
+
+        threading.Thread(target=end).start()
+        return exchanged
+
+    layout.module.register_comm_hook(None, exchange)
+    layout.gradients(inputs(ranks.rank, 0, 2), Pass(mark=mark))
+    return {"parts": parts}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     ranks = ranks_from(os.environ)
     with process_groups(ranks, torch.device("cpu"), 60.0, 0):
         said = {"exchanges": exchanges(ranks), "low_rank": low_rank(ranks)}
+        said["marks"] = marks(ranks)
     if ranks.rank == 0:
         print(json.dumps(said))
 

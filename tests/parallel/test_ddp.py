@@ -39,6 +39,13 @@ def test_powersgd_makes_up_for_what_it_leaves_out(said):
     assert found["left_out"] > 0.1 and found["balance"] < 1e-10
 
 
+@pytest.mark.gloo
+def test_the_wait_for_exchanges_is_no_backward(said):
+    parts = said["marks"]["parts"]
+    assert parts[:4] == ["forward", "backward", "forward", "backward"]
+    assert parts[-1] == "communication" and set(parts[4:-1]) == {"in time"}
+
+
 def plan(**options):
     return Plan.parse({"strategy": "ddp", "dp_replicate": 2, **options}, "plan")
 
