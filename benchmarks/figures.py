@@ -4,7 +4,7 @@
     python benchmarks/figures.py --check    # exit 1 when a page does not say what is recorded
 
 A page holds `<!-- figures: NAME -->` and `<!-- end -->`; what is between comes from
-results/NAME.json; of NAME--PART another part of it.
+results/NAME.json, of NAME--PART another part of it, or from data/NAME.csv.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import figures_accuracy
 import figures_compare
 import figures_faults
 import figures_finals
+import figures_gpu
 import figures_levers
 import figures_performance
 import figures_probe
@@ -28,6 +29,7 @@ from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DATA = ROOT / "benchmarks" / "data"
 _DOCS = (
     "accuracy", "benchmarks", "clusters", "security", "compare", "folklore", "lora", "memory",
     "memory_formula", "offload", "optimizers", "performance", "probe", "report", "seeds",
@@ -223,6 +225,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_faults.WRITERS,
     **figures_levers.WRITERS,
     **figures_finals.WRITERS,
+    **figures_gpu.WRITERS,
     **figures_performance.WRITERS,
     **figures_probe.WRITERS,
     **figures_seeds.WRITERS,
@@ -244,7 +247,10 @@ def fill(text: str) -> str:
     """The page with every marked part made anew."""
 
     def made(match: re.Match[str]) -> str:
-        path = RESULTS / f"{match[2].partition('--')[0]}.json"
+        name = match[2].partition("--")[0]
+        if name in figures_gpu.DATA:
+            return match[1] + figures_gpu.DATA[name](DATA / f"{name}.csv") + match[3]
+        path = RESULTS / f"{name}.json"
         if not path.exists():
             return f"{match[1]}Not recorded yet.\n{match[3]}"
         return match[1] + WRITERS[match[2]](json.loads(path.read_text())) + match[3]

@@ -233,58 +233,7 @@ def _cost(name: str, value: float) -> str:
     return f"{value / 2**20:,.0f} MiB" if name == "bytes" else f"{value:,.3g} s"
 
 
-def gpu(result: dict[str, Any]) -> str:
-    """A row for each run of outpace, and for each peer."""
-    head = ["model", "", "tokens/s", "MFU", "of the best product", "memory: traced, measured",
-            "step: predicted, measured"]  # fmt: skip
-    rows = [
-        line
-        for row in result["rows"]
-        for line in (
-            *(_gpu_run(row, one) for one in row["runs"]),
-            *(_gpu_peer(row, name, one) for name, one in row["peers"].items()),
-        )
-    ]
-    left = "; ".join(result["left_out"])
-    about = f"\nLeft out for want of time: {left}.\n" if left else ""
-    return table(head, rows) + about + stand(result)
-
-
-def _gpu_run(row: dict[str, Any], one: dict[str, Any]) -> list[str]:
-    name, what = _shape(row), ", ".join([f"outpace, {one['variant']}", *one["more"][1::2]])
-    if "failure" in one:
-        return [name, what, "failed", "", "", "", ""]
-    traced, measured = one.get("traced_bytes"), one.get("allocated_bytes")
-    predicted, step_s = one["predicted_step_time_s"], one["step_time_s"]
-    return [
-        name, what, f"{one['tokens_per_s']:,.0f}", _share(one["mfu"]),
-        _share(one["of_best_product"]), _both(traced, measured, 2**30, "GiB"),
-        _both(predicted, step_s, 1e-3, "ms"),
-    ]  # fmt: skip
-
-
-def _gpu_peer(row: dict[str, Any], name: str, one: dict[str, Any]) -> list[str]:
-    speed = "failed" if "failure" in one else f"{one['tokens_per_s']:,.0f}"
-    took = "" if "failure" in one else f"{one['step_time_s'] * 1000:.0f} ms"
-    return [_shape(row), name, speed, "", "", "", took]
-
-
-def _shape(row: dict[str, Any]) -> str:
-    return f"{row['model']}, {row['batch']} × {row['seq_len']:,}"
-
-
-def _share(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.0%}"
-
-
-def _both(said: float | None, seen: float | None, unit: float, name: str) -> str:
-    if said is None or seen is None:
-        return "n/a"
-    return f"{said / unit:,.1f}, {seen / unit:,.1f} {name} ({said / seen - 1:+.1%})"
-
-
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "gpu": gpu,
     "lasting": lasting,
     "peers-bf16": peers,
     "peers-bf16--short": short,

@@ -1,0 +1,148 @@
+"""What was measured on a GPU, as Markdown: prediction beside measurement, missed targets first."""
+
+import csv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu.check import measured
+from gpu.targets import shown
+from pages import stand, table
+
+_THROUGHPUT = {
+    "gpt2": "GPT-2, 16 × 1,024",
+    "gpt2 batch 4": "GPT-2, 4 × 1,024",
+    "gpt2 batch 48": "GPT-2, 48 × 1,024",
+    "llama-3.2-1b": "Llama-3.2-1B, 4 × 2,048",
+    "llama-3.2-1b batch 8": "Llama-3.2-1B, 8 × 2,048",
+    "lora": "LoRA of Llama-3.2-1B, 4 × 2,048",
+}
+_GIB = 2**30
+
+
+def gpu(result: dict[str, Any]) -> str:
+    """Targets, throughput beside the hand loop and beside what was predicted, and the rest."""
+    sections = result["sections"]
+    parts = [_targets(result["targets"]), _steps(sections), _left(sections), _card(sections)]
+    return "\n".join(part for part in parts if part) + stand(result)
+
+
+def _targets(judged: list[dict[str, Any]]) -> str:
+    words = {False: "**missed**", None: "not measured", True: "reached"}
+    rows = [[words[one["met"]], one["target"], one["bound"], shown(one)] for one in judged]
+    return table(["", "target", "asked", "measured"], rows)
+
+
+def _steps(sections: dict[str, Any]) -> str:
+    traced = sections.get("traced memory", {}).get("rows", {})
+    rows = [
+        [shape, name, _ms(row.get("step_time_s")), _tokens(row), _speed(row), _share(row),
+         _predicted_time(row), _gib(row.get("peak_bytes")),
+         _traced(traced.get(f"{section}: {name}"))]
+        for section, shape in _THROUGHPUT.items()
+        for name, row in sections.get(section, {}).get("rows", {}).items()
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    head = ["model, batch", "", "step", "tokens/s", "over the hand loop", "MFU, of best product",
+            "predicted step", "memory", "traced"]  # fmt: skip
+    return table(head, rows)
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    if not measured(row):
+        return "failed" if "failure" in row else "left out"
+    return f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "–"
+
+
+def _speed(row: dict[str, Any]) -> str:
+    if "ratio" not in row:
+        return "–"
+    ratios = row.get("ratios")
+    spread = f" ({min(ratios):.2f} – {max(ratios):.2f})" if ratios else ""
+    return f"{row['ratio']:.2f} ×{spread}"
+
+
+def _share(row: dict[str, Any]) -> str:
+    if row.get("mfu") is None:
+        return "–"
+    best = row.get("of_best_product")
+    return f"{row['mfu']:.0%}, {'n/a' if best is None else f'{best:.0%}'}"
+
+
+def _predicted_time(row: dict[str, Any]) -> str:
+    said = row.get("predicted")
+    if said is None:
+        return "–"
+    if not measured(said):
+        return "n/a"
+    off = said["step_time_s"] / row["step_time_s"] - 1
+    inside = said["low_s"] <= row["step_time_s"] <= said["high_s"]
+    return (
+        f"{_ms(said['step_time_s'])} ({off:+.0%}), {said['low_s'] * 1e3:.1f} – "
+        f"{said['high_s'] * 1e3:.1f} at {said['level']:.0%}: {'inside' if inside else 'outside'}"
+    )
+
+
+def _traced(row: dict[str, Any] | None) -> str:
+    if row is None or not measured(row):
+        return "–"
+    return f"{_gib(row['traced_bytes'])} ({row['off_signed']:+.1%})"
+
+
+def _left(sections: dict[str, Any]) -> str:
+    return "".join(f"- {line}\n" for line in _unfinished(sections))
+
+
+def _unfinished(sections: dict[str, Any]) -> Iterator[str]:
+    for name, told in sections.items():
+        if told["status"] != "done":
+            yield f"{name}: {told['status']}."
+        for row, value in told.get("rows", {}).items():
+            if isinstance(value, dict) and "failure" in value:
+                yield f"{name}, {row}: {value['failure']}"
+
+
+def _card(sections: dict[str, Any]) -> str:
+    rows = sections.get("environment", {}).get("rows", {})
+    device = rows.get("device")
+    if device is None:
+        return ""
+    best = sections.get("ceilings", {}).get("rows", {}).get("bf16 products", {})
+    rate = best.get("best_flops_per_s")
+    product = "" if rate is None else f" Its best product in bf16: {rate / 1e12:.0f} TFLOP/s."
+    return (
+        f"{device['name']}, {device['memory_bytes'] / _GIB:.0f} GiB, power limit "
+        f"{device.get('power.limit', 'n/a')}, driver {device.get('driver_version', 'n/a')}, cuDNN "
+        f"{device['cudnn']}.{product}\n"
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def _gib(size: float | None) -> str:
+    return "–" if size is None else f"{size / _GIB:.2f} GiB"
+
+
+def first_h200(path: Path) -> str:
+    """What the code of that day did, and what a trial of corrections did."""
+    head = ["model, batch", "", "compiled", "precision, optimizer", "step", "tokens/s",
+            "memory of tensors"]  # fmt: skip
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [
+            [f"{row['model']}, {row['global_batch']} × {int(row['seq_len']):,}", row["variant"],
+             row["compile"], f"{row['precision']}, {row['optimizer']}", f"{row['wall_ms']} ms",
+             f"{int(row['tokens_per_s']):,}", f"{float(row['peak_tensors_gib']):.2f} GiB"]
+            for row in csv.DictReader(file)
+        ]  # fmt: skip
+    return table(head, rows)
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "gpu-h100-sxm": gpu,
+    "gpu-h200-sxm": gpu,
+}
+# Written from data/NAME.csv.
+DATA: dict[str, Callable[[Path], str]] = {"h200-2026-11-27": first_h200}

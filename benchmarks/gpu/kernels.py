@@ -1,0 +1,126 @@
+"""The loss over a vocabulary, and attention with what it sees, by the package's own functions."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from gpu.check import Check, measured
+from gpu.hardware import seconds
+from outpace.nn.block import suited_attention
+from outpace.nn.loss import linear_loss_sum
+from outpace.nn.masks import Visibility, visibility
+
+_LOSSES = ((16384, 2048, 128256), (16384, 768, 50257))
+_SMALL_LOSSES = ((64, 32, 512),)
+# Samples, query heads, key and value heads, length, width of a head.
+_ATTENTIONS = {
+    "16 × 1,024, 12 heads of 64": (16, 12, 12, 1024, 64),
+    "4 × 2,048, 32 heads of 64 over 8": (4, 32, 8, 2048, 64),
+    "1 × 4,096, 32 heads of 128 over 8": (1, 32, 8, 4096, 128),
+}
+_SMALL_ATTENTIONS = {"1 × 64, 4 heads of 16 over 2": (1, 4, 2, 64, 16)}
+_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+def loss(check: Check) -> None:
+    """The head's loss with both gradients: milliseconds, FLOP/s and bytes."""
+    for tokens, width, vocab in _SMALL_LOSSES if check.small else _LOSSES:
+        shape = f"{tokens:,} × {width:,} × {vocab:,}"
+        for name, kind, compiled in (
+            ("eager", "auto", False), ("compiled", "auto", True), ("whole", "plain", False),
+        ):  # fmt: skip
+            if compiled and not check.inductor:
+                continue
+            check.clean()
+            check.row(f"{shape}, {name}", 12.0,
+                      lambda shape=(tokens, width, vocab), kind=kind, compiled=compiled:
+                      _loss(check, shape, kind, compiled))  # fmt: skip
+
+
+def _loss(check: Check, shape: tuple[int, int, int], kind: Any, compiled: bool) -> dict[str, Any]:
+    tokens, width, vocab = shape
+    hidden = torch.randn(tokens, width, device=check.device, requires_grad=True)
+    weight = (torch.randn(vocab, width, device=check.device) * 0.02).requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device=check.device)
+    loss_sum = torch.compile(linear_loss_sum, dynamic=False) if compiled else linear_loss_sum
+
+    def both_ways() -> None:
+        hidden.grad = weight.grad = None
+        with torch.autocast(check.device, torch.bfloat16, cache_enabled=False):
+            total = loss_sum(hidden, weight, None, targets, kind, torch.bfloat16)
+        (total / tokens).backward()
+
+    # What the step makes: its gradients, and all between. Inputs lay there before.
+    before_bytes = torch.cuda.memory_allocated() if check.cuda else 0
+    times = seconds(check, both_ways, 0.4, 2)
+    step_s = median(times)
+    return {
+        "step_time_s": step_s,
+        "times_s": times[:50],
+        "flops_per_s": 6 * tokens * width * vocab / step_s,
+        "peak_bytes": torch.cuda.max_memory_allocated() - before_bytes if check.cuda else None,
+    }
+
+
+def attention(check: Check) -> None:
+    """Forward and backward, causal and with masks; and the NaN of pytorch#196678."""
+    for name, shape in (_SMALL_ATTENTIONS if check.small else _ATTENTIONS).items():
+        causal = check.row(f"{name}, causal", 4.0, lambda s=shape: _attention(check, s, "causal"))
+        for sees in ("documents", "window"):
+            row = check.row(f"{name}, {sees}", 4.0, lambda s=shape, w=sees: _attention(check, s, w))
+            if measured(row) and measured(causal):
+                over = row["step_time_s"] / causal["step_time_s"]
+                check.put(f"{name}, {sees}", {**row, "over_causal": over})
+    check.row("queries' gradients with a mask that are not finite", 4.0, lambda: _not_finite(check))
+
+
+def _attention(check: Check, shape: tuple[int, ...], sees: str) -> dict[str, Any]:
+    samples, heads, kv_heads, length, width = shape
+
+    def states(count: int) -> torch.Tensor:
+        made = torch.randn(samples, length, count, width, device=check.device, dtype=torch.bfloat16)
+        return made.transpose(1, 2).requires_grad_()
+
+    q_BHSC, k_BKSC, v_BKSC = states(heads), states(kv_heads), states(kv_heads)
+    seen = _seen(check, sees, samples, length)
+
+    def both_ways() -> None:
+        mixed_BHSC = suited_attention(q_BHSC, k_BKSC, v_BKSC, seen, 0.0)
+        mixed_BHSC.backward(mixed_BHSC.detach())
+        q_BHSC.grad = k_BKSC.grad = v_BKSC.grad = None
+
+    times = seconds(check, both_ways)
+    step_s = median(times)
+    flops = 7 * samples * heads * length**2 * width  # both ways, of the causal half
+    chosen = torch._fused_sdp_choice(q_BHSC, k_BKSC, v_BKSC, seen.mask, 0.0, seen.is_causal,
+                                     enable_gqa=heads != kv_heads)  # fmt: skip
+    return {"step_time_s": step_s, "times_s": times[:50], "causal_flops_per_s": flops / step_s,
+            "kernel_of_sdpa": _KERNELS.get(chosen, str(chosen))}  # fmt: skip
+
+
+def _seen(check: Check, sees: str, samples: int, length: int) -> Visibility:
+    documents_BS = None
+    if sees == "documents":  # of 300 tokens each
+        documents_S = torch.arange(length, device=check.device) // 300
+        documents_BS = documents_S.int().expand(samples, length)
+    window = length // 4 if sees == "window" else None
+    return visibility(length, length, True, window, documents_BS, None, torch.device(check.device))
+
+
+def _not_finite(check: Check) -> dict[str, int]:
+    """A length of 64 more than a multiple of 128, a mask, rows of low log-sum-exp."""
+    length, width = (64, 16) if check.small else (704, 64)
+    torch.manual_seed(0)
+    make: Callable[..., torch.Tensor] = torch.randn
+    q, k, v = (make(1, 1, length, width, device=check.device, dtype=torch.bfloat16)
+               for _ in range(3))  # fmt: skip
+    q, k = q * 0.1, k * 0.1
+    q[..., 0], k[..., 0] = 1.0, -120 * width**0.5
+    q.requires_grad_()
+    seen = _seen(check, "documents", 1, length)
+    mixed = suited_attention(q, k, v, seen, 0.0)
+    mixed.backward(torch.randn_like(mixed))
+    assert q.grad is not None
+    return {"values": int((~torch.isfinite(q.grad)).sum()), "of": q.grad.numel()}

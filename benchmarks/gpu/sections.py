@@ -1,0 +1,26 @@
+"""All sections, from the most telling to the least."""
+
+from gpu.check import Section
+
+SECTIONS = (
+    Section("environment", 40.0, "hardware.environment", needs_s=0.0),
+    Section("ceilings", 40.0, "hardware.ceilings"),
+    Section("gpt2", 130.0, "throughput.gpt2", needs_s=40.0),
+    Section("llama-3.2-1b", 150.0, "throughput.llama_1b", needs_s=60.0),
+    Section("loss", 60.0, "kernels.loss"),
+    Section("attention", 40.0, "kernels.attention"),
+    Section("gpt2 batch 4", 100.0, "throughput.gpt2_host", needs_s=40.0),
+    Section("lora", 130.0, "throughput.lora_1b", needs_s=60.0),
+    Section("llama-3.2-1b batch 8", 130.0, "throughput.large_llama", needs_s=60.0),
+    Section("gpt2 batch 48", 60.0, "throughput.large_gpt2", needs_s=25.0),
+)
+
+
+def chosen(only: str | None) -> tuple[str | None, tuple[Section, ...]]:
+    """The first name that is none, and the sections that are asked for, in their order here."""
+    if only is None:
+        return None, SECTIONS
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = {section.name for section in SECTIONS}
+    unknown = next((name for name in names if name not in known), None)
+    return unknown, tuple(section for section in SECTIONS if section.name in names)

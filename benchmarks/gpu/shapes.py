@@ -1,0 +1,86 @@
+"""What is trained: models with their batches, for outpace and transformers, on random tokens."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu.check import Check
+
+_GPT2 = {"model_type": "gpt2", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_LLAMA_1B = {
+    "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+_SMALL_GPT2 = {**_GPT2, "n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64,
+               "vocab_size": 512}  # fmt: skip
+_SMALL_LLAMA = {**_LLAMA_1B, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2,
+                "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64,
+                "vocab_size": 512, "max_position_embeddings": 64}  # fmt: skip
+_SMALL_SPECS = {
+    "gpt2": {"family": "gpt2", "layers": 1, "hidden": 32, "heads": 2, "vocab": 512,
+             "max_positions": 64},
+    "llama-3.2-1b": {"family": "llama", "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1,
+                     "vocab": 512, "max_positions": 64},
+}  # fmt: skip
+# For what is asked whether it runs, not how fast: it takes a GPU no time.
+LITTLE = {"family": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": 1024,
+          "max_positions": 512}  # fmt: skip
+_TOKENS, _SMALL_TOKENS = 2_000_000, 30_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as outpace and as transformers know it, and a batch of sequences."""
+
+    model: str
+    config: dict[str, Any]
+    seq_len: int
+    batch: int
+    vocab: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.seq_len * self.batch
+
+
+_SHAPES = {
+    "gpt2": Shape("gpt2", _GPT2, 1024, 16, 50257),
+    "gpt2 batch 4": Shape("gpt2", _GPT2, 1024, 4, 50257),
+    "gpt2 batch 48": Shape("gpt2", _GPT2, 1024, 48, 50257),
+    "llama-3.2-1b": Shape("llama-3.2-1b", _LLAMA_1B, 2048, 4, 128256),
+    "llama-3.2-1b batch 8": Shape("llama-3.2-1b", _LLAMA_1B, 2048, 8, 128256),
+}
+
+
+def shape_of(check: Check, name: str) -> Shape:
+    """A shape by name; where `check.small`, one of the same family that takes no time."""
+    shape = _SHAPES[name]
+    if not check.small:
+        return shape
+    config = _SMALL_GPT2 if shape.model == "gpt2" else _SMALL_LLAMA
+    return Shape(spec_file(check, _SMALL_SPECS[shape.model]), config, 32, 2, 512)
+
+
+def spec_file(check: Check, spec: dict[str, Any], **changes: Any) -> str:
+    """A model as outpace's TOML, written once."""
+    values = {**spec, **changes}
+    name = "-".join(str(value) for value in values.values())
+    path = check.folder / f"{name}.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    return str(path)
+
+
+def tokens_file(check: Check, vocab: int) -> str:
+    """Random tokens, as nanoGPT stores them, written once."""
+    import numpy as np
+
+    path: Path = check.folder / f"tokens-{vocab}.bin"
+    if not path.exists():
+        count = _SMALL_TOKENS if check.small else _TOKENS
+        tokens = np.random.default_rng(0).integers(0, min(vocab, 2**16), count)
+        tokens.astype(np.uint16).tofile(path)
+    return str(path)

@@ -1,0 +1,216 @@
+"""Steps of outpace beside those of a loop written by hand, in the same process and in turn."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from gpu.check import Check, measured
+from gpu.hand_loop import HandLoop
+from gpu.shapes import Shape, shape_of
+from gpu.training import Trained, predicted, train_shape
+from outpace.records.measurement import StepRecord
+from outpace.train.callbacks import Callback
+
+_SETTLING_STEPS = 2  # after a pause: the queue of the device fills again
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How many steps are timed at once, how often, and how many come before them all."""
+
+    warm: int
+    steps: int
+    count: int
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return self.warm + self.count * (_SETTLING_STEPS + self.steps)
+
+    def pauses(self) -> list[int]:
+        """Steps after which the other one has its turn."""
+        return [self.warm + n * (_SETTLING_STEPS + self.steps) for n in range(self.count)]
+
+    def counted(self, number: int) -> range:
+        """The steps of a window, from 1."""
+        first = self.pauses()[number] + _SETTLING_STEPS + 1
+        return range(first, first + self.steps)
+
+
+WINDOWS = Windows(warm=8, steps=8, count=3)
+LONG_WINDOWS = Windows(warm=6, steps=5, count=3)  # of steps that take long
+SMALL_WINDOWS = Windows(warm=4, steps=2, count=2)
+
+
+class Turns(Callback):
+    """Notes when each step is reported, and lets `other` have a turn before each window."""
+
+    def __init__(self, windows: Windows, other: Callable[[], float] | None) -> None:
+        self._pauses, self._other = set(windows.pauses()), other
+        self.reported_s: dict[int, float] = {}
+        self.other_s: list[float] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        """A step is reported."""
+        self.reported_s[record.step] = time.perf_counter()
+        if record.step in self._pauses and self._other is not None:
+            self.other_s.append(self._other())
+
+
+def windows_of(check: Check, shape: Shape) -> Windows:
+    """As many steps as tell enough of a shape."""
+    if check.small:
+        return SMALL_WINDOWS
+    return LONG_WINDOWS if shape.model != "gpt2" else WINDOWS
+
+
+def ours(
+    check: Check, name: str, shape: Shape, hand: HandLoop | None = None, **settings: Any
+) -> Row:
+    """Train a shape by outpace, and in turn by `hand`; what both took."""
+    windows = windows_of(check, shape)
+    turns = Turns(windows, None if hand is None else partial(hand.step_time_s, windows.steps))
+    run = train_shape(check, name, shape, [turns], steps=windows.total, **settings)
+    wall_s, told_s = [], []
+    for number in range(windows.count):
+        steps = windows.counted(number)
+        wall_s.append(
+            (turns.reported_s[steps[-1]] - turns.reported_s[steps[0] - 1]) / windows.steps
+        )
+        told_s.append(median(run.lines[step - 1]["step_time_s"] for step in steps))
+    step_s = median(wall_s)
+    row: Row = {
+        "settings": dict(settings),
+        "step_time_s": step_s,
+        "windows_s": wall_s,
+        "tokens_per_s": shape.tokens / step_s,
+        "told_over_wall": median(told / wall for told, wall in zip(told_s, wall_s, strict=True)),
+        "peak_bytes": _peak_bytes(check, run, windows, hand),
+        "losses": [run.losses[0], run.losses[-1]],
+        "took_s": run.took_s,
+        "predicted": predicted(run.path),
+        **_rates(check, run, step_s),
+    }
+    if turns.other_s:
+        row |= {
+            "hand_windows_s": turns.other_s,
+            "hand_step_time_s": median(turns.other_s),
+            "ratio": median(turns.other_s) / step_s,
+            "ratios": [theirs / mine for theirs, mine in zip(turns.other_s, wall_s, strict=True)],
+        }
+    return row
+
+
+def _peak_bytes(check: Check, run: Trained, windows: Windows, hand: HandLoop | None) -> int | None:
+    """The most bytes of tensors of outpace alone: with a hand loop, before its first turn."""
+    if not check.cuda:
+        return None
+    if hand is None:
+        return run.peak_bytes
+    before_first_turn: int = run.lines[windows.warm - 1]["peak_memory_bytes"]
+    return before_first_turn - run.before_bytes
+
+
+def _rates(check: Check, run: Trained, step_s: float) -> Row:
+    """Model FLOP/s by the wall clock, as shares of the catalog's peak and of the best product."""
+    said = run.measurement
+    if said.model_flops_per_s is None or said.step_time_s is None:
+        return {"model_flops_per_s": None, "mfu": None, "of_best_product": None}
+    rate = said.model_flops_per_s * said.step_time_s / step_s
+    mfu = None if said.mfu is None else said.mfu * said.step_time_s / step_s
+    best = check.earlier.get("ceilings", {}).get("rows", {}).get("bf16 products", {})
+    best_rate = best.get("best_flops_per_s")
+    return {"model_flops_per_s": rate, "mfu": mfu,
+            "of_best_product": None if best_rate is None else rate / best_rate}  # fmt: skip
+
+
+def side_by_side(
+    check: Check, shape: Shape, compiled: bool, variants: dict[str, Row], needs_s: float,
+    lora_rank: int | None = None, in_turn: bool = True,
+) -> None:  # fmt: skip
+    """Rows of a hand loop that is built once, and of outpace's variants in turn with it.
+
+    `in_turn`: False where both do not fit the GPU at once: the hand loop is timed before.
+    """
+    how = "compiled" if compiled else "eager"
+    windows = windows_of(check, shape)
+    loops: list[HandLoop] = []
+
+    def build() -> Row:
+        loop = HandLoop(check, shape, compiled, lora_rank)
+        warm = loop.warm_up(2 if check.small else 4)
+        times = [loop.step_time_s(windows.steps) for _ in range(1 if in_turn else windows.count)]
+        if in_turn:
+            loops.append(loop)
+        return {**warm, "step_time_s": median(times), "windows_s": times,
+                "tokens_per_s": shape.tokens / median(times)}  # fmt: skip
+
+    check.clean()
+    theirs = check.row(f"hand loop, {how}", needs_s, build)
+    if not in_turn:
+        check.clean()
+    for name, settings in variants.items():
+        make = partial(ours, check, name, shape, loops[0] if loops else None, **settings)
+        mine = check.row(name, 15.0, make)
+        if measured(mine) and measured(theirs):
+            check.put(name, {**mine, **_over(mine, theirs)})
+    loops.clear()
+    check.clean()
+
+
+def _over(mine: Row, theirs: Row) -> Row:
+    """Outpace's figures over the hand loop's."""
+    found: Row = {}
+    if "ratio" not in mine:
+        found |= {"hand_windows_s": theirs["windows_s"],
+                  "hand_step_time_s": theirs["step_time_s"],
+                  "ratio": theirs["step_time_s"] / mine["step_time_s"]}  # fmt: skip
+    if mine["peak_bytes"] and theirs["peak_bytes"]:
+        found["memory_ratio"] = mine["peak_bytes"] / theirs["peak_bytes"]
+    return found
+
+
+def gpt2(check: Check) -> None:
+    """GPT-2, 16 × 1,024: compiled and eager."""
+    shape = shape_of(check, "gpt2")
+    side_by_side(check, shape, True, _compiled(check), 60.0)
+    side_by_side(check, shape, False, {"outpace, eager": {"compile": False}}, 20.0)
+
+
+def gpt2_host(check: Check) -> None:
+    """GPT-2 with 4,096 tokens: the host limits it."""
+    side_by_side(check, shape_of(check, "gpt2 batch 4"), True, _compiled(check), 60.0)
+
+
+def llama_1b(check: Check) -> None:
+    """Llama-3.2-1B, 4 × 2,048."""
+    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, _compiled(check), 70.0)
+
+
+def lora_1b(check: Check) -> None:
+    """Adapters of Llama-3.2-1B beside peft's."""
+    rank = 16
+    variants = _compiled(check, lora_rank=rank)
+    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, variants, 70.0, lora_rank=rank)
+
+
+def large_llama(check: Check) -> None:
+    """Llama-3.2-1B, 8 × 2,048; an H100 does not hold both at once."""
+    shape = shape_of(check, "llama-3.2-1b batch 8")
+    side_by_side(check, shape, True, _compiled(check), 70.0, in_turn=False)
+
+
+def large_gpt2(check: Check) -> None:
+    """GPT-2, 48 × 1,024: what its throughput becomes."""
+    check.clean()
+    ((name, settings),) = _compiled(check).items()
+    shape = shape_of(check, "gpt2 batch 48")
+    check.row(name, 20.0, partial(ours, check, name, shape, **settings))
+
+
+def _compiled(check: Check, **settings: Any) -> dict[str, Row]:
+    return {"outpace, compiled": {"compile": check.inductor, **settings}}

@@ -1,0 +1,159 @@
+"""scripts/gpu-check, on a CPU with everything small, and what it makes of its results."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Stands for a package that hangs, or one that takes the process with it, when it is first used.
+BROKEN = {
+    "hangs": "import time\ntime.sleep(1000)\n",
+    "crashes": "import os\nos.abort()\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of benchmarks/ import each other by name."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def gpu_check(
+    out: Path, *options: str, peft: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the script; `peft` is a module in the package's place."""
+    environ = {**os.environ, "PYTHON": sys.executable}
+    if peft is not None:
+        (out.parent / "broken").mkdir()
+        (out.parent / "broken" / "peft.py").write_text(peft)
+        environ["PYTHONPATH"] = f"{out.parent / 'broken'}:{environ.get('PYTHONPATH', '')}"
+    return subprocess.run(
+        [ROOT / "scripts" / "gpu-check", "--cpu", "--out", out, *options],
+        capture_output=True, text=True, env=environ, cwd="/", timeout=280, check=False,
+    )  # fmt: skip
+
+
+def sections(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(out.read_text())["sections"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Every section, once."""
+    out = tmp_path_factory.mktemp("gpu") / "cpu.json"
+    done = gpu_check(out, "--limit", "250")
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def failures(value: Any) -> list[str]:
+    """Every failure in a result, however deep."""
+    if isinstance(value, dict):
+        own = [value["failure"]] if isinstance(value.get("failure"), str) else []
+        return own + [one for inner in value.values() for one in failures(inner)]
+    return []
+
+
+def test_every_section_runs_and_says_where_it_ran(everything):
+    out, _ = everything
+    document = json.loads(out.read_text())
+    assert [told["status"] for told in document["sections"].values()] == ["done"] * len(
+        document["sections"]
+    ), document["sections"]
+    assert [one for one in failures(document["sections"]) if "--lora-rank" not in one] == []
+    assert document["commit"] and document["versions"]["torch"] and document["machine"]["cpu"]
+    for told in document["sections"].values():
+        assert told["call"]["command"][:2] == ["python", "benchmarks/gpu_check.py"]
+
+
+def test_speed_is_a_ratio_of_windows_that_alternate(everything):
+    from statistics import median
+
+    row = sections(everything[0])["gpt2"]["rows"]["outpace, eager"]
+    assert len(row["windows_s"]) == len(row["hand_windows_s"]) == 2
+    assert row["ratio"] == median(row["hand_windows_s"]) / median(row["windows_s"])
+    assert 0.5 < row["told_over_wall"] <= 1.1
+    assert row["predicted"]["step_time_s"] > 0 and row["losses"][0] > 0
+
+
+def test_targets_count_the_worst_row_and_missed_ones_come_first():
+    from gpu.targets import judge
+
+    def said(**rows: dict[str, float]) -> dict[str, Any]:
+        return {"rows": {name.replace("_", ", "): row for name, row in rows.items()}}
+
+    judged = judge({
+        "gpt2": said(outpace_compiled={"ratio": 1.32, "told_over_wall": 0.995},
+                     outpace_eager={"ratio": 1.1, "told_over_wall": 0.98}),
+        "loss": {"rows": {"16,384 × 2,048 × 128,256, compiled": {"step_time_s": 0.0431,
+                                                                 "peak_bytes": 6 * 2**30}}},
+        "attention": {"rows": {"a, documents": {"over_causal": 1.2},
+                               "b, documents": {"failure": "RuntimeError: none"}}},
+    })  # fmt: skip
+    by_name = {one["target"]: one for one in judged}
+    assert [one["met"] for one in judged] == sorted(
+        (one["met"] for one in judged), key=[False, None, True].index
+    )
+    reached = {
+        name: (one["reached"], one["met"]) for name, one in by_name.items() if one["reached"]
+    }
+    assert reached == {
+        "GPT-2, 16 × 1,024: speed over the compiled hand loop": (1.32, True),
+        "GPT-2, 16 × 1,024, eager: speed over the eager hand loop": (1.1, False),
+        "GPT-2, 16 × 1,024: told over wall": (0.98, False),
+        "loss of 16,384 tokens over 128,256": (pytest.approx(43.1), False),
+        "loss of 16,384 tokens over 128,256: memory": (6.0, True),
+        "attention within documents, over causal": (1.2, True),
+    }
+
+
+def test_the_pages_show_predictions_beside_measurements_and_misses_first(everything):
+    from figures_gpu import gpu
+    from gpu.targets import judge
+
+    document = json.loads(everything[0].read_text())
+    page = gpu({**document, "targets": judge(document["sections"])})
+    row = document["sections"]["gpt2"]["rows"]["outpace, eager"]
+    (line,) = [
+        line for line in page.splitlines() if line.startswith("| GPT-2, 16 × 1,024 | outpace, e")
+    ]
+    assert f"{row['step_time_s'] * 1e3:.1f} ms" in line and f"{row['ratio']:.2f} ×" in line
+    assert f"{row['predicted']['step_time_s'] * 1e3:.1f} ms" in line
+    words = [line.split(" | ")[0] for line in page.splitlines() if "Llama-3.2-1B: " not in line]
+    assert words.index("| **missed**") < words.index("| not measured") < words.index("| reached")
+
+
+def test_what_is_no_section_is_refused_with_a_sentence(tmp_path):
+    done = gpu_check(tmp_path / "cpu.json", "--only", "attention,losses")
+    assert done.returncode == 2
+    assert "there is no section 'losses'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_there_is_no_time_for_is_left_out_and_added_later(tmp_path):
+    out = tmp_path / "cpu.json"
+    done = gpu_check(out, "--only", "ceilings,attention", "--limit", "0")
+    assert done.returncode == 0, done.stderr
+    assert "--only 'ceilings,attention'" in done.stdout
+    assert {told["status"] for told in sections(out).values()} == {"left out"}
+    done = gpu_check(out, "--only", "ceilings", "--no-fork")
+    assert done.returncode == 0, done.stderr
+    statuses = {name: told["status"] for name, told in sections(out).items()}
+    assert statuses == {"ceilings": "done", "attention": "left out"}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_section_that_hangs_or_crashes_loses_nothing_else(tmp_path, kind):
+    out = tmp_path / "cpu.json"
+    done = gpu_check(out, "--only", "lora,ceilings", "--section-limit", "25", peft=BROKEN[kind])
+    assert done.returncode == 0, done.stderr
+    found = sections(out)
+    assert found["ceilings"]["rows"]["bf16 products"]["best_flops_per_s"] > 0
+    ended = {"hangs": "out of time", "crashes": "ended by SIGABRT"}[kind]
+    assert found["lora"]["status"] == ended and "peft.py" in found["lora"]["log"]
+    assert f"lora: {ended}" in done.stdout
