@@ -317,10 +317,20 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
                 if known is None:
                     yield Difference(number, kind, f"{name}, which one process has not,", math.inf)
                     continue
-                apart = float((tensor.to(known.dtype) - known).abs().max())
+                rounded = kind == "used parameter" and tensor.dtype != known.dtype
+                apart = _distance(tensor, known, allowed.gathered if rounded else 0.0)
                 # NaN is no difference at all to `max`, so it is made the largest.
                 relative = apart / scales[name] if apart == apart else math.inf
                 yield Difference(number, kind, name, relative)
+
+
+def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
+    """The largest difference from what is known of a number that `tensor` may be rounded from."""
+    tensor = tensor.to(known.dtype)
+    apart = (tensor - known).abs()
+    if roundoff:
+        apart = (apart - roundoff * tensor.abs()).clamp(min=0)
+    return float(apart.max())
 
 
 def _scales(

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from outpace.planner.flops import parameter_count
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import Precision
+from outpace.records.optimizers import SHARD_DTYPES
+from outpace.records.plan import GATHERS, Plan
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
@@ -23,15 +24,19 @@ class Tolerance:
     """A tensor may be off by `relative` of its scale: its largest value, or more where it is small.
 
     The scale is at least `floor` of the largest of its kind. A parameter's is the largest change
-    since the first step, or `held` of its largest value.
+    since the first step, or `held` of its largest value. One that ranks gather in fewer bits was
+    rounded once more than the reference's: each of its values by at most `gathered` of itself,
+    which is allowed beside (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical
+    Algorithms", 2002, theorem 2.3).
     """
 
     relative: float
     floor: float
     held: float = 1.0
+    gathered: float = 0.0
 
 
-def tolerance_of(precision: Precision, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
+def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
     """For `tokens` in a global batch, and `steps`.
 
     fp64 has 1e-9: a millionfold of its rounding, and a millionth of the least wrong factor. For
@@ -39,6 +44,7 @@ def tolerance_of(precision: Precision, spec: ModelSpec, *, tokens: int, steps: i
     approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4: λ·√n·u in place of
     n·u for a sum of n terms, λ by the probability).
     """
+    precision = plan.precision
     if precision == "fp64":
         return Tolerance(1e-9, floor=1e-6)
     depth = _ROUNDINGS_PER_BLOCK * spec.layers * (1 + _BACKWARD)
@@ -52,4 +58,6 @@ def tolerance_of(precision: Precision, spec: ModelSpec, *, tokens: int, steps: i
         return Tolerance(fp32, floor=1 / spread)
     # Products are added up in fp32, and then rounded once. Parameters are fp32.
     low = sigmas * spread * ROUNDOFF["bf16"]
-    return Tolerance(low, floor=1 / spread, held=fp32 / low)
+    gathers = precision in SHARD_DTYPES and plan.strategy in GATHERS
+    gathered = ROUNDOFF[SHARD_DTYPES[precision].gathered] if gathers else 0.0
+    return Tolerance(low, floor=1 / spread, held=fp32 / low, gathered=gathered)

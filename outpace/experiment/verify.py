@@ -170,7 +170,7 @@ def verify(
         wire = Wire()
         found = planned(trial, plan, ranks, groups.control, wire, spoil)
         tokens = trial.global_batch * trial.seq_len
-        allowed = tolerance_of(plan.precision, trial.spec, tokens=tokens, steps=trial.steps)
+        allowed = tolerance_of(plan, trial.spec, tokens=tokens, steps=trial.steps)
         seen = list(differences(expected[of], found, allowed))
         missing = expected[of].names() - found.names()
         formula = step_traffic(

@@ -1,27 +1,37 @@
-"""Modules whose parameters `fully_shard` splits, and how their ranks exchange them on a CPU.
+"""Modules whose parameters `fully_shard` splits, and how their ranks exchange them.
 
-There gloo would carry every parameter twice and every gradient once, while the ranks wait: ranks of
-one host read each other's memory instead (`parallel.direct`).
+In mixed precision parameters are gathered in the 16 bits that products read and gradients reduced
+in fp32, as `records.optimizers.SHARD_DTYPES` says; shards, and what is added up of their gradients,
+are fp32. Inputs of units are not cast: autocast stays on around them, so that what is no product's
+operand (the residual stream, positions' tables, a batch of the user's) keeps its dtype.
+
+On a CPU gloo would carry every parameter twice and every gradient once, while the ranks wait: ranks
+of one host read each other's memory instead (`parallel.direct`).
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
 
+from outpace.nn.fp32_modules import compute_in_fp32
 from outpace.parallel.direct import (
     Neighbours,
     all_gather_directly,
     neighbours,
     reduce_scatter_directly,
 )
+from outpace.records.optimizers import SHARD_DTYPES, Precision
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def shard(
@@ -29,6 +39,7 @@ def shard(
     blocks: Iterable[nn.Module],
     mesh: DeviceMesh,
     held: OffloadPolicy,
+    precision: Precision,
     again: bool = True,
 ) -> None:
     """Split the parameters of each block, and what is left of a module, over the mesh's last ranks.
@@ -38,12 +49,34 @@ def shard(
     begins. Collective.
     """
     near = neighbours(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
+    if precision in SHARD_DTYPES:
+        compute_in_fp32(module, torch.device(mesh.device_type))
+    done: set[nn.Parameter] = set()
     for part in (*blocks, module):
-        gathered = again and part is not module
-        sharded = fully_shard(part, mesh=mesh, reshard_after_forward=gathered, offload_policy=held)
+        own = [p for p in part.parameters() if p not in done]
+        sharded = fully_shard(
+            part,
+            mesh=mesh,
+            reshard_after_forward=again and part is not module,
+            mp_policy=policy_of(own, precision),
+            offload_policy=held,
+        )
+        done.update(part.parameters())
         if near is not None:
             sharded.set_custom_all_gather(_Gather(near))
             sharded.set_custom_reduce_scatter(_Scatter(near))
+
+
+def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> MixedPrecisionPolicy:
+    """What a unit of these parameters sends."""
+    dtypes = SHARD_DTYPES.get(precision)
+    if dtypes is None or not all(p.is_floating_point() for p in parameters):
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES[dtypes.gathered],
+        reduce_dtype=_DTYPES[dtypes.reduced],
+        cast_forward_inputs=False,
+    )
 
 
 class _Near:

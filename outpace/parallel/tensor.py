@@ -91,7 +91,7 @@ class SplitRows(ParallelStyle):
         return module
 
     def _look_up(self, module: nn.Module, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
-        weight = module.get_parameter("weight")
+        weight: Tensor = module.weight  # type: ignore[assignment]  # may be raised to fp32
         share = split_embedding(tokens_BS, local(weight), first_row(weight))
         summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
         return summed.redistribute(placements=[self.placement]).to_local()

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from outpace.planner.shapes import Shape, parameter_shapes
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import WEIGHTS
+from outpace.records.optimizers import SHARD_DTYPES, WEIGHTS
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
@@ -97,6 +97,16 @@ class Work:
     def low_item(self) -> int:
         """Bytes of a number of what matrix products read."""
         return 2 if self.plan.precision in ("bf16", "fp16", "fp8") else self.item
+
+    @property
+    def gathered_item(self) -> int:
+        """Bytes of a number of parameters as ranks that split them gather it."""
+        return 2 if self.plan.precision in SHARD_DTYPES else self.item
+
+    @property
+    def reduced_item(self) -> int:
+        """Bytes of a number of gradients as ranks that split them reduce it."""
+        return 4 if self.plan.precision in SHARD_DTYPES else self.item
 
     @property
     def exchanged_item(self) -> int:
@@ -202,20 +212,21 @@ def _sharded(work: Work, tally: Tally) -> None:
 
     zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et
     al., "ZeRO", SC 2020, §7.2); what lies outside of blocks is gathered once. Torch reduces
-    gradients in every pass, ddp once a step. Each parameter is split by its first dimension and
-    filled up to a multiple of N. hsdp then all-reduces each shard's gradients between the groups
-    (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
+    gradients in every pass, ddp once a step. In mixed precision gathers are of 16 bits, and sums of
+    32. Each parameter is split by its first dimension and filled up to a multiple of N. hsdp then
+    all-reduces each shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023,
+    §3.2.2).
     """
     plan, passes = work.plan, work.passes
     for block, shapes in _units(parameter_shapes(work.spec)).items():
         gathers = 2 if block and plan.strategy != "zero2" else 1
         shard = sum(-(-shape[0] // plan.dp_shard) * math.prod(shape[1:]) for shape in shapes)
         if plan.dp_shard > 1:
-            tally.add("all_gather", plan.dp_shard, shard * work.item, passes * gathers)
-            whole = shard * plan.dp_shard * work.item
+            tally.add("all_gather", plan.dp_shard, shard * work.gathered_item, passes * gathers)
+            whole = shard * plan.dp_shard * work.reduced_item
             tally.add("reduce_scatter", plan.dp_shard, whole, passes)
         if plan.dp_replicate > 1:
-            tally.add("all_reduce", plan.dp_replicate, shard * work.item, passes)
+            tally.add("all_reduce", plan.dp_replicate, shard * work.reduced_item, passes)
     tally.add("all_reduce", plan.dp_shard, NORM_BYTES)
 
 

@@ -1,7 +1,7 @@
 """Optimizers and precisions by name, with what is known of each before anything runs."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 OptimizerName = Literal[
     "adamw-fused", "adamw-foreach", "adamw-for-loop", "adamw-bf16", "adamw-8bit", "adamw-4bit",
@@ -41,6 +41,24 @@ WEIGHTS: Mapping[Precision, Literal["bf16", "fp16"]] = {
     "bf16-pure": "bf16",
     "fp16-pure": "fp16",
     "fp16-master": "fp16",
+}
+
+
+class ShardDtypes(NamedTuple):
+    """What ranks that split parameters send: gathered parameters and reduced gradients."""
+
+    gathered: Literal["bf16", "fp16"]
+    reduced: Literal["fp32"]
+
+
+# Under `fully_shard` (ZeRO-2, ZeRO-3, HSDP, 3d, one rank's offloaded parameters), where these are
+# not the dtype of the weights: parameters are gathered as products read them, and gradients, which
+# products make in that dtype, are added up over ranks and micro-batches in fp32 (torch's
+# MixedPrecisionPolicy). A unit that has weights of integers (nf4) sends all as it is.
+SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
+    "bf16": ShardDtypes("bf16", "fp32"),
+    "fp16": ShardDtypes("fp16", "fp32"),
+    "fp8": ShardDtypes("bf16", "fp32"),
 }
 # A dynamic loss scale.
 SCALED: tuple[Precision, ...] = ("fp16", "fp16-master")

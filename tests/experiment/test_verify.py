@@ -91,7 +91,8 @@ def test_every_family_equals_one_process(tmp_path, family, on_ranks):
         pytest.param(name, "fp64", marks=pytest.mark.slow)
         for name in ("dp", "ps", "zero3", "tp", "cp")
     ]
-    + [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("ddp", "tp")],
+    + [pytest.param(name, "fp32", marks=pytest.mark.slow) for name in ("ddp", "tp")]
+    + [pytest.param("zero3", "bf16", marks=pytest.mark.slow)],
 )
 def test_every_planted_fault_is_caught_and_named(strategy, precision, on_ranks):
     said = on_ranks(2, FAULTS, strategy, precision)
@@ -118,10 +119,19 @@ def test_every_planted_fault_is_caught_and_named(strategy, precision, on_ranks):
 
 @pytest.mark.slow
 def test_lower_precisions_are_proved_within_their_rounding(on_ranks):
-    flags = ["--json", "--precision", "fp32,bf16", "--strategy", "single,dp,ddp,zero3,tp,cp,1f1b"]
-    for verdict in on_ranks(2, "outpace", "verify", *flags)["verdicts"]:
+    strategies = "single,dp,ddp,zero2,zero3,hsdp,3d,tp,cp,1f1b"
+    flags = ["--json", "--precision", "fp32,bf16", "--strategy", strategies]
+    verdicts = on_ranks(2, "outpace", "verify", *flags)["verdicts"]
+    for verdict in verdicts:
         least_wrong = {"fp32": 1e-3, "bf16": 2**0.5 - 1}[verdict["precision"]]
         assert verdict["passed"] and verdict["tolerance"] < least_wrong
+    # Parameters are gathered in half the bytes, and gradients reduced in as many.
+    sent = {(v["strategy"], v["mesh"], v["precision"]): v["bytes_by_kind"] for v in verdicts}
+    said = 24  # a rank's own figures
+    for name in ("zero2", "zero3", "3d"):
+        wide, low = (sent[name, "dp_shard 2", precision] for precision in ("fp32", "bf16"))
+        assert wide["all_gather"] - said == 2 * (low["all_gather"] - said)
+        assert wide["reduce_scatter"] == low["reduce_scatter"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 python tests/parallel/forked.py 2 tests/parallel/own_ranks.py CASE …
 
-A case is MODEL:STRATEGY. MODEL is one of MODELS below. In float64, over two steps with two micro-
+A case is MODEL:STRATEGY[:bf16]. MODEL is one of MODELS below. In float64, or in fp32 under autocast
+to bf16, over two steps with two micro-
 batches each and clipping active: gradients, norm, loss, parameters and buffers after each step.
 """
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 import outpace
 from outpace.parallel.batchnorm import batch_norms
@@ -122,7 +124,7 @@ MODELS = {
 }
 
 
-def plan_for(strategy, size):
+def plan_for(strategy, size, precision):
     splits = SPLITS[strategy]
     axes = dict.fromkeys(splits[:-1], 2) | {splits[-1]: size // 2 ** (len(splits) - 1)}
     pipeline = "pp" in axes
@@ -130,7 +132,7 @@ def plan_for(strategy, size):
     each = SAMPLES // shares // (1 if strategy == "tp" else MICRO_BATCHES)
     if pipeline:
         axes["pp_microbatches"], each = (1, 4) if strategy == "mp" else (4, SAMPLES // 4)
-    return outpace.Plan(strategy=strategy, micro_batch=each, precision="fp64", **axes)
+    return outpace.Plan(strategy=strategy, micro_batch=each, precision=precision, **axes)
 
 
 def micro_batches(batch, plan, norms):
@@ -179,6 +181,10 @@ class Alone:
         return total, norm, gradients
 
     def _mean(self, batch):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.plan.precision == "bf16"):
+            return self._computed_mean(batch)
+
+    def _computed_mean(self, batch):
         if self.loss is not None:
             return self.loss(self.module, batch)
         logits = self.module(batch["tokens"]).logits
@@ -194,17 +200,22 @@ class Alone:
                 kept.copy_(moved)
 
 
+def in_dtype(batch, dtype):
+    return tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
 def apart(found, expected, floor):
     scale = max(float(expected.abs().max()), floor, 1e-300)
     return float((found.to(expected.dtype) - expected).abs().max()) / scale
 
 
 def compare(case):
-    name, _, strategy = case.partition(":")
+    name, strategy, precision = [*case.split(":"), "fp64"][:3]
     make, loss, draw, options = MODELS[name]
-    plan = plan_for(strategy, dist.get_world_size())
+    plan = plan_for(strategy, dist.get_world_size(), precision)
+    wide = torch.float64 if precision == "fp64" else torch.float32
     torch.manual_seed(3)
-    module = make().double()
+    module = make().to(wide)
     alone = Alone(copy.deepcopy(module), loss, plan)
     if dist.get_rank():  # rank 0's weights count
         with torch.no_grad():
@@ -220,11 +231,13 @@ def compare(case):
         worst[kind] = max(worst.get(kind, 0.0), apart(found, expected, floor))
 
     for _ in range(STEPS):
-        batch = draw(drawn)
+        batch = in_dtype(draw(drawn), wide)
         total, norm, gradients = alone.step(batch)
         see("loss", laid.forward_backward(laid.share(batch)), total)
         # Some gradients are truly zero, such as a bias's before a BatchNorm.
-        floor = 1e-6 * max(float(g.abs().max()) for g in gradients.values())
+        floor = (1e-6 if wide == torch.float64 else 0.1) * max(
+            float(g.abs().max()) for g in gradients.values()
+        )
         for own, parameter in laid.named_parameters():
             see("gradient", whole(parameter.grad), gradients[own], floor)
         see("norm", laid.clip_grad_norm(CLIP), norm)
@@ -235,7 +248,7 @@ def compare(case):
             assert set(state) == expected_names, set(state) ^ expected_names
             for own, tensor in alone.module.state_dict().items():
                 see("state", state[own], tensor)
-    batch = draw(drawn)
+    batch = in_dtype(draw(drawn), wide)
     alone.module.eval()
     with torch.no_grad():
         see("evaluation", laid.evaluate(laid.share(batch)), alone._mean(batch))

@@ -43,6 +43,26 @@ def test_modules_of_others_equal_one_process(cases, on_ranks):
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("mlp:zero3:bf16", "cnn_synchronised:zero2:bf16"),
+        pytest.param(("llama_tied:zero3:bf16",), marks=pytest.mark.slow),
+    ],
+    ids=["norms", "transformer"],
+)
+def test_modules_of_others_are_gathered_in_16_bits_beside_inputs_that_keep_their_dtype(
+    cases, on_ranks
+):
+    """Norms take fp32 beside weights of 16 bits, and so do an embedding's sums and rotations."""
+    for case, found in on_ranks(2, RANKS, *cases).items():
+        worst = found["worst"]
+        # A gradient's scale is a tenth of the largest at least; bf16 rounds by 2^-8.
+        assert worst["gradient"] < 20 * 2**-8, case
+        assert max(worst["loss"], worst["norm"], worst["evaluation"]) < 2**-7, case
+
+
+@pytest.mark.gloo
 @pytest.mark.slow
 def test_middle_stages_have_no_parameters_outside_of_the_blocks(on_ranks):
     found = on_ranks(4, RANKS, "deep_llama:1f1b", "cnn:gpipe")

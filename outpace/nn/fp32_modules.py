@@ -1,0 +1,57 @@
+"""Norms and embeddings over gathered weights of 16 bits, computed in fp32 as autocast has them.
+
+Autocast expects weights in fp32: it casts those of products and leaves the others. Ranks that split
+parameters gather them in 16 bits (`parallel.shards`), which torch's norms refuse beside an input in
+fp32, and which would make a transformer's residual stream one of 16 bits from its embedding on.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def compute_in_fp32(model: nn.Module, device: torch.device) -> None:
+    """Let a model's norms and embeddings compute in fp32 under autocast, whatever their weights.
+
+    In place; `device` is where the model computes. Without autocast they stay as they are. On a
+    CPU, whose kernel adds an embedding's gradients up in the dtype of its weights, the table itself
+    is raised; elsewhere what is looked up in it.
+    """
+    for module in model.modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and device.type != "cpu":
+            module.register_forward_hook(_raise_output)
+        elif embeds or isinstance(module, _NORMS):
+            module.forward = partial(_forward_with_raised, module, module.forward)
+
+
+def _autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def _raise_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    low = output.dtype in _LOW and _autocasts(output.device)
+    return output.float() if low else output
+
+
+def _forward_with_raised(
+    module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A module's forward with its own parameters of 16 bits raised to fp32."""
+    own = module._parameters
+    low = {name: p for name, p in own.items() if p is not None and p.dtype in _LOW}
+    if not low or not _autocasts(next(iter(low.values())).device):
+        return forward(*args, **kwargs)
+    try:
+        for name, parameter in low.items():
+            own[name] = parameter.float()  # type: ignore[assignment]
+        return forward(*args, **kwargs)
+    finally:
+        own.update(low)

@@ -1,0 +1,38 @@
+"""Ranks that split parameters gather them in 16 bits and reduce gradients in fp32, over gloo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.parallel.shards import policy_of
+
+RANKS = Path(__file__).with_name("shards_ranks.py")
+GATHERS, SUMS = "allgather_base", "reduce_scatter_base"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("processes", "strategies"),
+    [(2, "zero2,zero3"), pytest.param(4, "zero2,zero3,hsdp", marks=pytest.mark.slow)],
+)
+def test_gloo_gathers_bf16_and_reduces_fp32(processes, strategies, on_ranks):
+    for strategy, low in on_ranks(processes, RANKS, strategies, "bf16").items():
+        assert low["passed"], low["reason"]
+        assert low["bytes_by_kind"] == low["bytes_by_kind_formula"]
+        gathers, sums = f"{GATHERS} torch.bfloat16", f"{SUMS} torch.float32"
+        assert set(low["calls"]) == {gathers, sums}
+        # Of 5 blocks and the rest, in 3 steps of 2 micro-batches; blocks twice but for ZeRO-2.
+        assert low["calls"][sums] == 6 * 3 * 2
+        assert low["calls"][gathers] == (6 if strategy == "zero2" else 11) * 3 * 2
+
+
+def test_a_unit_with_weights_of_integers_sends_all_as_it_is():
+    scales, codes = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).byte(), False)
+    low = policy_of([scales], "bf16")
+    assert (low.param_dtype, low.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert not low.cast_forward_inputs
+    for parameters, precision in (([scales, codes], "bf16"), ([scales], "fp32")):
+        kept = policy_of(parameters, precision)
+        assert (kept.param_dtype, kept.reduce_dtype) == (None, None)
