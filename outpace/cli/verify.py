@@ -48,6 +48,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.launch.group import process_groups
     from outpace.parallel import why_not
 
+    device = _device(arguments.device, ranks)
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
     skipped: dict[str, str] = {}
     if arguments.plan is not None:
@@ -55,7 +56,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     elif proved is not None:
         plans = [plan_of_run(proved.plan, precision) for precision in precisions]
     else:
-        skipped = {str(name): why for name in strategies if (why := why_not(name, ranks))}
+        found = {str(name): why_not(name, ranks, device) for name in strategies}
+        skipped = {name: why for name, why in found.items() if why is not None}
         for name, why in skipped.items():
             if asked != "all":
                 raise BadInputError(f"--strategy {name}: {why}.")
@@ -67,7 +69,6 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             if name not in skipped
             for plan in plans_for(name, ranks.world_size, precision)
         ]
-    device = _device(arguments.device, ranks)
     trial = Trial(_spec(arguments.model, proved, plans), device=device)
     with process_groups(ranks, device, 300.0, restart_count(environ)) as groups:
         certificate = verify(plans, trial, groups, skipped=skipped)

@@ -61,7 +61,7 @@ def plans(
         "servers": ranks.world_size // 2 if strategy == "ps" else None,
     }
     world = Ranks() if strategy == "single" else ranks
-    lacking = why_not(strategy, ranks)
+    lacking = why_not(strategy, ranks, torch.device("cpu"))
     if lacking is not None:
         yield lacking
         return

@@ -211,7 +211,7 @@ def _require_possible(
     require(plan, device)
     if plan.precision == "fp8":
         require_fp8(device)
-    lacking = why_not(plan.strategy, ranks)
+    lacking = why_not(plan.strategy, ranks, device)
     if lacking is not None:
         raise BadInputError(f"--strategy {plan.strategy}: {lacking}.")
     require_loggers(settings.log)

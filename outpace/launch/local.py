@@ -130,9 +130,10 @@ def run_ranks(
     """As `start`, of this host's ranks; how they ended is returned."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     from outpace.launch import meeting as rendezvous
+    from outpace.nn.torch_versions import launch_config
 
     # What elastic would log, `conclude` says in a sentence.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -141,7 +142,8 @@ def run_ranks(
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
     with folder as logs, signals_to(_to_workers(told)) as signals:
         kept = Std.ALL if several else Std.NONE  # in files, and shown line by line
-        config = LaunchConfig(
+        config = launch_config(
+            _SHUTDOWN_S,
             min_nodes=meeting.nodes,
             max_nodes=meeting.nodes,
             nproc_per_node=nproc,
@@ -154,7 +156,6 @@ def run_ranks(
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
             log_line_prefix_template=f"{RANK_PREFIX}${{rank}}] " if several else None,
             signals_to_handle="SIGQUIT",  # the others are ours
-            shutdown_timeout=_SHUTDOWN_S,
         )
         failures: Mapping[int, int] = {}
         try:

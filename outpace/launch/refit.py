@@ -58,7 +58,8 @@ def _why_not(settings: TrainSettings, ranks: Ranks) -> str | None:
     """Why what was asked for cannot be on these ranks."""
     try:
         machine = identify(find_accelerator)
-        plan = resolve_plan(settings, ranks, resolve_device(settings, ranks), machine)
-        return why_not(plan.strategy, ranks)
+        device = resolve_device(settings, ranks)
+        plan = resolve_plan(settings, ranks, device, machine)
+        return why_not(plan.strategy, ranks, device)
     except BadInputError as error:
         return str(error)

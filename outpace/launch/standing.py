@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from torch._C import _distributed_c10d
 
+from outpace.nn.torch_versions import flight_recorder_dumps
 from outpace.records.standstill import Exchange, Standing
 
 _LAST = 20  # exchanges that are kept
@@ -90,11 +90,9 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 def recorded() -> list[Exchange]:
     """What torch's flight recorder has of this rank; [] where it has nothing."""
     found: list[Exchange] = []
-    # With CUDA there is one recorder for NCCL and one for the rest.
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(_distributed_c10d, name, None)
+    for dump in flight_recorder_dumps():
         with suppress(ValueError, KeyError, TypeError, RuntimeError):
-            found += _parsed(json.loads(dump()).get("entries", ()) if dump is not None else ())
+            found += _parsed(json.loads(dump()).get("entries", ()))
     return found
 
 

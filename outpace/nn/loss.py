@@ -2,25 +2,21 @@
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 
-Chunked, `F.linear_cross_entropy` computes the gradients of a chunk of rows in the forward, right
-after its logits, and drops the logits (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
-Two facts about torch 2.13's chunked operator decide where it is called:
+Chunked, the gradients of a chunk of rows are computed in the forward, right after its logits, and
+the logits are dropped (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2): on accelerators
+around the whole-logits form, whose sums are fp32; in bf16 on a CPU around `low_loss`, which needs
+no chunks before its logits take a quarter of a gibibyte; and in fp32 there, which fp16 takes, too,
+with gradients that are added up in their place.
 
-- It gives the loss in the dtype of its input and adds the chunks up in it: a bf16 sum over 2,048
-  tokens is off by up to 0.4 %, and an fp16 sum above 65,504 is infinite (6,000 tokens at ln V).
-- Its first call loads torch's compiler, a second or two, which a GPU's start does not notice.
-
-So it is given fp32 where that is asked for on an accelerator. For 16-bit products the same chunking
-is done around the whole-logits form, whose sums are fp32; in bf16 on a CPU around `low_loss`, which
-needs no chunks before its logits take a quarter of a gibibyte; and in fp32 there, which fp16 takes,
-too, with gradients that are added up in their place.
+torch's own chunked operator (`F.linear_cross_entropy`, since 2.13) is not used: it adds the loss up
+in the dtype of its input, where a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum
+above 65,504 is infinite, and torch 2.11 has none.
 """
 
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import LinearCrossEntropyOptions
 from torch.nn import functional as F
 
 from outpace.nn.block import raised
@@ -31,7 +27,6 @@ from outpace.nn.transformer import Transformer
 LossKind = Literal["auto", "plain", "chunked"]
 
 CHUNK_ROWS = 512
-_OPTIONS = LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS, chunking_method=None)
 # From where on "auto" takes chunks, by the bytes of fp32 logits. Measured on a 2-core Xeon (fp32,
 # D 256): plain and chunked are equal at 8 MiB (V 512 × 4,096 tokens), chunked takes 0.52 of the
 # time at 64 MiB (V 4,096) and 0.58 at 128 MiB (V 8,192): below, the logits fit the caches.
@@ -124,18 +119,6 @@ def linear_loss_sum(
         return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
     if on_cpu and low != torch.bfloat16:
         return _wide_sum_on_cpu(hidden_ND, weight_VD, bias_V, targets_N)
-    if low is None:
-        # The operator ignores autocast, except in the casts that lead to it.
-        with torch.autocast(device.type, enabled=False):
-            return F.linear_cross_entropy(
-                raised(hidden_ND),
-                raised(weight_VD),
-                targets_N,
-                linear_bias=None if bias_V is None else raised(bias_V),
-                reduction="sum",
-                ignore_index=IGNORED,
-                options=_OPTIONS,
-            )
     chunk_rows = max(CHUNK_ROWS, CHUNK_BYTES_ACCELERATOR // (4 * vocab))
     if on_cpu:
         chunk_rows = CHUNK_ROWS if kind == "chunked" else _whole_rows_cpu(vocab)
@@ -175,15 +158,8 @@ def _plain_sum(
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
             hidden = raised(hidden)
-        return F.linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="sum",
-            ignore_index=IGNORED,
-            options=None,
-        )
+        logits = F.linear(hidden, weight, bias)
+        return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
 
 
 def _scaled_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
@@ -196,7 +172,9 @@ def _scaled_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
 
 
 class ChunkedSum(torch.autograd.Function):
-    """The sum of losses by chunks of rows: 16-bit products, fp32 sums and weight gradients.
+    """The sum of losses by chunks of rows: fp32 sums and weight gradients, or fp64 of what is.
+
+    `dtype` is that of products in 16 bits; None: in what the operands are, fp32 at least.
 
     Costs the three matrix products of the plain loss; the gradients are made in the forward and
     only scaled in the backward, so a second backward raises.
@@ -210,22 +188,24 @@ class ChunkedSum(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunk_rows: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         track: bool,
         on_cpu: bool = False,
     ) -> Tensor:
         """The loss; with `track` also the gradients of all three operands."""
-        operands = [weight.to(dtype)] + ([] if bias is None else [bias.to(dtype)])
+        given = [weight] if bias is None else [weight, bias]
+        operands = [raised(one) if dtype is None else one.to(dtype) for one in given]
         operands = [operand.detach().requires_grad_(track) for operand in operands]
-        sums = [torch.zeros_like(o, dtype=torch.float32) for o in operands if track]
+        wide = torch.promote_types(operands[0].dtype, torch.float32)
+        sums = [torch.zeros_like(o, dtype=wide) for o in operands if track]
         hidden_grad = torch.empty_like(hidden) if track else None
-        loss_sum = torch.zeros((), device=hidden.device)
+        loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
         with torch.set_grad_enabled(track):
             for start in range(0, hidden.shape[0], chunk_rows):
                 rows = slice(start, start + chunk_rows)
                 chunk = hidden[rows].detach().requires_grad_(track)
-                given = (chunk, operands[0], (*operands, None)[1], targets[rows])
-                part = low_loss(*given)[0] if on_cpu else _plain_sum(*given, dtype)
+                taken = (chunk, operands[0], (*operands, None)[1], targets[rows])
+                part = low_loss(*taken)[0] if on_cpu else _plain_sum(*taken, dtype)
                 loss_sum += part.detach()
                 if hidden_grad is not None:
                     hidden_grad[rows], *grads = torch.autograd.grad(part, [chunk, *operands])

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.torch_versions import split_backward_refusal
 from outpace.parallel.api import Layout, Pass, Request
 from outpace.parallel.offload import gathers, require, to_disk
 from outpace.parallel.tensors import make_equal
@@ -38,6 +39,9 @@ def apply(request: Request) -> Layout:
             "with outpace plan --emit, or take the next that outpace plan proposes."
         )
     require(plan, request.device)
+    lacking = _split_backward_refusal(strategy, request.device)
+    if lacking is not None:
+        raise BadInputError(f"{lacking}.")
     own = not isinstance(request.objective, LanguageModelObjective)
     files = {**_FILES, **_OWN_FILES} if own else _FILES
     if own and request.plan.world_size > 1:
@@ -66,9 +70,17 @@ def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -
             group._get_backend(device)._set_default_timeout(options._timeout)
 
 
-def why_not(strategy: Strategy, ranks: Ranks) -> str | None:
+def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | None:
     """What a strategy lacks on this machine, as a sentence; None where nothing."""
     if strategy != "horovod":
-        return None
+        return _split_backward_refusal(strategy, device)
     reason: str | None = import_module("outpace.parallel.horovod").why_not(ranks)
     return reason
+
+
+def _split_backward_refusal(strategy: Strategy, device: torch.device) -> str | None:
+    """Why this torch cannot run a zero-bubble schedule on a CPU; None where it can."""
+    schedule = SCHEDULES.get(strategy)
+    if schedule is None or not schedule.splits_backward or device.type != "cpu":
+        return None
+    return split_backward_refusal(strategy)

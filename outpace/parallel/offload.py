@@ -21,6 +21,7 @@ from outpace.nn.levers import find_blocks
 from outpace.nn.offload import require_place
 from outpace.nn.scratch import Region, Scratch, prefetch, release
 from outpace.nn.spread import is_spread
+from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.optim.build import Build, Groups
 from outpace.optim.offload import offloaded
 from outpace.parallel.api import Layout
@@ -107,7 +108,7 @@ def _held_by_shards(layout: Layout) -> dict[Tensor, Any]:
     from torch.distributed.fsdp import FSDPModule
 
     states = [m._get_fsdp_state() for m in layout.objective.modules() if isinstance(m, FSDPModule)]
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for state in states for group in fsdp_param_groups(state)]
     return {held.sharded_param: held for group in groups for held in group.fsdp_params}
 
 

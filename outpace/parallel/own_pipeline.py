@@ -36,6 +36,10 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class OwnPipeline(Spread):
     """This rank's stages of a person's model; `parts` are the blocks of each stage, by number."""
 
+    # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
+    _pass: Pass
+    _totals: Tensor
+
     def __init__(
         self,
         request: Request,
@@ -115,13 +119,8 @@ class OwnPipeline(Spread):
             for running in self._running:
                 running.given = given
             numbers = torch.arange(count)
-            schedule.step(
-                numbers,
-                target=numbers,
-                return_outputs=False,
-                loss_kwargs={"given": given, "totals": totals},
-                number=numbers,
-            )
+            self._pass, self._totals = given, totals
+            schedule.step(numbers, target=numbers, return_outputs=False, number=numbers)
         self._add_up_rest()
         commit(self.objective)
         return totals
@@ -135,8 +134,13 @@ class OwnPipeline(Spread):
             self._running = [self._stage(number, *seen[number]) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
             held = self._running[0] if issubclass(kind, PipelineScheduleSingle) else self._running
-            self._schedule: Any = kind(held, count, loss_fn=_scaled_loss, scale_grads=False)
+            self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
         return self._schedule
+
+    def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
+        """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
+        self._totals += made.detach().double()
+        return self._pass.scale(made[0])
 
     def _stage(self, number: int, taken: Tensor | None, made: Tensor) -> Stage:
         """With the form of what goes in and out told, which is known from a look."""
@@ -245,12 +249,6 @@ class OwnPipeline(Spread):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
         return self._ranks_of[0]
-
-
-def _scaled_loss(made: Tensor, number: Tensor, given: Pass, totals: Tensor) -> Tensor:
-    """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
-    totals += made.detach().double()
-    return given.scale(made[0])
 
 
 def _like(tensor: Tensor) -> Tensor:

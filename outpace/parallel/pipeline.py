@@ -85,6 +85,9 @@ class Pipeline(Spread):
     """
 
     objective: LanguageModelObjective
+    # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
+    _pass: Pass
+    _totals: Tensor
 
     def __init__(
         self,
@@ -125,12 +128,9 @@ class Pipeline(Spread):
             schedule = self._schedule_for(batch["tokens"])
             for stage in self._stages:
                 stage.given = given
+            self._pass, self._totals = given, totals
             schedule.step(
-                batch["tokens"],
-                target=batch["targets"],
-                return_outputs=False,
-                loss_kwargs={"given": given, "totals": totals},
-                **_context(batch),
+                batch["tokens"], target=batch["targets"], return_outputs=False, **_context(batch)
             )
         self._sum_tied_gradients()
         return totals
@@ -171,11 +171,12 @@ class Pipeline(Spread):
         """Of hidden states between blocks, whatever the products' is."""
         return next(self.model.parameters()).dtype
 
-    def _scaled_loss(self, hidden: Tensor, targets: Tensor, given: Pass, totals: Tensor) -> Tensor:
+    def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """What a micro-batch's backward starts from, on the last stage; adds to the totals."""
+        given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_of(hidden, targets)
-        totals += torch.stack((loss_sum.detach().double(), count.double()))
+        self._totals += torch.stack((loss_sum.detach().double(), count.double()))
         scaled = given.scale(loss_sum)
         given.mark("forward")
         return scaled

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from outpace.nn import torch_versions
 from outpace.probe.axes import Axis
 from outpace.probe.buffers import ITEM_BYTES, Buffers, compare, summed
 from outpace.probe.measure import Case, WrongResultError
@@ -136,7 +137,7 @@ def _all_gather(place: Place, count: int) -> Made:
     part = source[: count // len(place.members)]
 
     def call() -> Tensor:
-        dist.all_gather_single(room, part, group=place.group)
+        torch_versions.all_gather_single(room, part, group=place.group)
         return room
 
     return call, lambda found: parts_wrong(place, found, 0)
@@ -148,7 +149,7 @@ def _reduce_scatter(place: Place, count: int) -> Made:
     out = room[:part]
 
     def call() -> Tensor:
-        dist.reduce_scatter_single(out, source, group=place.group)
+        torch_versions.reduce_scatter_single(out, source, group=place.group)
         return out
 
     return call, lambda found: compare(

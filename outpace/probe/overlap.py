@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outpace.nn import torch_versions
 from outpace.probe.buffers import ITEM_BYTES, compare, summed
 from outpace.probe.collectives import Place, check_again, checked, parts_wrong
 from outpace.probe.intervals import LEVEL, half_width
@@ -170,7 +171,10 @@ def _all_gather(place: Place, count: int) -> _Begun:
 
     def begin() -> tuple[Tensor, Any]:
         source, room = place.buffers.take(count)
-        return room, dist.all_gather_single(room, source[:part], group=place.group, async_op=True)
+        work = torch_versions.all_gather_single(
+            room, source[:part], group=place.group, async_op=True
+        )
+        return room, work
 
     return _Begun(
         "all-gather", count, _unprepared(begin), lambda found: parts_wrong(place, found, 0)
@@ -183,7 +187,8 @@ def _reduce_scatter(place: Place, count: int) -> _Begun:
     def begin() -> tuple[Tensor, Any]:
         source, room = place.buffers.take(count)
         out = room[:part]
-        return out, dist.reduce_scatter_single(out, source, group=place.group, async_op=True)
+        work = torch_versions.reduce_scatter_single(out, source, group=place.group, async_op=True)
+        return out, work
 
     def wrong(found: Tensor) -> str | None:
         return compare(found, place.members, part * place.number, place.buffers.draw)

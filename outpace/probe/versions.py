@@ -11,6 +11,7 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
+from outpace.nn.torch_versions import VERSION
 from outpace.probe.kernel_files import read_text
 
 # The kernel's module says so by itself; under Windows and without a driver it is not there.
@@ -49,7 +50,7 @@ def _backends() -> dict[str, str]:
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if dist.is_available() and dist.is_gloo_available():
-        found["gloo"] = f"of torch {torch.__version__}"
+        found["gloo"] = f"of torch {VERSION}"
     return found
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import linear_cross_entropy
 from torch.utils._pytree import tree_map_only
 
 from outpace.nn.attention import attention, attention_backward
@@ -20,10 +19,8 @@ from outpace.nn.low_loss import (
 from outpace.nn.norms import rms_norm, rms_norm_backward
 from outpace.trace.tracker import Tracker
 
-_CHUNKED_LOSS = torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default
 # Operators whose code is Python.
 _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
-    _CHUNKED_LOSS: linear_cross_entropy._linear_cross_entropy_batch_chunked_accumulator,
     attention.overload: attention.code,
     attention_backward.overload: attention_backward.code,
     gelu_tanh.overload: gelu_tanh.code,
@@ -32,14 +29,13 @@ _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
 }
 # On CPUs alone: accelerators have kernels of their own.
 _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.overload})
-_ALLOW_RETAIN_GRAPH = 11  # the operator's argument that its code does not take
 
 
 class Inside:
     """Bytes that operators need beside what they are given and what they make.
 
-    The chunked loss, norms, GELU and attention by blocks are written in Python: their code is run
-    on tensors without memory. `on_cpu`: whether the traced device is one.
+    Norms, GELU and attention by blocks are written in Python: their code is run on tensors without
+    memory. `on_cpu`: whether the traced device is one.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:
@@ -59,10 +55,7 @@ class Inside:
             return 0
         key = func, tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), tuple(args))
         if key not in self._known:
-            given = args
-            if func is _CHUNKED_LOSS:
-                given = (*args[:_ALLOW_RETAIN_GRAPH], *args[_ALLOW_RETAIN_GRAPH + 1 :])
-            self._known[key] = _taken(_IN_PYTHON[func], given)
+            self._known[key] = _taken(_IN_PYTHON[func], args)
         return self._known[key]
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from outpace.nn.torch_versions import stage_votes
 from outpace.parallel import Layout, Request, apply, ring
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.dp import DataParallel
@@ -55,7 +55,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     # It compares sizes, in a tensor that grows with their number.
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known, which they are told.
-    yield PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(1)
+    yield from stage_votes()
     with warnings.catch_warnings():  # of torch.jit, which this import still uses
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer

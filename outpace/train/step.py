@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.nn.mixed import Mixed
+from outpace.nn.torch_versions import all_gather_single
 from outpace.optim.build import begin_step
 from outpace.parallel import Layout, Pass
 from outpace.records.plan import Plan
@@ -215,7 +216,7 @@ class Stepper:
         heard = torch.empty(self._world_size, said.shape[1], dtype=torch.float64)
         group = None if self._device.type == "cuda" else self._control
         summed = dist.all_reduce(totals, group=group, async_op=True)
-        work = dist.all_gather_single(heard, said, group=self._control, async_op=True)
+        work = all_gather_single(heard, said, group=self._control, async_op=True)
         return Gathered(heard, work), summed
 
     def _hear(self, gathered: Gathered) -> None:

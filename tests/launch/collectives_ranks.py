@@ -20,6 +20,7 @@ import torch.distributed as dist
 from outpace.launch.collectives import probe_collectives
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
+from outpace.nn import torch_versions
 from outpace.probe.axes import axes_of, nodes_of
 from outpace.probe.buffers import Buffers
 from outpace.probe.collectives import Place, case, check_again
@@ -57,9 +58,9 @@ def probe(groups, only):
 
 
 CALLS = {
-    "all-reduce": "all_reduce", "all-gather": "all_gather_single", "broadcast": "broadcast",
-    "reduce-scatter": "reduce_scatter_single", "all-to-all": "all_to_all_single",
-    "send/recv": "batch_isend_irecv",
+    "all-reduce": (dist, "all_reduce"), "all-gather": (torch_versions, "all_gather_single"),
+    "broadcast": (dist, "broadcast"), "reduce-scatter": (torch_versions, "reduce_scatter_single"),
+    "all-to-all": (dist, "all_to_all_single"), "send/recv": (dist, "batch_isend_irecv"),
 }  # fmt: skip
 
 
@@ -102,10 +103,10 @@ def spoil(groups):
     effort = Effort(0.1, rounds=1, sample_s=1e-4, most_samples=1)
     said = {}
     for which in ("nothing", *COLLECTIVES):
-        for name, attribute in CALLS.items():
-            original = getattr(dist, attribute)
+        for name, (owner, attribute) in CALLS.items():
+            original = getattr(owner, attribute)
             if which == name and groups.ranks.rank == 1:
-                setattr(dist, attribute, spoiled(original))
+                setattr(owner, attribute, spoiled(original))
             try:
                 here = place(groups)
                 cases = [case(name, here, 300_000)]
@@ -113,12 +114,12 @@ def spoil(groups):
                 check_again(cases, here.buffers)
                 if which == "nothing":
                     if groups.ranks.rank == 1:
-                        setattr(dist, attribute, stale(original))
+                        setattr(owner, attribute, stale(original))
                     check_again(cases, here.buffers)
             except WrongResultError as error:
                 said.setdefault("after" if which == "nothing" else which, {})[name] = str(error)
             finally:
-                setattr(dist, attribute, original)
+                setattr(owner, attribute, original)
     everyone = [None] * groups.ranks.world_size
     dist.all_gather_object(everyone, said, group=groups.control)
     return everyone

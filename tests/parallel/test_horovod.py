@@ -8,10 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from outpace.parallel import why_not
 from outpace.records.ranks import Ranks
 
+CPU = torch.device("cpu")
 STAND_IN = Path(__file__).with_name("stand_in")
 
 
@@ -24,9 +26,9 @@ def verify(*arguments, **environ):
 
 @pytest.mark.skipif(find_spec("horovod") is not None, reason="Horovod is installed")
 def test_without_horovod_it_is_said_what_to_do():
-    reason = why_not("horovod", Ranks())
+    reason = why_not("horovod", Ranks(), CPU)
     assert "pip install horovod" in reason and "--strategy ring" in reason
-    assert why_not("ring", Ranks()) is None
+    assert why_not("ring", Ranks(), CPU) is None
 
 
 @pytest.mark.gloo

@@ -1,0 +1,105 @@
+"""Everything that differs between the versions of torch that outpace runs on, 2.11 to 2.15.
+
+Each function does on every version what the newest torch does, or says that a version cannot. No
+other module asks torch for its version, or whether it has a name; `tests/nn/test_torch_versions.py`
+reads them all for that.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+VERSION = str(torch.__version__)
+
+
+def torch_release(version: str = VERSION) -> tuple[int, int]:
+    """The release (major, minor) of a version such as `2.11.0+cu130`."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def all_gather_single(
+    output: Tensor, part: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Gather equal parts of all ranks in one tensor; work to wait for with `async_op`.
+
+    torch has it by this name since 2.13, which warns of the old one.
+    """
+    if hasattr(dist, "all_gather_single"):
+        return dist.all_gather_single(output, part, group=group, async_op=async_op)
+    return dist.all_gather_into_tensor(output, part, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Sum a tensor over ranks and keep one of equal parts; work to wait for with `async_op`.
+
+    torch has it by this name since 2.13, which warns of the old one.
+    """
+    if hasattr(dist, "reduce_scatter_single"):
+        return dist.reduce_scatter_single(output, whole, group=group, async_op=async_op)
+    return dist.reduce_scatter_tensor(output, whole, group=group, async_op=async_op)
+
+
+def fsdp_param_groups(state: Any) -> list[Any]:
+    """The groups of parameters that a module's FSDP state gathers; a list since torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
+    """A LaunchConfig that ends workers after `shutdown_timeout_s` where torch can be told (2.12).
+
+    Before, `PContext.close` has a default of 30 s, which its caller may replace.
+    """
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+        settings["shutdown_timeout"] = shutdown_timeout_s
+    return LaunchConfig(**settings)
+
+
+def stage_votes() -> Iterator[tuple[Any, str, Any]]:
+    """What keeps stages of a pipeline from a vote on their shapes: (owner, name, replacement).
+
+    They do since torch 2.12.
+    """
+    from torch.distributed.pipelining import PipelineStage
+
+    if hasattr(PipelineStage, "_warmup_backward_result"):
+        yield PipelineStage, "_warmup_backward_result", lambda *_, **__: torch.ones(1)
+
+
+def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
+    """What gives the flight recorders of this process as JSON.
+
+    Builds with NCCL have a second one, for its collectives.
+    """
+    from torch._C import _distributed_c10d
+
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    found = [getattr(_distributed_c10d, name, None) for name in names]
+    return [dump for dump in found if dump is not None]
+
+
+def split_backward_refusal(strategy: str) -> str | None:
+    """Why a schedule that splits the backward cannot run on a CPU; None where it can (torch 2.13).
+
+    Before, `torch.autograd.grad` finds no metadata at operators with a registered backward, as
+    norms are on a CPU.
+    """
+    if torch_release() >= (2, 13):
+        return None
+    return (
+        f"{strategy} splits the backward into inputs' and weights', which torch "
+        f"{VERSION} cannot do on a CPU through operators written in Python. Use torch "
+        "2.13 or newer, or --strategy interleaved"
+    )
