@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CERTIFICATE_FILE = "certificate.json"
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16")
+PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "bf16-master")
 Word = TypeVar("Word", bound=str)
 
 _ABOUT = "Prove that strategies give a single process's numbers: gradients, norms, losses, weights."
@@ -164,7 +164,7 @@ def _parser() -> Parser:
         "--precision",
         default="fp64",
         metavar="A,B",
-        help="of fp64, fp32 and bf16, or all (default: fp64); tolerances are in docs/proof.md",
+        help="of fp64, fp32, bf16, bf16-master, or all (default: fp64); tolerances: docs/proof.md",
     )
     add(
         "--levers",

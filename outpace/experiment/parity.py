@@ -21,11 +21,13 @@ from outpace.experiment.tolerance import Tolerance
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt, adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
-from outpace.nn.mixed import DTYPES, make_mixed, weights_dtype
+from outpace.nn.mixed import DTYPES, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer, stream
 from outpace.optim.build import Build, make_optimizer
+from outpace.optim.master import rounded_from
 from outpace.parallel import Layout, Request, apply
+from outpace.parallel.fill import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
@@ -91,7 +93,7 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """The model with its loss, the same on every rank."""
+        """The model with its loss, the same on every rank, before its weights are lowered."""
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
         with torch.no_grad():  # large enough for every part to matter
@@ -100,8 +102,7 @@ class Trial:
                     parameter.mul_(4)
         adapt(model, plan, self.seed)
         self._begin_adapters(model)
-        objective = LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
-        return objective.to(dtype=weights_dtype(plan.precision))
+        return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
 
     @torch.no_grad()
     def _begin_adapters(self, model: Transformer) -> None:
@@ -115,10 +116,17 @@ class Trial:
         named: Iterable[tuple[str, nn.Parameter]],
         place: Place = lambda groups, build: build(groups),
         name: OptimizerName = "adamw-for-loop",
+        wide_values: dict[str, Tensor] | None = None,
     ) -> torch.optim.Optimizer:
-        """By default AdamW's for-loop, which has no kernels of its own."""
+        """By default AdamW's for-loop, which has no kernels of its own.
+
+        With `wide_values` it steps fp32 copies of the parameters, which begin with them.
+        """
         settings = TrainSettings(lr=self.lr, clip=self.clip)
-        optimizer = make_optimizer(named, name, settings, place)
+        masters = bool(wide_values)
+        optimizer = make_optimizer(
+            named, name, settings, place, master_weights=masters, wide_values=wide_values
+        )
         for group in optimizer.param_groups:
             if name.startswith("adamw"):
                 group["eps"] = self.eps
@@ -139,11 +147,12 @@ class Trace:
 def reference(trial: Trial, plan: Plan) -> Trace:
     """Train on one process, each global batch at once."""
     objective = trial.objective(plan)
+    mixed = make_mixed(plan.precision, trial.device, True)
+    wide_values = lower_weights(objective, mixed)
     parameters = dict(objective.model.named_parameters())
     adamw = plan.optimizer.startswith("adamw")
     name: OptimizerName = "adamw-for-loop" if adamw else plan.optimizer
-    optimizer = trial.optimizer(parameters.items(), name=name)
-    mixed = make_mixed(plan.precision, trial.device, True)
+    optimizer = trial.optimizer(parameters.items(), name=name, wide_values=wide_values)
     trace = Trace()
     for batch in trial.batches():
         used = {name: p.detach().clone() for name, p in parameters.items()}
@@ -177,11 +186,17 @@ def _step_of(
 def _state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies of all parameters and of the optimizer's moments, whole. Collective."""
+    """Copies of all parameters and of the optimizer's moments, whole. Collective.
+
+    Of parameters that are rounded from fp32 copies these, on the ranks that have them.
+    """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
+    masters = rounded_from(optimizer)
     for name, parameter in named:
-        found["parameter"][name] = whole(parameter.detach()).clone()
+        held = masters.get(parameter, parameter.detach())
+        if held.itemsize > 2 or not parameter.requires_grad:
+            found["parameter"][name] = whole(held).clone()
         for kind in MOMENTS:
             if kind in state.get(parameter, {}):
                 found.setdefault(kind, {})[name] = whole(state[parameter][kind]).clone()
@@ -202,11 +217,14 @@ def planned(
     """
     device = trial.device
     objective = trial.objective(plan)
+    mixed = make_mixed(plan.precision, device, True)
+    whole_values = lower_weights(objective, mixed)
     scratch = Scratch()
     apply_levers(objective.model, plan, scratch=scratch)
     layout = apply(Request(objective, plan, ranks, device, scratch=scratch))
     place = partial(place_optimizer, layout, plan, scratch)
-    optimizer = trial.optimizer(layout.named_parameters(), place, plan.optimizer)
+    wide_values = parts_of(layout, whole_values)
+    optimizer = trial.optimizer(layout.named_parameters(), place, plan.optimizer, wide_values)
     spoil(layout)
     seen: dict[str, Tensor] = {}
     use = Use(wire)
@@ -227,7 +245,7 @@ def planned(
     stepper = Stepper(
         layout=layout,
         optimizer=optimizer,
-        mixed=make_mixed(plan.precision, device, True),
+        mixed=mixed,
         plan=plan,
         clip=trial.clip,
         device=device,
@@ -344,10 +362,11 @@ def _scales(
         name: float(tensor.abs().max()) if tensor.is_floating_point() else 1.0
         for name, tensor in known.items()
     }
-    if kind in ("parameter", "used parameter") and allowed.held < 1:
+    least_share = allowed.used if kind == "used parameter" else allowed.held
+    if kind in ("parameter", "used parameter") and least_share < 1:
         changes = {n: float((t - initial[n]).abs().max()) for n, t in known.items()}
-        largest = max(*changes.values(), allowed.held * max(sizes.values()))
+        largest = max(*changes.values(), least_share * max(sizes.values()))
         least = allowed.floor * largest
-        return {n: max(changes[n], least, allowed.held * size) for n, size in sizes.items()}
+        return {n: max(changes[n], least, least_share * size) for n, size in sizes.items()}
     least = allowed.floor * max(sizes.values())
     return {name: max(size, least) for name, size in sizes.items()}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from outpace.planner.flops import parameter_count
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import SHARD_DTYPES
+from outpace.records.optimizers import MASTERS, SHARD_DTYPES
 from outpace.records.plan import GATHERS, Plan
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
@@ -24,16 +24,17 @@ class Tolerance:
     """A tensor may be off by `relative` of its scale: its largest value, or more where it is small.
 
     The scale is at least `floor` of the largest of its kind. A parameter's is the largest change
-    since the first step, or `held` of its largest value. One that ranks gather in fewer bits was
-    rounded once more than the reference's: each of its values by at most `gathered` of itself,
-    which is allowed beside (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical
-    Algorithms", 2002, theorem 2.3).
+    since the first step, or `held` of its largest value; of one as a forward uses it, `used`. One
+    that ranks gather in fewer bits was rounded once more than the reference's: each of its values
+    by at most `gathered` of itself, which is allowed beside (|fl(x) − x| ≤ u·|fl(x)|: Higham,
+    "Accuracy and Stability of Numerical Algorithms", 2002, theorem 2.3).
     """
 
     relative: float
     floor: float
     held: float = 1.0
     gathered: float = 0.0
+    used: float = 1.0
 
 
 def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
@@ -56,8 +57,11 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     fp32 = sigmas * spread * math.sqrt(terms) * ROUNDOFF["fp32"]
     if precision == "fp32":
         return Tolerance(fp32, floor=1 / spread)
-    # Products are added up in fp32, and then rounded once. Parameters are fp32.
+    # Products are added up in fp32, and then rounded once. Parameters are fp32, or rounded from
+    # those for their use: two that lie on either side of a limit are one last bit apart.
     low = sigmas * spread * ROUNDOFF["bf16"]
+    held = fp32 / low
+    used = 2 * ROUNDOFF["bf16"] / low if precision in MASTERS else held
     gathers = precision in SHARD_DTYPES and plan.strategy in GATHERS
     gathered = ROUNDOFF[SHARD_DTYPES[precision].gathered] if gathers else 0.0
-    return Tolerance(low, floor=1 / spread, held=fp32 / low, gathered=gathered)
+    return Tolerance(low, floor=1 / spread, held=held, used=used, gathered=gathered)

@@ -28,16 +28,18 @@ from outpace.launch.utilisation import Recording
 from outpace.launch.weighing import Weighing
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
-from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
+from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.batchnorm import require_run_once
-from outpace.parallel.fill import fill, fills_later
+from outpace.parallel.fill import fill, fills_later, parts_of
 from outpace.parallel.offload import lies_on, place_optimizer
+from outpace.parallel.tensors import make_equal
 from outpace.planner.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.optimizers import MASTERS
 from outpace.records.run import RunRecord
 from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import TRAINING, tell
@@ -122,7 +124,10 @@ def assemble(
     mixed = make_mixed(
         plan.precision, device, keeps_casts(settings.autocast_cache, own), unknown_code=own
     )
-    objective = build_objective(job.materials, settings, plan, mixed, device)
+    objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
+    if own and mixed.keeps_masters and plan.world_size > 1:
+        make_equal(objective)  # or the masters would be each rank's own
+    whole_values = lower_weights(objective, mixed)
     parameters, trained = parameter_counts(objective.model)
     record = run_record(job, origins, command, threads, parameters)
     record = job.groups.once(lambda: claim(job, record, stack))
@@ -137,9 +142,16 @@ def assemble(
     say = partial(tell, job.callbacks, "on_hint")
     apply_levers(objective.model, plan, scratch=scratch, on_failure=say)
     layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
+    wide_values = parts_of(layout, whole_values)
+    del whole_values
     if job.materials.is_transformer and fills_later(plan):
-        fill(layout, lies_on(plan, device), weights_of(job.materials, settings))
-    optimizer = _optimizer(job, layout, scratch)
+        wide_values = fill(
+            layout,
+            lies_on(plan, device),
+            weights_of(job.materials, settings),
+            keeps_wide=mixed.keeps_masters,
+        )
+    optimizer = _optimizer(job, layout, scratch, wide_values)
     checkpointer = _checkpointer(job)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
@@ -196,7 +208,9 @@ def assemble(
     )
 
 
-def _optimizer(job: Job, layout: Layout, scratch: Scratch) -> torch.optim.Optimizer:
+def _optimizer(
+    job: Job, layout: Layout, scratch: Scratch, wide_values: dict[str, torch.Tensor]
+) -> torch.optim.Optimizer:
     if not job.plan.compile:
         leave_compiler_out()
     optimizer = make_optimizer(
@@ -204,7 +218,8 @@ def _optimizer(job: Job, layout: Layout, scratch: Scratch) -> torch.optim.Optimi
         job.plan.optimizer,
         job.settings,
         partial(place_optimizer, layout, job.plan, scratch),
-        master_weights=job.plan.precision == "fp16-master",
+        master_weights=job.plan.precision in MASTERS,
+        wide_values=wide_values,
     )
     if job.plan.optimizer_in_backward:
         _require_known_targets(job)
@@ -299,6 +314,7 @@ def _checkpointer(job: Job) -> Checkpointer:
         copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
         lends=not job.plan.optimizer_in_backward and not own,
         trained_only=job.plan.lora_rank is not None,
+        masters=job.plan.precision in MASTERS,
     )
 
 

@@ -13,7 +13,7 @@ from outpace.launch.context import Job
 from outpace.probe.versions import changes, commit, variables, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, RunInfo
-from outpace.records.optimizers import MEANS, WEIGHTS
+from outpace.records.optimizers import MEANS, PURE
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
@@ -88,10 +88,10 @@ def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir)
 def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
     """Refuse a precision that keeps weights, or the optimizer's state, in another form."""
     was, is_now = earlier.precision, now.precision
-    if was != is_now and {was, is_now} & set(WEIGHTS):
+    if was != is_now and {was, is_now} & set(PURE):
         raise BadInputError(
             f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
-            "them keeps weights in 16 bits, the other does not or with other optimizer state. "
+            "them keeps weights in 16 bits only, the other in fp32. "
             "Leave --precision out to go on, or start another run from its weights with --model "
             f"{run_dir.path}."
         )

@@ -18,6 +18,7 @@ from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.records.measurement import Evaluation, Measurement, TimeParts
+from outpace.records.optimizers import MASTERS
 from outpace.train.callbacks import tell
 from outpace.train.loop import Loop
 from outpace.train.run_dir import RESULT_FILE
@@ -39,6 +40,8 @@ def finish(
     `seen`: fields of it that were measured around the loop.
     """
     job.doing.at("writing the model")
+    if job.plan.precision in MASTERS:
+        loop.layout.raise_weights(loop.optimizer)
     model = loop.layout.whole_model(job.ranks.rank == 0)
     seen = {**seen, "parts_by_rank": _parts_by_rank(job, loop)}
 

@@ -23,7 +23,6 @@ from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import Mixed
 from outpace.nn.nf4 import require_nf4
 from outpace.nn.transformer import Transformer, initial_value
 from outpace.parallel.fill import fills_later
@@ -262,28 +261,29 @@ def build_objective(
     materials: Materials,
     settings: TrainSettings,
     plan: Plan,
-    mixed: Mixed,
+    compute_dtype: torch.dtype | None,
     device: torch.device,
 ) -> LanguageModelObjective | OwnObjective | ClassificationObjective:
-    """The model with its loss, on the device, with the weights to start from.
+    """The model with its loss, on the device, with the weights to start from, in fp32.
 
-    Where no rank has the whole model it has no memory: lay it out, and `fill` it then.
+    `compute_dtype` is that of a language model's products (see `LanguageModelObjective`). Where no
+    rank has the whole model it has no memory: lay it out, and `fill` it then.
     """
     if materials.own is not None:
-        return OwnObjective(materials.own).to(device, mixed.weights)
+        return OwnObjective(materials.own).to(device)
     assert materials.spec is not None and materials.opened is not None
     if materials.labels is not None:
         classifier = _initial_classifier(
             materials.opened, materials.spec, materials.labels, settings
         )
-        return ClassificationObjective(classifier).to(device, mixed.weights)
+        return ClassificationObjective(classifier).to(device)
     if materials.is_transformer and fills_later(plan):
         with torch.device("meta"):
             hollow = Transformer(materials.spec)
-        return LanguageModelObjective(hollow, plan.loss, mixed.dtype).to(mixed.weights)
+        return LanguageModelObjective(hollow, plan.loss, compute_dtype)
     model = initial_model(materials.opened, materials.spec, settings)
     adapt(model, plan, settings.seed, device)
-    return LanguageModelObjective(model, plan.loss, mixed.dtype).to(device, mixed.weights)
+    return LanguageModelObjective(model, plan.loss, compute_dtype).to(device)
 
 
 def weights_of(materials: Materials, settings: TrainSettings) -> Callable[[str], torch.Tensor]:

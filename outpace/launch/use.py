@@ -20,7 +20,7 @@ from outpace.launch.resolve import DEFAULT_SEQ_LEN, resolve_device
 from outpace.nn import generate as generation
 from outpace.nn.classifier import ClassificationObjective
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import Mixed, make_mixed
+from outpace.nn.mixed import Mixed, lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout
 from outpace.probe.machine import usable_cores
@@ -105,8 +105,9 @@ def evaluate(
     if dataset is None or data is not None:
         dataset = _samples(opened, record, data, settings)
     size = min(batch_size or settings.global_batch, len(dataset))
+    lower_weights(objective.to(target), mixed)
     return measure(
-        Layout(objective.to(target, mixed.weights)),
+        Layout(objective),
         _batches(dataset, size, batches, settings.seed, target),
         step=record.total_steps if record else 0,
         mixed=mixed,
@@ -138,7 +139,7 @@ def _task(
     cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
     materials = gather(settings, None, cache_dir, usable_cores(), ())
     cpu = torch.device("cpu")
-    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed, cpu)
+    objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
     assert isinstance(materials.eval_data, PaddedDataset)
     return objective, materials.eval_data
 

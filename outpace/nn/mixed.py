@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
-from outpace.records.optimizers import SCALED, WEIGHTS, Precision
+from outpace.records.optimizers import MASTERS, SCALED, WEIGHTS, Precision
 
 # Of matrix products, None for that of the weights.
 DTYPES: dict[Precision, torch.dtype | None] = {
     "fp64": None,
     "fp32": None,
     "bf16": torch.bfloat16,
+    "bf16-master": torch.bfloat16,
     "bf16-pure": torch.bfloat16,
     "fp8": torch.bfloat16,  # of all that is not in blocks
     "fp16": torch.float16,
@@ -29,7 +31,8 @@ class Mixed:
     """`cast()` is entered around each forward; `scaler` is None unless the loss is scaled.
 
     `weights` is the dtype to keep weights in, None for as they are. `wide_gradients`: whether
-    gradients of 16 bits are to be made fp32 before their scale is taken from them.
+    gradients of 16 bits are to be made fp32 before their scale is taken from them. `wide_sums`:
+    whether those of several micro-batches are to be added up in fp32.
     """
 
     dtype: torch.dtype | None
@@ -37,12 +40,35 @@ class Mixed:
     scaler: torch.amp.GradScaler | None
     weights: torch.dtype | None = None
     wide_gradients: bool = False
+    wide_sums: bool = False
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer is to keep the weights in fp32 too."""
+        return self.wide_gradients or self.wide_sums
 
 
 def weights_dtype(precision: Precision) -> torch.dtype | None:
     """The dtype in which weights are kept, None where it is the model's own."""
     name = WEIGHTS.get(precision)
     return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def lower_weights(objective: nn.Module, mixed: Mixed) -> dict[str, Tensor]:
+    """Cast an objective's weights as `mixed` says, in their place.
+
+    Returns the weights that train as they were, in fp32, by their names in the objective's `model`,
+    where the optimizer's masters are to begin with them. Of a model without memory there are none.
+    """
+    model: nn.Module = objective.model  # type: ignore[assignment]
+    before = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if mixed.keeps_masters and parameter.requires_grad and not parameter.is_meta
+    }
+    if mixed.weights is not None:
+        objective.to(mixed.weights)
+    return before
 
 
 def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
@@ -72,5 +98,12 @@ def make_mixed(
     scaler = torch.amp.GradScaler(device.type) if precision in SCALED else None
     weights = weights_dtype(precision)
     alone = weights is not None and not unknown_code
-    master = precision == "fp16-master"
-    return Mixed(dtype, nullcontext if alone else cast, scaler, weights, master)
+    master = precision in MASTERS
+    return Mixed(
+        dtype,
+        nullcontext if alone else cast,
+        scaler,
+        weights,
+        wide_gradients=master and scaler is not None,
+        wide_sums=master and scaler is None,
+    )

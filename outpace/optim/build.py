@@ -6,7 +6,7 @@ from inspect import unwrap
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outpace.nn.uncompiled import leave_alone
 from outpace.optim.adafactor import Adafactor
@@ -30,18 +30,22 @@ def make_optimizer(
     settings: TrainSettings,
     place: Callable[[Groups, Build], torch.optim.Optimizer] = lambda groups, build: build(groups),
     master_weights: bool = False,
+    wide_values: dict[str, Tensor] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer asked for, over the parameters that train.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
-    `master_weights` puts fp32 copies of the parameters into the optimizer.
+    `master_weights` puts fp32 copies of the parameters into the optimizer; `wide_values` are this
+    rank's parts of those with which they begin, by name, and are used up.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
     build = partial(_build, name=name, settings=settings, noise=noise)
     groups = _groups(trainable, name, settings.weight_decay)
     if master_weights:
-        made = partial(MasterWeights, build=build, initial_state=initial_state, noise=noise)
+        made = partial(
+            MasterWeights, build=build, initial_state=initial_state, noise=noise, values=wide_values
+        )
         return place(groups, made)
     return place(groups, build)
 

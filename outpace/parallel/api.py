@@ -1,5 +1,6 @@
 """What every strategy gives back: an objective laid out on the ranks of a plan."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build, step_alone
-from outpace.parallel.tensors import local, square_sum, total_norm, whole
+from outpace.optim.master import rounded_from
+from outpace.parallel.tensors import local, raise_to, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -147,9 +149,32 @@ class Layout:
         """
         totals = torch.zeros(2, dtype=_total_dtype(self._device()), device=self._device())
         for number, batch in enumerate(batches, 1):
-            with self.unsynchronised() if number < len(batches) else nullcontext():
+            last = number == len(batches)
+            if last and number > 1:
+                self.prepare_exchange()
+            with nullcontext() if last else self.unsynchronised():
                 totals += self._forward_backward(batch, given)
         return totals
+
+    def prepare_exchange(self) -> None:
+        """Called before the last of several micro-batches, whose backward exchanges gradients."""
+
+    def add_up_in_fp32(self) -> None:
+        """Let gradients of 16 bits be added up over micro-batches in fp32.
+
+        Autograd casts each to the parameter's `grad_dtype`. `fully_shard` has a dtype of its own
+        in which it adds up what it reduces, and is left alone.
+        """
+        for parameter in self._added_up():
+            if parameter.grad_dtype != torch.float32:
+                parameter.grad_dtype = torch.float32
+
+    def _added_up(self) -> Iterator[nn.Parameter]:
+        """The parameters that train, are of 16 bits and are not gathered for their use."""
+        gathered = _held_by_fully_shard(self.objective)
+        for _, parameter in self.named_parameters():
+            if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
+                yield parameter
 
     def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
         with given.cast():
@@ -225,9 +250,22 @@ class Layout:
     def agree(self, found_inf: Tensor) -> None:
         """Make every rank skip an fp16 step that one of them has to skip. Collective."""
 
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""
+        raise_to(self.model, rounded_from(optimizer))
+
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """The model with all weights, where it is `wanted`. Collective."""
         return self.model if wanted else None
+
+
+def _held_by_fully_shard(module: nn.Module) -> set[Tensor]:
+    """The parameters that `fully_shard` has split, where it is loaded at all."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return set()
+    parts = [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    return {parameter for part in parts for parameter in part.parameters()}
 
 
 class Spread(Layout):
@@ -265,6 +303,10 @@ class Sharded(Spread):
     def __init__(self, objective: nn.Module, hollow: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__(objective, group, group.size())
         self._hollow = hollow
+
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""
+        raise_to(self.model, rounded_from(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Gathers the weights one by one; ranks that do not want them keep none."""

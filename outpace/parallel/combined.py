@@ -64,6 +64,10 @@ class Product(Spread):
         """The inner layout's."""
         return self._inner.counted_gradients()
 
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """The inner layout's."""
+        self._inner.raise_weights(optimizer)
+
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """The inner layout's."""
         return self._inner.whole_model(wanted)

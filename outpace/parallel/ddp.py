@@ -62,6 +62,7 @@ class Replicas(Layout):
 
     module: DistributedDataParallel
     low_rank: PowerSGDState | None = None
+    _adds_in_fp32 = False
 
     def __init__(self, request: Request) -> None:
         device, plan = request.device, request.plan
@@ -83,7 +84,28 @@ class Replicas(Layout):
 
     def unsynchronised(self) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
+        if self._adds_in_fp32:
+            super().add_up_in_fp32()
         return self.module.no_sync()
+
+    def add_up_in_fp32(self) -> None:
+        """All but the last micro-batch: DDP's buckets have the parameters' dtype."""
+        self._adds_in_fp32 = True
+
+    @torch.no_grad()
+    def prepare_exchange(self) -> None:
+        """Round the sums so far to the dtype of DDP's buckets, in which the last is added."""
+        if not self._adds_in_fp32:
+            return
+        sums = [(p, p.grad) for p in self._added_up() if p.grad is not None]
+        narrow = [torch.empty_like(sum_, dtype=p.dtype) for p, sum_ in sums]
+        if sums:
+            torch._foreach_copy_(narrow, [sum_ for _, sum_ in sums])
+        for parameter in self._added_up():
+            parameter.grad = None  # or no other dtype may follow
+            parameter.grad_dtype = parameter.dtype
+        for (parameter, _), gradient in zip(sums, narrow, strict=True):
+            parameter.grad = gradient
 
     def go_on(self, start_step: int) -> None:
         """PowerSGD counts the steps from where the run stands."""

@@ -4,7 +4,7 @@ A rank takes the memory of its own parts and fills these from whole tensors, one
 needs beside its parts is the memory of the largest parameter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +31,51 @@ def fills_later(plan: Plan) -> bool:
 
 
 @torch.no_grad()
-def fill(layout: Layout, device: torch.device, value_of: Callable[[str], Tensor]) -> None:
+def fill(
+    layout: Layout,
+    device: torch.device,
+    value_of: Callable[[str], Tensor],
+    keeps_wide: bool = False,
+) -> dict[str, Tensor]:
     """Give a layout that has no memory its weights on `device`, before its optimizer is made.
 
-    `value_of` gives a whole parameter by its name in a single process.
+    `value_of` gives a whole parameter by its name in a single process. With `keeps_wide` returns
+    this rank's parts of them in fp32 as well, by name, where the weights are of 16 bits.
     """
     _take_memory(layout.objective, device)
+    wide: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():
-        whole = value_of(name)
-        if is_spread(parameter):
-            from torch.distributed.tensor import distribute_tensor
+        part = _part_of(value_of(name), parameter)
+        here = local(parameter)
+        here.copy_(part)
+        if keeps_wide and here.itemsize == 2:
+            wide[name] = part.to(here.device, torch.float32, copy=True)
+    return wide
 
-            mesh, placements = parameter.device_mesh, parameter.placements
-            # Every rank has the values: nothing is sent.
-            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        local(parameter).copy_(local(whole))
+
+@torch.no_grad()
+def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of whole tensors, this rank's parts, in memory of their own where a rank has less.
+
+    By the names of the layout's parameters.
+    """
+    found: dict[str, Tensor] = {}
+    for name, parameter in layout.named_parameters():
+        if name in values:
+            part = _part_of(values[name], parameter)
+            found[name] = part.clone() if is_spread(parameter) else part
+    return found
+
+
+def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank has of a parameter."""
+    if not is_spread(parameter):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    # Every rank has the values: nothing is sent.
+    return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 
 def _take_memory(objective: nn.Module, device: torch.device) -> None:

@@ -53,7 +53,8 @@ class Fused:
         """Let the parameters' gradients be what the buffer holds, sharing its memory."""
         found = self.present.tolist()
         for parameter, part, count in zip(self.parameters, self.parts, found, strict=True):
-            parameter.grad = part.to(parameter.dtype) if count else None
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = part.to(dtype) if count else None
 
 
 def fuse(

@@ -24,7 +24,7 @@ from outpace.parallel.blocks import flat, found_blocks, named_blocks, outside
 from outpace.parallel.fusion import fuse
 from outpace.parallel.own_stage import OwnStage, Staged
 from outpace.parallel.pipeline import CLASSES, Stage
-from outpace.parallel.tensors import drop_all_but, hollow
+from outpace.parallel.tensors import drop_all_but, hollow, widen_trained
 from outpace.parallel.witness import Witness
 from outpace.planner.stages import spread_by_cost
 from outpace.records.errors import BadInputError
@@ -224,6 +224,11 @@ class OwnPipeline(Spread):
             for name, parameter in self.named_parameters()
             if parameter.grad is not None and name not in copies
         ]
+
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """As for every layout; so are those that other ranks send."""
+        super().raise_weights(optimizer)
+        widen_trained(self._hollow)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends what other ranks' blocks hold to the first rank; it alone may want them."""

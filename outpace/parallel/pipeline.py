@@ -32,7 +32,7 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.parts import Part, take_part
 from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
-from outpace.parallel.tensors import hollow, local, whole
+from outpace.parallel.tensors import hollow, local, whole, widen_trained
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, Kind, traced_name
@@ -245,6 +245,11 @@ class Pipeline(Spread):
 
     def _is_copy(self, name: str) -> bool:
         return self._rank != self._ranks_of[0] and name.startswith("embed.")
+
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """As for every layout; so are those that other ranks send."""
+        super().raise_weights(optimizer)
+        widen_trained(self._hollow)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
         """Sends the weights to the first rank one by one; it alone may want them."""

@@ -138,6 +138,17 @@ class Worker(Role):
         if self._group is not None:
             dist.broadcast(message, group=self._group, group_src=0)
 
+    @torch.no_grad()
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """As for every layout; where servers step, theirs."""
+        if self.steps:
+            super().raise_weights(optimizer)
+            return
+        for parameter in (parameter for share in self._shares for parameter in share):
+            if parameter.itemsize == 2:
+                parameter.data = torch.empty_like(parameter, dtype=torch.float32)
+        self._exchange_parameters()
+
     def _exchange_parameters(self) -> None:
         for server, share in zip(self._servers, self._shares, strict=True):
             for alike in by_dtype(share):
@@ -182,6 +193,12 @@ class Server(Role):
         if not self.steps:
             self._send_all(self._sums)
         return self._nothing()
+
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its share's, which it tells the workers."""
+        super().raise_weights(optimizer)
+        if self.steps:
+            self._exchange_parameters()
 
     def _send_all(self, messages: Sequence[Tensor]) -> None:
         """To every worker."""

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from outpace.nn.spread import is_spread, local, whole
 
 __all__ = [
     "by_dtype", "copies", "drop_all_but", "hollow", "joined", "local", "make_equal", "norm_dtype",
-    "spread", "square_sum", "total_norm", "whole",
+    "raise_to", "spread", "square_sum", "total_norm", "whole", "widen_trained",
 ]  # fmt: skip
 
 
@@ -92,6 +92,27 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
     for tensor in into:
         tensor.copy_(message[at : at + tensor.numel()].view(tensor.shape))
         at += tensor.numel()
+
+
+@torch.no_grad()
+def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
+    """Let parameters be of another dtype: the tensors given for them, sharing their memory."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter not in wider:
+                continue
+            if is_spread(parameter):
+                part.register_parameter(name, nn.Parameter(wider[parameter]))
+            else:
+                parameter.grad = None
+                parameter.data = wider[parameter]
+
+
+def widen_trained(hollow: nn.Module) -> None:
+    """Let parameters without memory that are to be trained be fp32."""
+    for parameter in hollow.parameters():
+        if parameter.requires_grad and parameter.is_meta:
+            parameter.data = parameter.data.float()
 
 
 def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:

@@ -12,12 +12,15 @@ leaves out the updates of the first steps.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from outpace.optim.build import Build
+from outpace.optim.master import rounded_from
 from outpace.parallel.api import Layout, Request
 from outpace.parallel.ddp import Replicas
+from outpace.parallel.tensors import raise_to
 
 
 class SharedStates(Replicas):
@@ -46,6 +49,20 @@ class SharedStates(Replicas):
         within: torch.optim.Optimizer = optimizer.optim
         steps = any(group["params"] for group in within.param_groups)
         return self.model, within if steps else None
+
+    @torch.no_grad()
+    def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Each rank has the copies of what it steps, and tells the others."""
+        assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        kept = dict(rounded_from(optimizer.optim))
+        rank = dist.get_rank()
+        owners: dict[torch.Tensor, int] = optimizer._param_to_rank  # type: ignore[attr-defined]
+        for parameter, owner in owners.items():
+            if parameter.itemsize == 2:
+                if owner != rank:
+                    kept[parameter] = torch.empty_like(parameter, dtype=torch.float32)
+                dist.broadcast(kept[parameter], owner)
+        raise_to(self.model, kept)
 
 
 def apply(request: Request) -> Layout:

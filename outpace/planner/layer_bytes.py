@@ -24,6 +24,7 @@ _ITEMS = {
     "bf16": (4, 2, 4),
     "fp16": (4, 2, 4),
     "fp8": (4, 2, 4),
+    "bf16-master": (2, 2, 2),
     "bf16-pure": (2, 2, 2),
     "fp16-master": (2, 2, 2),
     "fp16-pure": (2, 2, 2),
@@ -238,7 +239,8 @@ def _attention(
         keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
     # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
     # attention on a CPU (nn.attention) keeps none.
-    own = columns.precise("bf16", "bf16-pure", "fp8") & (columns.cp == 1) & (device == "cpu")
+    low = columns.precise("bf16", "bf16-master", "bf16-pure", "fp8")
+    own = low & (columns.cp == 1) & (device == "cpu")
     kept = fused & ~(own & habits.chunks_loss)
     mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept
     latent = item * tokens * (2 * (one.query_rank or 0) + 2 * (one.kv_rank or 0) + one.rope_dim)

@@ -114,7 +114,7 @@ class Loss(Setup):
     def _low(self) -> Bools:
         """Whose products are of bf16 on a CPU, where logits' gradient takes their place."""
         c = self.columns
-        own = c.precise("bf16", "bf16-pure", "fp8") & ~self._splits() & (c.tp == 1)
+        own = c.precise("bf16", "bf16-master", "bf16-pure", "fp8") & ~self._splits() & (c.tp == 1)
         here: Bools = own & self.habits.chunks_loss & (self.device == "cpu")
         return here
 

@@ -8,6 +8,7 @@ from outpace.planner.columns import OFFLOADS, OPTIMIZERS, Floats, Ints
 from outpace.planner.layer_bytes import FP32
 from outpace.planner.memory_block import Block
 from outpace.planner.memory_loss import Loss
+from outpace.planner.optimizer_bytes import MASTER_PIECE_BYTES
 from outpace.planner.places import Place, places
 from outpace.planner.stored import whole_share, whole_states
 from outpace.planner.tape import Tape
@@ -281,7 +282,7 @@ class Step(Loss, Block):
         tape.clear("gradients", share=self.fused_buffers)  # they are in the buffers by now
         c, s = self.columns, self.s
         elements = (self.stored * place.layers + self._outside_elements(place)) / self.shards
-        # 16-bit gradients are made fp32 one by one, by who owns the masters.
+        # 16-bit gradients are made fp32 one by one, by who owns the masters, for fp16's loss scale.
         master = c.precise("fp16-master") & (self.gradient < FP32)
         # Where these are views of buffers, which stay, beside them.
         stay = np.maximum(self.bucketed, self.fused_buffers)
@@ -313,6 +314,9 @@ class Step(Loss, Block):
             [c.optimizer == OPTIMIZERS.index(name) for name in factors],
             [np.broadcast_to(factor, largest.shape) for factor in factors.values()],
         )
+        # bf16's are made fp32 in pieces.
+        piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * largest), FP32 * stepped)
+        tape.moment("temporary", c.precise("bf16-master") * piece)
         # Copies of gradients on their way to the host, of two units.
         copied = (c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)
         copies = copied * (self.device == "cpu") * np.minimum(2 * unit, elements) * s.weight

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from outpace.records.optimizers import OptimizerName, Precision
+from outpace.records.optimizers import MASTERS, OptimizerName, Precision
 
 Kept = Literal["bf16", "8bit", "4bit"]
 
@@ -14,6 +14,9 @@ LEAST_VALUES = 4096
 # down to where scales would outweigh what is saved.
 LONGEST_BLOCK = {"8bit": 256, "4bit": 128}
 LEAST_BLOCK = 32
+# Of fp32 gradients that a step with master weights makes at a time: a whole model's would be held
+# beside its states.
+MASTER_PIECE_BYTES = 256 << 20
 _FP32 = 4
 
 
@@ -41,7 +44,7 @@ def optimizer_bytes(
     `hidden`: whether Muon takes it, if it is a matrix; see `block` for `split`.
     """
     values = math.prod(shape)
-    master = values * _FP32 if precision == "fp16-master" else 0
+    master = values * _FP32 if precision in MASTERS else 0
     item = 8 if precision == "fp64" else 2 if precision in ("bf16-pure", "fp16-pure") else _FP32
     if name == "adamw-bf16":
         return master + 2 * 2 * values

@@ -10,7 +10,7 @@ from outpace.planner.columns import OPTIMIZERS, Columns, Floats
 from outpace.planner.device import Device
 from outpace.planner.fabric import Fabric
 from outpace.planner.stored import layer_shapes
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import MASTERS, OptimizerName
 from outpace.records.outline import Outline
 
 _FP32 = 4.0
@@ -58,7 +58,7 @@ def optimizer_s(
     adds the products of its iteration and gathers its matrices.
     """
     moved, launched = (np.array(values)[c.optimizer] for values in zip(*_rows(), strict=True))
-    masters = np.where(c.precise("fp16-master"), _MASTERS, 0.0)
+    masters = np.where(c.precise(*MASTERS), _MASTERS, 0.0)
     rate = device.memory_bytes_per_s * device.optimizer_share
     busy = own * (moved + _CLIPPING + masters) / rate
     muon = c.optimizer == OPTIMIZERS.index("muon")

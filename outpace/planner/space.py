@@ -20,6 +20,7 @@ from outpace.planner.columns import (
 from outpace.planner.outlines import weights
 from outpace.records.optimizers import (
     LOW,
+    MASTERS,
     PURE,
     SCALED,
     OptimizerName,
@@ -244,7 +245,7 @@ def _possible(c: Columns) -> Any:
     fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
     adamw = np.isin(c.optimizer, [i for i, name in enumerate(OPTIMIZERS) if name[:7] == "adamw-f"])
     elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
-    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precise("fp16-master")))
+    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precise(*MASTERS)))
     fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))
     fine &= ~((c.offload_parameters == OFFLOADS.index("disk")) & c.compile)
     fine &= ~(elsewhere & (c.pp > 1))

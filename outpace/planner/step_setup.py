@@ -11,6 +11,7 @@ from outpace.planner.device import Device, dtype_of, items
 from outpace.planner.fabric import Fabric
 from outpace.planner.layers import Cells, Kernel
 from outpace.planner.outlines import layer_parameters, outside_elements, weights
+from outpace.records.optimizers import WEIGHTS
 from outpace.records.outline import Outline
 
 FP32 = 4.0
@@ -81,7 +82,7 @@ class Setup:
         shards_cast = c.of("zero2", "zero3", "hsdp", "3d")
         self.autocast = c.precise("bf16", "fp16", "fp8") & ~shards_cast
         self.wide = np.where(self.autocast, FP32, self.item)
-        self.kept = np.where(c.precise("fp16-master", "bf16-pure", "fp16-pure"), 2.0, FP32)
+        self.kept = np.where(c.precise(*WEIGHTS), 2.0, FP32)
         layers, more = np.zeros(len(c)), np.zeros(len(c))
         for stack in self.outline.stacks:
             experts = sum(w.elements for w in weights(stack, self.outline.hidden) if w.experts)

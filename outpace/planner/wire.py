@@ -109,6 +109,15 @@ class Work:
         return 4 if self.plan.precision in SHARD_DTYPES else self.item
 
     @property
+    def summed_item(self) -> int:
+        """Bytes of a number of gradients that were added up over micro-batches.
+
+        Over masters that is done in fp32; where there is one, nothing is added (optim.master).
+        """
+        several = self.passes * self.plan.pp_microbatches > 1
+        return 4 if several and self.plan.precision == "bf16-master" else self.item
+
+    @property
     def exchanged_item(self) -> int:
         """Bytes of a number of gradients as ddp and ring exchange them."""
         return 2 if self.plan.compress_gradients == "bf16" else self.item
@@ -255,7 +264,7 @@ def _data_parallel(work: Work, tally: Tally) -> None:
     tally.add("gather", ranks, outputs, passes, first)
     tally.add("scatter", ranks, outputs, passes, first)
     tally.add("reduce", ranks, gradients, passes, first)
-    tally.add("broadcast", ranks, work.item, root=first)  # the norm
+    tally.add("broadcast", ranks, max(work.item, 4), root=first)  # the norm
 
 
 def _servers(work: Work, tally: Tally) -> None:
@@ -281,7 +290,7 @@ def _servers(work: Work, tally: Tally) -> None:
         answer = sums[server] * item if plan.server_updates else messages[server]
         tally.add("send", 2, answer, workers)
     norm = "all_reduce" if plan.server_updates else "broadcast"
-    tally.add(norm, plan.world_size, item, root=work.rank == 0)
+    tally.add(norm, plan.world_size, max(item, 4), root=work.rank == 0)
 
 
 def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
@@ -314,7 +323,7 @@ def _pipeline(work: Work, tally: Tally) -> None:
             tally.add("send", 2, work.hidden * work.item, messages * border.count(work.rank))
     ends = {ranks_of[0], ranks_of[-1]}
     if spec.tied and len(ends) == 2 and work.rank in ends:
-        tally.add("send", 2, spec.vocab * spec.hidden * work.item)
+        tally.add("send", 2, spec.vocab * spec.hidden * work.summed_item)
     tally.add("all_reduce", plan.pp, NORM_BYTES)
 
 
@@ -341,12 +350,12 @@ def _tensor(work: Work, tally: Tally) -> None:
     else:
         tally.add("all_reduce", ranks, embedded, work.passes)
         tally.add("all_reduce", ranks, hidden, 2 * doors - work.passes)
-    tokens = plan.micro_batch * work.seq_len * work.item
+    tokens = plan.micro_batch * work.seq_len * max(work.item, 4)  # softmax is in fp32
     tally.add("all_reduce", ranks, tokens, work.passes)
     tally.add("all_reduce", ranks, 2 * tokens, work.passes)
     shared = _shared_numbers(work)
     if shared:
-        tally.add("all_reduce", ranks, shared * work.item)
+        tally.add("all_reduce", ranks, shared * work.summed_item)
     tally.add("all_reduce", ranks, NORM_BYTES)
 
 
@@ -373,7 +382,7 @@ def _context(work: Work, tally: Tally) -> None:
     times = spec.layers * work.passes
     numbers = 2 * plan.micro_batch * (work.seq_len // ranks) * spec.kv_heads * spec.head_dim
     tally.add("send", 2, numbers * work.low_item, 2 * (ranks - 1) * times)
-    tally.add("send", 2, numbers * work.item, ranks * times)
+    tally.add("send", 2, numbers * max(work.item, 4), ranks * times)  # added up in fp32 on the way
     _replicas(work, tally)
 
 

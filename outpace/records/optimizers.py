@@ -7,10 +7,13 @@ OptimizerName = Literal[
     "adamw-fused", "adamw-foreach", "adamw-for-loop", "adamw-bf16", "adamw-8bit", "adamw-4bit",
     "adafactor", "muon", "sgd",
 ]  # fmt: skip
-Precision = Literal["fp64", "fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8"]
+Precision = Literal[
+    "fp64", "fp32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
+]  # fmt: skip
 # What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
 AskedPrecision = Literal[
-    "fp32", "bf16", "fp16", "bf16-pure", "fp16-master", "fp16-pure", "fp8", "O0", "O1", "O2", "O3",
+    "fp32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8", "O0",
+    "O1", "O2", "O3",
 ]  # fmt: skip
 
 LEVELS: Mapping[str, Precision] = {
@@ -38,10 +41,13 @@ LOW: tuple[OptimizerName, ...] = ("adamw-bf16", "adamw-8bit", "adamw-4bit")
 PURE: tuple[Precision, ...] = ("bf16-pure", "fp16-pure")
 # The dtype in which weights are kept, where it is not fp32 (or fp64).
 WEIGHTS: Mapping[Precision, Literal["bf16", "fp16"]] = {
+    "bf16-master": "bf16",
     "bf16-pure": "bf16",
     "fp16-pure": "fp16",
     "fp16-master": "fp16",
 }
+# Whose optimizer keeps the weights in fp32 too, steps those, and rounds the others from them.
+MASTERS: tuple[Precision, ...] = ("bf16-master", "fp16-master")
 
 
 class ShardDtypes(NamedTuple):

@@ -16,7 +16,7 @@ from pydantic import (
 
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
-from outpace.records.optimizers import LOW, PURE, SCALED, OptimizerName, Precision
+from outpace.records.optimizers import LOW, MASTERS, PURE, SCALED, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES, refusal
 
 Strategy = Literal[
@@ -242,8 +242,8 @@ class Plan(Record):
                 "or offload_optimizer, which works here too"
             )
         elsewhere = self.offload_optimizer != "none" or self.offload_parameters != "none"
-        if elsewhere and (self.optimizer_in_backward or self.precision == "fp16-master"):
-            what = "optimizer_in_backward" if self.optimizer_in_backward else "fp16-master"
+        if elsewhere and (self.optimizer_in_backward or self.precision in MASTERS):
+            what = "optimizer_in_backward" if self.optimizer_in_backward else self.precision
             raise ValueError(
                 f"{what} does not go with offloading: the step is taken unit by unit, on weights "
                 "that the optimizer keeps itself. Use one of the two"

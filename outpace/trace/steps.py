@@ -19,6 +19,7 @@ from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import place_optimizer
 from outpace.planner.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
+from outpace.records.optimizers import MASTERS
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -62,14 +63,14 @@ def run_steps(
     apply_levers(objective.model, plan, scratch=scratch)
     layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
     if fills_later(plan):
-        shapes, dtype = parameter_shapes(work.spec), mixed.weights or torch.float32
-        fill(layout, CPU, lambda name: torch.empty(shapes[name], dtype=dtype))
+        shapes = parameter_shapes(work.spec)
+        fill(layout, CPU, lambda name: torch.empty(shapes[name], dtype=torch.float32))
     optimizer = make_optimizer(
         layout.named_parameters(),
         plan.optimizer,
         settings,
         partial(place_optimizer, layout, plan, scratch),
-        master_weights=plan.precision == "fp16-master",
+        master_weights=plan.precision in MASTERS,
     )
     if plan.optimizer_in_backward:
         layout.step_in_backward(optimizer)
@@ -107,6 +108,8 @@ def _step(
         watch.call(batch.values(), "inputs")
     watch.mark("data")
     given = Pass(mixed.cast, _scaled, watch.mark)
+    if mixed.wide_sums and work.accumulation * work.plan.pp_microbatches > 1:
+        layout.add_up_in_fp32()
     layout.gradients(batches or [None] * work.accumulation, given)
     if mixed.wide_gradients:
         layout.widen_gradients()

@@ -158,7 +158,8 @@ class Checkpointer:
     is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
     when it is written. With `lends` plain tensors on a CPU are not copied before `before_change`,
     which has to be called before anything that is saved changes. With `trained_only` frozen
-    parameters are left out: they are where they were read from.
+    parameters are left out: they are where they were read from. With `masters` weights of 16 bits
+    are saved in fp32, by the ranks whose optimizer keeps them so.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Checkpointer:
         copies: bool = True,
         lends: bool = False,
         trained_only: bool = False,
+        masters: bool = False,
     ) -> None:
         self.directory = directory
         self._keep = keep
@@ -183,6 +185,7 @@ class Checkpointer:
         self._lends = lends
         self._lent: Lent | None = None
         self._trained_only = trained_only
+        self._masters = masters
         self._pending: tuple[Future[None], Path] | None = None
         self._needed_bytes = 0
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -206,6 +209,8 @@ class Checkpointer:
         from outpace.train import states
 
         state = states.take(model, optimizer, self._trained_only)
+        if self._masters:
+            states.drop_rounded(state, model)
         self._needed_bytes = _tensor_bytes(state)
         written = self._begin(state, folder)
         finish = partial(self._finish, written, folder, past_cache=self._lent is not None)

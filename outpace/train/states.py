@@ -36,6 +36,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outpace.optim.build import fill_state
+from outpace.optim.master import rounded_from
 from outpace.records.errors import BadInputError
 from outpace.train.checkpoint import reason
 from outpace.train.past_cache import Writer
@@ -43,6 +44,7 @@ from outpace.train.restricted import Planner, Reader
 
 # What saving and loading raise: DCP wraps the ranks' errors in a BaseException.
 ERRORS = (Exception, CheckpointException)
+_STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
 
 
 def _options(trained_only: bool) -> StateDictOptions:
@@ -212,14 +214,32 @@ def take(
     optimizer: torch.optim.Optimizer | None,
     trained_only: bool,
 ) -> dict[str, Any]:
-    """The tensors to save or to fill, by the names that they have in a single process."""
+    """The tensors to save or to fill, by the names that they have in a single process.
+
+    Where the optimizer keeps fp32 copies of weights, these stand for the weights: a checkpoint is
+    then the one of a training in fp32, and either can go on from it.
+    """
     if model is None:
         return {}
     if optimizer is None:
         return {"model": get_model_state_dict(model, options=_options(trained_only))}
     fill_state(optimizer)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=_options(trained_only))
+    for name, master in _masters(model, optimizer).items():
+        model_state[name] = master
+        optimizer_state.pop(_STATE_OF_MASTER.format(name), None)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
+    """Leave out of what is saved the weights of 16 bits that train.
+
+    They are rounded from fp32 copies, which other ranks save.
+    """
+    for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
+        kept = state["model"].get(name)
+        if kept is not None and parameter.requires_grad and kept.itemsize == 2:
+            del state["model"][name]
 
 
 def put(
@@ -234,14 +254,24 @@ def put(
     if optimizer is None:
         set_model_state_dict(model, state["model"], options=_options(trained_only))
         return
+    weights, states = state["model"], dict(state["optimizer"])
+    for name in _masters(model, optimizer):
+        states[_STATE_OF_MASTER.format(name)] = weights[name]
     with _without_empty_groups(optimizer):
         set_state_dict(
             model,
             optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            model_state_dict=weights,
+            optim_state_dict=states,
             options=_options(trained_only),
         )
+
+
+def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The fp32 copies of a model's weights that an optimizer keeps, by the weights' names."""
+    kept = rounded_from(optimizer)
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: kept[parameter] for name, parameter in named if parameter in kept}
 
 
 @contextmanager

@@ -133,6 +133,7 @@ class Stepper:
         self._device = device
         self._control = control
         self._world_size = plan.world_size
+        self._parts = plan.pp_microbatches  # of each micro-batch, in a pipeline
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
@@ -167,7 +168,10 @@ class Stepper:
         timer.mark("data")
         begin_step(self._optimizer, step, lr)
         given = Pass(self.mixed.cast, self._scaled, self._mark)
-        totals = self._layout.gradients(list(batches), given)
+        micro_batches = list(batches)
+        if self.mixed.wide_sums and len(micro_batches) * self._parts > 1:
+            self._layout.add_up_in_fp32()
+        totals = self._layout.gradients(micro_batches, given)
         if self.mixed.wide_gradients:
             self._layout.widen_gradients()
         gathered, summed = self._exchange(totals, stop())

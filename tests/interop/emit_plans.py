@@ -35,7 +35,16 @@ SPECS = [
 # Fields beside the axes and the batch, each with values that are not its default.
 LEVERS: dict[str, list[Any]] = {
     "sequence_parallel": [False],
-    "precision": ["bf16", "fp16", "fp64", "bf16-pure", "fp16-master", "fp16-pure", "fp8"],
+    "precision": [
+        "bf16",
+        "bf16-master",
+        "fp16",
+        "fp64",
+        "bf16-pure",
+        "fp16-master",
+        "fp16-pure",
+        "fp8",
+    ],
     "checkpointing": ["full", "selective", "attention"],
     "checkpoint_every": [2, 3],
     "offload_activations": ["cpu", "disk"],

@@ -57,13 +57,15 @@ CASES = [
     ({"precision": "bf16-pure", "optimizer": "adamw-8bit"}, torch.bfloat16),
     ({"optimizer": "adamw-4bit"}, torch.float32),
     ({"optimizer": "muon"}, torch.float32),
-    ({"precision": "O2", "global_batch": 2}, torch.float16),
+    # From fp32 master weights.
+    ({"precision": "O2", "global_batch": 2}, torch.float32),
+    ({"precision": "bf16-master", "micro_batch": 2}, torch.float32),
 ]
 
 
 @pytest.mark.parametrize(
     ("changes", "dtype"),
-    [CASES[0], CASES[3], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:3])],
+    [CASES[0], *CASES[3:], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:3])],
 )
 def test_a_run_resumes_bit_for_bit_and_exports_the_dtype_of_its_weights(run, changes, dtype):
     whole = run("whole", **changes)
@@ -76,8 +78,27 @@ def test_a_run_resumes_bit_for_bit_and_exports_the_dtype_of_its_weights(run, cha
         assert tensor.dtype == dtype
         assert torch.equal(found[name], tensor)
     if dtype != torch.float32:
-        with pytest.raises(BadInputError, match="one of them keeps weights in 16 bits"):
+        with pytest.raises(BadInputError, match="one of them keeps weights in 16 bits only"):
             run("cut", resume=True, **{**changes, "precision": "fp32", "steps": 6})
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16-master", "bf16"), ("fp32", "bf16-master")])
+def test_a_run_with_master_weights_goes_on_as_one_without_and_the_other_way(run, before, after):
+    whole = losses(run("whole", precision=after))
+    with pytest.raises(InterruptedRunError):
+        run("cut", callbacks=[StopAt(2)], precision=before)
+    resumed = losses(run("cut", precision=after, resume=True))
+    assert len(resumed) == len(whole)
+    for one, other in zip(resumed, whole, strict=True):
+        assert one == pytest.approx(other, rel=2e-2)
+    assert weights(run("cut2", precision=after, steps=1))  # exported whole
+
+
+def test_master_weights_begin_with_the_fp32_weights_and_are_what_is_exported(run):
+    """With a rate of (almost) nothing the weights stay; from their bf16 rounding they would not."""
+    found = weights(run(precision="bf16-master", lr=1e-30, warmup=0, weight_decay=0.0, steps=1))
+    for name, tensor in weights(run("known", lr=1e-30, weight_decay=0.0, steps=1)).items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_apex_levels_say_what_they_stand_for(run):

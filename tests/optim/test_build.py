@@ -7,13 +7,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from outpace.nn.mixed import weights_dtype
 from outpace.nn.transformer import Transformer
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.build import begin_step, fill_state, make_optimizer
 from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
 from outpace.planner.optimizer_bytes import optimizer_bytes
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import MASTERS, OptimizerName
 from outpace.records.settings import TrainSettings
 
 NAMES = OptimizerName.__args__
@@ -28,8 +29,8 @@ SETTINGS = TrainSettings(lr=1e-2)
 def made(name, precision="fp32"):
     model = Transformer(SPEC)
     if precision != "fp32":
-        model.to(torch.bfloat16 if precision == "bf16-pure" else torch.float16)
-    master = precision == "fp16-master"
+        model.to(weights_dtype(precision))
+    master = precision in MASTERS
     return model, make_optimizer(model.named_parameters(), name, SETTINGS, master_weights=master)
 
 
@@ -53,7 +54,7 @@ def test_filled_states_are_those_from_which_a_first_step_begins(name):
 
 CASES = [(name, "fp32") for name in NAMES] + [
     ("adamw-bf16", "bf16-pure"), ("adamw-4bit", "bf16-pure"), ("adamw-fused", "fp16-master"),
-    ("muon", "fp16-master"),
+    ("muon", "fp16-master"), ("adamw-fused", "bf16-master"), ("adamw-8bit", "bf16-master"),
 ]  # fmt: skip
 
 
@@ -76,12 +77,11 @@ def test_states_weigh_what_the_formula_says(name, precision):
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_a_step_can_be_traced_without_memory(name, precision, request):
     """No value is looked at: a trace under fake tensors has none."""
-    dtypes = {"fp32": torch.float32, "bf16-pure": torch.bfloat16, "fp16-master": torch.float16}
-    torch.set_default_dtype(dtypes[precision])
+    torch.set_default_dtype(weights_dtype(precision) or torch.float32)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
-        master = precision == "fp16-master"
+        master = precision in MASTERS
         optimizer = make_optimizer(model.named_parameters(), name, SETTINGS, master_weights=master)
         train(model, optimizer, steps=2)
     assert len(optimizer.state) == len(list(model.parameters()))
@@ -146,12 +146,13 @@ def test_master_weights_remember_what_fp16_rounds_away():
 
 @pytest.mark.parametrize(("name", "precision"), [("adamw-8bit", "bf16-pure"),
                                                  ("adamw-bf16", "fp32"),
-                                                 ("adamw-fused", "fp16-master")])  # fmt: skip
+                                                 ("adamw-fused", "fp16-master"),
+                                                 ("adamw-fused", "bf16-master")])  # fmt: skip
 def test_loaded_states_keep_their_dtypes(name, precision):
     model, optimizer = made(name, precision)
     train(model, optimizer, steps=2)
     again, other = copy.deepcopy(model), None
-    master = precision == "fp16-master"
+    master = precision in MASTERS
     other = make_optimizer(again.named_parameters(), name, SETTINGS, master_weights=master)
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):

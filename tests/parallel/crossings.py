@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from outpace.experiment.parity import Trial
 from outpace.launch.group import Groups
 from outpace.parallel.tensors import local
+from outpace.records.optimizers import MASTERS
 from outpace.records.plan import Plan
 from outpace.train.checkpoint import Checkpointer, Progress
 
@@ -63,7 +64,8 @@ def checkpointer(folder: Path, plan: Plan, groups: Groups) -> Checkpointer:
         raise RuntimeError(sentence)
 
     return Checkpointer(folder, 2, groups.ranks.rank, groups.saving, lambda _: None, trouble,
-                        copies=plan.offload_optimizer != "disk")  # fmt: skip
+                        copies=plan.offload_optimizer != "disk",
+                        masters=plan.precision in MASTERS)  # fmt: skip
 
 
 def progress(world_size: int) -> Progress:

@@ -11,10 +11,12 @@ from forked import world
 from outpace.experiment.parity import Trial
 from outpace.launch.group import Groups
 from outpace.nn.levers import apply_levers
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed import lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import make_optimizer
+from outpace.optim.master import rounded_from
 from outpace.parallel import Layout, Request, apply
+from outpace.parallel.fill import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.tensors import whole
 from outpace.records.model import ModelSpec
@@ -64,6 +66,8 @@ class Run:
     ) -> None:
         self.plan, self.ranks, self.trial = plan, groups.ranks, trial
         objective = trial.objective(plan)
+        self.mixed = make_mixed(plan.precision, CPU, True)
+        whole_values = lower_weights(objective, self.mixed)
         self.scratch = Scratch()
         apply_levers(objective.model, plan, scratch=self.scratch)
         self.layout = apply(Request(objective, plan, groups.ranks, CPU, scratch=self.scratch))
@@ -74,10 +78,10 @@ class Run:
             plan.optimizer,
             settings,
             place,
-            master_weights=plan.precision == "fp16-master",
+            master_weights=self.mixed.keeps_masters,
+            wide_values=parts_of(self.layout, whole_values),
         )
         spoil(self.layout)
-        self.mixed = make_mixed(plan.precision, CPU, True)
         objective.compute_dtype = self.mixed.dtype
         self.stepper = Stepper(
             layout=self.layout,
@@ -103,10 +107,15 @@ class Run:
         """Whole tensors of all that counts on this rank, by their names in a checkpoint."""
         model, optimizer = self.layout.saved(self.optimizer)
         found = {}
+        masters = rounded_from(optimizer)
         for name, parameter in () if model is None else self.layout.named_parameters():
-            found[f"model.{name}"] = whole(parameter.detach()).clone()
+            # Files hold fp32 copies of weights in the place of what is rounded from them.
+            kept = masters.get(parameter, parameter.detach())
+            found[f"model.{name}"] = whole(kept).clone()
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
             for kind, tensor in state.items():
+                if kind == "master":
+                    continue
                 found[f"optimizer.state.{name}.{kind}"] = whole(tensor).clone()
         return found
 

@@ -35,7 +35,10 @@ def test_an_exact_optimizer_equals_one_process(strategies, levers, on_ranks):
         assert verdict["passed"] and verdict["worst_relative_difference"] < 1e-9, verdict
 
 
-FEW = ("adamw-8bit,fp32,single,zero3@2", "adamw-bf16,bf16-pure,zero1@2,1f1b@2")
+FEW = (
+    "adamw-8bit,fp32,single,zero3@2", "adamw-bf16,bf16-pure,zero1@2,1f1b@2",
+    "adamw-for-loop,bf16-master,zero1@2,tp@2", "adamw-for-loop,bf16-master,servers@2,single",
+)  # fmt: skip
 MORE = (
     "adamw-4bit,bf16-pure,zero3@2,zero1@2", "adamw-bf16,bf16-pure,ddp@2,ring@2",
     "adamw-for-loop,fp16-master,zero1@2,single",
@@ -44,7 +47,8 @@ MORE = (
     "adamw-for-loop,fp16-master,zero3@2,cp@2",
 )  # fmt: skip
 # What follows differs by what products and gradients are rounded to.
-OFF = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 5e-3, "bf16-pure": 5e-3, "fp16-master": 1e-3}
+OFF = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 5e-3, "bf16-pure": 5e-3, "fp16-master": 1e-3,
+       "bf16-master": 5e-3}  # fmt: skip
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.slow)])
@@ -64,6 +68,15 @@ def test_a_run_goes_on_under_another_strategy(tmp_path, cases):
         for name in set.intersection(*(set(rank["ends"]) for rank in line["ranks"])):
             # What several ranks hold stays the same: also a tied embedding on two stages.
             assert len({rank["ends"][name] for rank in line["ranks"]}) == 1, name
+
+
+def test_master_weights_equal_one_process_and_exchange_what_is_said(on_ranks):
+    """Gradients of several micro-batches are added up in fp32, and exchanged in bf16."""
+    strategies = "ddp,zero1,ps,gpipe,tp,cp"
+    flags = ["--json", "--strategy", strategies, "--precision", "bf16-master"]
+    for verdict in on_ranks(2, "outpace", "verify", *flags)["verdicts"]:
+        assert verdict["passed"], verdict
+        assert verdict["bytes_by_kind"] == verdict["bytes_by_kind_formula"], verdict
 
 
 @pytest.mark.parametrize(

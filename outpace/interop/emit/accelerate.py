@@ -108,7 +108,9 @@ def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
                 "optimizer, where outpace's are in fp32."
             )
         )
-    return name[:4] if name.startswith("fp16") else name
+    if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):
+        unsaid.append(levers.precision(plan, _TOOL, "bf16 by autocast"))
+    return name[:4] if name.startswith(("fp16", "bf16")) else name
 
 
 def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:

@@ -150,9 +150,9 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
         )
     elif name == "fp8":
         unsaid.append(levers.precision(plan, _TOOL, "bf16"))
-    elif name == "fp16-master":
-        unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast"))
-    return {"bf16": name in ("bf16", "fp8"), "fp16": name in ("fp16", "fp16-master")}
+    elif name in ("bf16-master", "fp16-master"):
+        unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} by autocast"))
+    return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
 
 
 def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _dtype(plan: Plan, unsaid: list[str]) -> str:
         )
     elif plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
-    else:
+    elif plan.precision != "bf16-master":
         unsaid.append(levers.precision(plan, _TOOL, "bfloat16"))
     return "bfloat16"
 
