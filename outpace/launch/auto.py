@@ -65,7 +65,6 @@ def settle(
     else:
         file = PlanFile.load(Path(settings.plan).expanduser())
         chosen, workload = file.plan, _workload(file, origins)
-        settings = settings.model_copy(update=workload)
         _check_file(chosen, settings, origins, ranks)
     if chosen.untrained is not None:
         raise BadInputError(
@@ -76,11 +75,13 @@ def settle(
         values["nproc"] = None  # they are there; of several hosts each has its own number
     if settings.plan != "auto" and settings.expect_step_time_s is None:
         path = Path(settings.plan).expanduser()
-        values["expect_step_time_s"] = _promised(path, chosen, settings, say)
+        values["expect_step_time_s"] = _promised(
+            path, chosen, settings.model_copy(update=workload), say
+        )
     where = f"plan {settings.plan}"
     told = {name: where for name in {**values, **workload} if origins.get(name) in (None, DEFAULT)}
     return (
-        settings.model_copy(update={**values, "plan": None}),
+        settings.model_copy(update={**values, **workload, "plan": None}),
         {**origins, **told, "plan": DEFAULT},
     )
 
