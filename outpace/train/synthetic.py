@@ -12,7 +12,7 @@ from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.nn.transformer import Transformer
+from outpace.nn.transformer import drawn_transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply
 from outpace.parallel.offload import place_optimizer
@@ -77,7 +77,7 @@ class SyntheticSteps:
         own = Ranks() if plan.world_size == 1 else ranks
         settings = TrainSettings(lr=_LR)
         mixed = make_mixed(plan.precision, device, keeps_casts(settings.autocast_cache, False))
-        model = Transformer(course.spec, course.seed).to(device)
+        model = drawn_transformer(course.spec, course.seed, device, torch.float32)
         objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
         scratch = Scratch()
         apply_levers(objective.model, plan, scratch=scratch)
