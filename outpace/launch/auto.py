@@ -65,6 +65,7 @@ def settle(
     else:
         file = PlanFile.load(Path(settings.plan).expanduser())
         chosen, workload = file.plan, _workload(file, origins)
+        settings = settings.model_copy(update=workload)
         _check_file(chosen, settings, origins, ranks)
     if chosen.untrained is not None:
         raise BadInputError(
@@ -75,13 +76,11 @@ def settle(
         values["nproc"] = None  # they are there; of several hosts each has its own number
     if settings.plan != "auto" and settings.expect_step_time_s is None:
         path = Path(settings.plan).expanduser()
-        values["expect_step_time_s"] = _promised(
-            path, chosen, settings.model_copy(update=workload), say
-        )
+        values["expect_step_time_s"] = _promised(path, chosen, settings, say)
     where = f"plan {settings.plan}"
     told = {name: where for name in {**values, **workload} if origins.get(name) in (None, DEFAULT)}
     return (
-        settings.model_copy(update={**values, **workload, "plan": None}),
+        settings.model_copy(update={**values, "plan": None}),
         {**origins, **told, "plan": DEFAULT},
     )
 
@@ -323,7 +322,7 @@ def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[st
     if planned.untrained is not None or limit is None or settings.task == "classify":
         return planned.untrained is None
     try:
-        account = fullest(planned.plan, settings.model, job, settings.dropout)
+        account = fullest(planned.plan, settings.model, job)
         needed = account.needed_bytes + beside_tensors(planned.plan, job)
     except BadInputError as error:
         say(f"not traced ({error}); its memory is the formula's: {planned.title}")

@@ -97,16 +97,11 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
         )
 
 
-def _base(job: Job) -> Path | None:
-    """The directory of the weights that adapters are trained beside; None of random ones."""
+def _base(job: Job) -> Path:
+    """The directory of the weights that adapters are trained beside."""
     opened = job.materials.opened
-    assert opened is not None
-    return opened.weights if job.materials.starts_from_stored(job.settings) else None
-
-
-def _base_fingerprint(job: Job) -> str | None:
-    base = None if job.plan.lora_rank is None else _base(job)
-    return None if base is None else fingerprint(base)
+    assert opened is not None and opened.weights is not None
+    return opened.weights
 
 
 def run_record(
@@ -128,7 +123,7 @@ def run_record(
         tokenizer=materials.tokenizer.fingerprint if materials.tokenizer else None,
         train_data=materials.train_fingerprint,
         eval_data=materials.eval_fingerprint,
-        base_weights=_base_fingerprint(job),
+        base_weights=None if job.plan.lora_rank is None else fingerprint(_base(job)),
         versions=versions(),
         commit=head,
         uncommitted_changes=dirty,
@@ -157,11 +152,9 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         )
     if job.plan.lora_rank is not None:
         form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
-        base = _base(job)
-        weights = "the random weights" if base is None else f"the weights in {base}"
         hints.append(
             f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
-            f"({trained / parameters:.2%}); {weights} stay {form}"
+            f"({trained / parameters:.2%}); the weights in {_base(job)} stay {form}"
         )
     level = job.settings.precision
     if level is not None and level in MEANS:

@@ -21,7 +21,6 @@ from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
 from outpace.launch.materials import Materials, gather
 from outpace.launch.micro_batch import TRIAL_STEPS, Try
-from outpace.launch.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
     resolve_device,
@@ -44,7 +43,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
-from outpace.train.guards import StopSignal, deterministic_kernels
+from outpace.train.guards import StopSignal
 from outpace.train.heap import Touching, keep_freed
 from outpace.train.loggers import require_loggers
 from outpace.train.run_dir import STANDSTILL_FILE, RunDir
@@ -126,7 +125,6 @@ def prepared(
         stop = stack.enter_context(StopSignal())
         settings = with_earlier_precision(settings)
         device = resolve_device(settings, ranks)
-        stack.enter_context(deterministic_kernels(settings.deterministic, device, os.environ))
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
@@ -171,15 +169,7 @@ def prepared(
                 ahead.hand_over()
             plan = groups.once(lambda: fitting.settled(plan))
             if settings.micro_batch == "auto":
-                if can_try(plan, settings, device, materials.is_transformer):
-                    assert spec is not None and seq_len is not None
-                    take = device_steps(
-                        spec, seq_len, device, groups.control, fitting.limit.bytes,
-                        settings.memory_limit,
-                    )  # fmt: skip
-                    plan = find_on_device(plan, settings, take, heard)
-                else:
-                    plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
+                plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             _require_same(groups, settings, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
 from outpace.nn.gelu import gelu_tanh
-from outpace.nn.kernels import attend_by, choose_kernel
+from outpace.nn.kernels import attend_by, attend_by_blocks, choose_kernel
 from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
 from outpace.nn.rotary import Tables, rotate, tables_at
@@ -67,6 +67,10 @@ def fused_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
     """softmax(q·kᵀ/√C)·v by torch's kernels."""
+    if sees.blocks is not None:
+        if q_BHSC.dtype != torch.float64:
+            return attend_by_blocks(q_BHSC, k_BKTC, v_BKTC, sees.blocks)
+        sees = sees.as_mask()
     kernel = choose_kernel(
         q_BHSC.device.type,
         q_BHSC.dtype,
@@ -81,8 +85,8 @@ def suited_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
     """As `fused_attention`, by the package's own blocks where those are faster."""
-    by_blocks = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
-    if by_blocks and dropout == 0 and q_BHSC.shape[2] > 1:
+    on_cpu = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
+    if on_cpu and sees.blocks is None and dropout == 0 and q_BHSC.shape[2] > 1:
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
         return mixed
     return fused_attention(q_BHSC, k_BKTC, v_BKTC, sees, dropout)

@@ -9,11 +9,15 @@ Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
 - FlashAttention takes no mask and no fp32, and the memory-efficient kernel no grouped queries
   before pytorch#191085: what is left is the kernel that holds all scores. So keys and values are
   repeated for the memory-efficient one.
+- With a mask every kernel computes all S × T scores. FlexAttention (Dong et al., arXiv 2412.05496)
+  leaves out the blocks that nobody sees, and needs no mask in memory; it takes no dropout, no fp64,
+  and no heads narrower than a tensor core's 16.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, C head width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Literal
 
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Kernel = Literal["any", "flash", "efficient", "math"]
 
@@ -32,6 +37,7 @@ _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = MappingProxyType(
         "math": (SDPBackend.MATH,),
     }
 )
+NARROWEST = 16  # heads that FlexAttention takes
 # Values of 16 bytes or less are loaded at once: 8 of 16 bits, which is right for 4 of fp32 too.
 _WIDTH_MULTIPLE = 8
 
@@ -51,6 +57,31 @@ def choose_kernel(
     if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
         return "efficient"
     return "flash" if queries == 1 else "any"
+
+
+def takes_blocks(device: str, head_dim: int, dropout: float) -> bool:
+    """Whether masks are given as blocks, to FlexAttention."""
+    return device == "cuda" and head_dim >= NARROWEST and dropout == 0
+
+
+def attend_by_blocks(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, blocks: BlockMask) -> Tensor:
+    """softmax(q·kᵀ/√C)·v over what is seen, (B, H, S, C), by FlexAttention.
+
+    It is a kernel only where it is compiled: with what is around it, or else by itself.
+    """
+    grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
+    if torch.compiler.is_compiling():
+        return flex_attention(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
+    with torch.compiler.set_stance("default"):  # also where forwards are called eagerly
+        flex = _compiled_flex_attention()
+        return flex(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    """Compiled once for each kind of mask; for all lengths from the second one on."""
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention, fullgraph=True)
+    return compiled
 
 
 def attend_by(

@@ -92,8 +92,7 @@ def _options(mode: Checkpointing) -> dict[str, Any]:
     """What torch's checkpoint is told beside."""
     if mode == "full":
         return {}
-    kept = _ATTENTION if mode == "attention" else _ATTENTION | _PRODUCTS
-    return {"context_fn": partial(_keeping, kept)}
+    return {"context_fn": partial(_keeping, _ATTENTION if mode == "attention" else _SELECTED)}
 
 
 def _checkpointed(
@@ -125,9 +124,13 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        # Seen where it is compiled with what is around it; what is compiled by itself is not, and
+        # is computed again.
+        torch.ops.higher_order.flex_attention,
         attention.overload,
     }
 )
+_SELECTED = _ATTENTION | _PRODUCTS  # one set for all blocks, for the compiler tells sets apart
 
 
 def apply_levers(

@@ -1,33 +1,60 @@
-"""Who attends to whom: boolean masks, True where attention is allowed.
+"""Who attends to whom: boolean masks, True where attention is allowed, or lists of blocks.
 
-Legend: B batch, S queries, T keys (the last S of them are the queries' own).
+Legend: B batch, S queries, T keys (the last S of them are the queries' own), N blocks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+# Queries and keys in a block of FlexAttention: its default, that its kernels are made for.
+BLOCK = 128
+# Sample, head, query and key to True where the query sees the key; broadcasts.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """What one layer's attention is given: a mask, or the causal flag, or neither.
+    """What one layer's attention is given: a mask, or blocks, or the causal flag, or nothing.
 
-    Where the flag alone says it all there is no mask, so that the fused kernel is used.
+    Where the flag alone says it all there is no mask, so that the fused kernel is used. `blocks`
+    are for FlexAttention, and hold (S / 128)² numbers rather than S².
     """
 
     mask: Tensor | None = None
     is_causal: bool = False
+    blocks: BlockMask | None = None
 
     def of_queries(self, read_B: Tensor, keys: int) -> "Visibility":
         """What one query of each sample sees, at its place of `read_B`: a mask (B, 1, 1, T)."""
         if self.mask is not None:
             mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
             return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
+        if self.blocks is not None:
+            return Visibility(_mask_of(self.blocks, read_B[:, None, None, None], keys))
         if not self.is_causal:
             return self
         seen_BT = torch.arange(keys, device=read_B.device) <= read_B.unsqueeze(1)
         return Visibility(seen_BT[:, None, None])
+
+    def as_mask(self) -> "Visibility":
+        """The same as a mask (B, 1, S, T), where it is blocks."""
+        if self.blocks is None:
+            return self
+        queries, keys = self.blocks.seq_lengths
+        rows = torch.arange(queries, device=self.blocks.kv_indices.device)
+        return Visibility(_mask_of(self.blocks, rows[None, None, :, None], keys))
+
+
+def _mask_of(blocks: BlockMask, rows: Tensor, keys: int) -> Tensor:
+    """The mask of some queries, `rows` of shape (B or 1, 1, S, 1): (B, 1, S, T)."""
+    samples = torch.arange(blocks.kv_indices.shape[0], device=rows.device)[:, None, None, None]
+    columns = torch.arange(keys, device=rows.device)
+    mask: Tensor = blocks.mask_mod(samples, samples, rows, columns)
+    return mask.expand(max(len(samples), len(rows)), 1, rows.shape[2], keys)
 
 
 def visibility(
@@ -38,12 +65,14 @@ def visibility(
     documents_BS: Tensor | None,
     padding_mask_BS: Tensor | None,
     device: torch.device,
+    by_blocks: bool = False,
 ) -> Visibility:
     """The cheapest exact description of one layer's attention pattern.
 
     `window`: a token sees itself and the window − 1 before it (Mistral 7B, arXiv 2310.06825,
     §2; without `causal` as many after it). `documents_BS`: only within equal numbers.
     `padding_mask_BS`: True for real tokens; others are seen by none but themselves.
+    `by_blocks`: what would be a mask is blocks instead, from one whole block on.
     """
     if window is not None and window >= keys:
         window = None
@@ -52,6 +81,10 @@ def visibility(
             return Visibility()
         if queries == keys:
             return Visibility(is_causal=True)
+    if by_blocks and queries == keys >= BLOCK:
+        return Visibility(
+            blocks=block_mask(keys, causal, window, documents_BS, padding_mask_BS, device)
+        )
     rows = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
     columns = torch.arange(keys, device=device).unsqueeze(0)
     allowed = rows >= columns if causal else torch.ones_like(rows >= columns)
@@ -64,6 +97,88 @@ def visibility(
         # Seeing itself keeps a padded query's softmax defined; nobody reads its output.
         mask_BST = mask_BST & (padding_mask_BS.bool().unsqueeze(1) | (rows == columns))
     return Visibility(mask_BST.unsqueeze(1))
+
+
+def block_mask(
+    length: int,
+    causal: bool,
+    window: int | None,
+    documents_BS: Tensor | None,
+    padding_mask_BS: Tensor | None,
+    device: torch.device,
+) -> BlockMask:
+    """The same pattern for FlexAttention, without S × S values: made from each block's extremes.
+
+    Blocks that are seen as a whole are told from those of which FlexAttention asks the function.
+    A block that is not seen may be among the latter, where document numbers fall and rise again or
+    two reasons leave out different parts of it: it costs time, and changes nothing.
+    """
+    count = -(-length // BLOCK)
+    first_N = torch.arange(count, device=device) * BLOCK
+    last_N = first_N + BLOCK - 1
+    # The rows less the columns of a block are all the whole numbers from `low` to `high`.
+    low_NN = first_N.unsqueeze(1) - last_N.unsqueeze(0)
+    high_NN = last_N.unsqueeze(1) - first_N.unsqueeze(0)
+    inside_N = last_N < length
+    all_seen = (inside_N.unsqueeze(1) & inside_N.unsqueeze(0)).unsqueeze(0)
+    any_seen = torch.ones_like(all_seen)
+    if causal:
+        any_seen, all_seen = any_seen & (high_NN >= 0), all_seen & (low_NN >= 0)
+    if window is not None:
+        any_seen = any_seen & (low_NN < window) & (high_NN > -window)
+        all_seen = all_seen & (high_NN < window) & (low_NN > -window)
+    if documents_BS is not None:
+        low_BN, high_BN = _blocks_of(documents_BS, count, documents_BS[:, -1:]).aminmax(dim=-1)
+        rows_low, rows_high = low_BN.unsqueeze(2), high_BN.unsqueeze(2)
+        columns_low, columns_high = low_BN.unsqueeze(1), high_BN.unsqueeze(1)
+        any_seen = any_seen & (rows_low <= columns_high) & (columns_low <= rows_high)
+        all_seen = all_seen & (rows_low == columns_high) & (rows_high == columns_low)
+    if padding_mask_BS is not None:
+        padding_B1 = torch.zeros_like(padding_mask_BS[:, :1], dtype=torch.bool)
+        real_BNX = _blocks_of(padding_mask_BS.bool(), count, padding_B1)
+        own_NN = torch.eye(count, dtype=torch.bool, device=device)
+        any_seen = any_seen & (real_BNX.any(-1).unsqueeze(1) | own_NN)
+        all_seen = all_seen & real_BNX.all(-1).unsqueeze(1)
+    partly, whole = any_seen & ~all_seen, any_seen & all_seen
+    return BlockMask.from_kv_blocks(
+        *_listed(partly.unsqueeze(1)),
+        *_listed(whole.unsqueeze(1)),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_function(causal, window, documents_BS, padding_mask_BS),
+        seq_lengths=(length, length),
+    )
+
+
+def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
+    """In blocks, (B, N, 128), the last one filled up."""
+    missing = count * BLOCK - x_BS.shape[1]
+    filled = torch.cat((x_BS, filler_B1.expand(-1, missing)), dim=1) if missing else x_BS
+    blocks: Tensor = filled.unflatten(1, (count, BLOCK))
+    return blocks
+
+
+def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many columns of each row are True, and their numbers, before those of the others."""
+    order = seen.int().argsort(dim=-1, descending=True, stable=True)
+    return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _mask_function(
+    causal: bool, window: int | None, documents_BS: Tensor | None, padding_mask_BS: Tensor | None
+) -> MaskFunction:
+    """The pattern as a function of places."""
+
+    def sees(sample: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        allowed = row >= column if causal else (row >= 0) & (column >= 0)
+        if window is not None:
+            allowed = allowed & (row - column < window) & (column - row < window)
+        if documents_BS is not None:
+            allowed = allowed & (documents_BS[sample, row] == documents_BS[sample, column])
+        if padding_mask_BS is not None:
+            allowed = allowed & ((padding_mask_BS[sample, column] != 0) | (row == column))
+        return allowed
+
+    return sees
 
 
 def at_places(x_BSX: Tensor, read_B: Tensor) -> Tensor:

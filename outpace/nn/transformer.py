@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from outpace.nn.block import Block, Linear, activate, make_norm
 from outpace.nn.cache import KVCache
+from outpace.nn.kernels import takes_blocks
 from outpace.nn.masks import Visibility, positions_in_documents, visibility
-from outpace.nn.random_values import fill_normal
 from outpace.nn.rotary import rotary_tables
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -72,42 +72,22 @@ class HeadTransform(nn.Module):
         return transformed
 
 
-@torch.no_grad()
-def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Tensor:
-    """Give a parameter its first value, in place and where it lies. Returns it.
+def initial_value(spec: ModelSpec, seed: int, name: str, shape: Sequence[int]) -> Tensor:
+    """A parameter's first value: N(0, 0.02), on the CPU, from the parameter's own stream of `seed`.
 
-    N(0, 0.02) from the parameter's own stream of `seed`, so that it depends on no device, rank or
-    order. Biases are 0, norms 1, and the projections into the residual stream are divided by
-    √(2·layers) (Radford et al. 2019, §2.3).
+    So it depends on no device, rank or order. Biases are 0, norms 1, and the projections into the
+    residual stream are divided by √(2·layers) (Radford et al. 2019, §2.3).
     """
     if name.endswith("bias"):
-        return parameter.zero_()
+        return torch.zeros(shape, device="cpu")
     if "norm" in name:
-        return parameter.fill_(1.0)
+        return torch.ones(shape, device="cpu")
     into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
     std = INIT_STD
     if into_stream and spec.norm_first:
         std /= math.sqrt(2 * spec.layers)
-    return fill_normal(parameter, seed, name, std)
-
-
-def initial_value(
-    spec: ModelSpec, seed: int, name: str, shape: Sequence[int], device: torch.device | None = None
-) -> Tensor:
-    """A parameter's first value (see `fill_initial`) in fp32, by default in host memory."""
-    room = torch.empty(shape, dtype=torch.float32, device=device or "cpu")
-    return fill_initial(room, spec, seed, name)
-
-
-def drawn_transformer(
-    spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype
-) -> "Transformer":
-    """A transformer of random weights that never lie anywhere else, nor in another dtype."""
-    with torch.device("meta"):
-        hollow = Transformer(spec)
-    model = hollow.to(dtype).to_empty(device=device)
-    model.reset_parameters(seed)
-    return model
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return drawn.normal_(0.0, std, generator=stream(seed, name))
 
 
 class Transformer(nn.Module):
@@ -115,9 +95,12 @@ class Transformer(nn.Module):
 
     Weights are a pure function of (spec, seed). On the meta device none are drawn: give real
     memory with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
+    `blocks_of_masks`: whether masks are given as blocks where the device has a kernel for them,
+    which is compiled; else they are S × S values.
     """
 
     head_bias: nn.Parameter | None
+    blocks_of_masks = True
 
     def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
         super().__init__()
@@ -134,9 +117,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Give all weights their first values, where they lie."""
+        """Give all weights their `initial_value`."""
         for name, parameter in self.named_parameters():
-            fill_initial(parameter, self.spec, seed, name)
+            parameter.copy_(initial_value(self.spec, seed, name, parameter.shape))
 
     @property
     def head_weight(self) -> nn.Parameter:
@@ -175,7 +158,11 @@ class Transformer(nn.Module):
         x_BSD = self.embed(tokens_BS, positions, segments_BS)
         rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
         lengths = (length, past + length)
-        seen = self._visibilities(lengths, documents_BS, padding_mask_BS, tokens_BS.device)
+        # What is written from a cache has a length of its own at each token: not compiled.
+        by_blocks = cache is None and self._takes_blocks(tokens_BS.device)
+        seen = self._visibilities(
+            lengths, documents_BS, padding_mask_BS, tokens_BS.device, by_blocks
+        )
         for index, block in enumerate(self.blocks):
             layer_cache = None if cache is None else cache.layers[index]
             sees = seen[self.spec.layer_window(index)]
@@ -197,14 +184,20 @@ class Transformer(nn.Module):
         documents_BS: Tensor | None,
         padding_mask_BS: Tensor | None,
         device: torch.device,
+        by_blocks: bool,
     ) -> dict[int | None, Visibility]:
         """What the layers see, made once for each window that occurs."""
         windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
         causal = self.spec.causal
+        given = documents_BS, padding_mask_BS
         return {
-            window: visibility(*lengths, causal, window, documents_BS, padding_mask_BS, device)
+            window: visibility(*lengths, causal, window, *given, device, by_blocks)
             for window in windows
         }
+
+    def _takes_blocks(self, device: torch.device) -> bool:
+        dropout = self.spec.dropout if self.training else 0.0
+        return self.blocks_of_masks and takes_blocks(device.type, self.spec.head_dim, dropout)
 
     def check_length(self, length: int) -> None:
         """Raise BadInputError for a sequence longer than the model's positions."""

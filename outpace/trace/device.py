@@ -15,26 +15,20 @@ models alike; the following differs:
    has no fused attention with dropout and keeps the probabilities.
 5. The loss is cut into chunks as `nn.loss` does on an accelerator.
 6. Weights that are made into 4 bits lie in host memory before, all but the matrix at hand.
-7. Dropout keeps a mask of one byte an element, where the CPU keeps factors in the dtype of its
-   input (torch, `native_dropout`).
 
 What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from outpace.nn.block import Attention, fused_attention, suited_attention
 from outpace.nn.loss import LanguageModelObjective
 from outpace.records.hardware import Accelerator
-from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
 _MIB = 2**20
@@ -79,32 +73,12 @@ class Rules:
                 mix = fused_attention if module.mix is suited_attention else module.mix
                 module.mix = partial(_without_dropout, mix)
 
-    def functions(self, spec: ModelSpec, plan: Plan) -> AbstractContextManager[object]:
-        """Entered around a trace: functions that keep other tensors on the device, rule 7."""
-        drops = spec.dropout > 0 or plan.lora_dropout > 0
-        return _Masks() if drops and self.accelerator is not None else nullcontext()
-
     def within(self, func: Any, args: Any) -> int:
         """What an operator takes and gives back within itself, in bytes."""
         if self.accelerator is None or func not in _ATTENTION_BACKWARDS:
             return 0
         _, query, key = args[:3]
         return attention_backward_bytes(query, key)
-
-
-class _Masks(TorchFunctionMode):
-    """Dropout as an accelerator's kernel does it."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.dropout:
-            return _masked_dropout(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _masked_dropout(
-    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 _ATTENTION_BACKWARDS = (

@@ -34,7 +34,6 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        self.base = path / "base"  # random weights that adapters were trained beside
 
     @property
     def exists(self) -> bool:

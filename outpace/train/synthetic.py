@@ -10,15 +10,13 @@ from torch import Tensor
 
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import keeps_casts, lower_weights, make_mixed
+from outpace.nn.mixed import keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.nn.transformer import drawn_transformer
+from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply
-from outpace.parallel.fill import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import MASTERS
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -79,24 +77,16 @@ class SyntheticSteps:
         own = Ranks() if plan.world_size == 1 else ranks
         settings = TrainSettings(lr=_LR)
         mixed = make_mixed(plan.precision, device, keeps_casts(settings.autocast_cache, False))
-        model = drawn_transformer(course.spec, course.seed, device, torch.float32)
+        model = Transformer(course.spec, course.seed).to(device)
         objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
-        whole_values = lower_weights(objective, mixed)
         scratch = Scratch()
         apply_levers(objective.model, plan, scratch=scratch)
         layout = apply(Request(objective, plan, own, device, scratch=scratch))
-        optimizer = make_optimizer(
-            layout.named_parameters(),
-            plan.optimizer,
-            settings,
-            partial(place_optimizer, layout, plan, scratch),
-            master_weights=plan.precision in MASTERS,
-            wide_values=parts_of(layout, whole_values),
-        )
+        place = partial(place_optimizer, layout, plan, scratch)
         self._batches = shares(course.batch(device), plan, own.rank)
         self._stepper = Stepper(
             layout=layout,
-            optimizer=optimizer,
+            optimizer=make_optimizer(layout.named_parameters(), plan.optimizer, settings, place),
             mixed=mixed,
             plan=plan,
             clip=settings.clip,

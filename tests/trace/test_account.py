@@ -144,17 +144,3 @@ def test_cuda_takes_memory_by_its_rules():
     # B 2, H 8, S 100 → 128, C 64: fp32 sums and one more a query; K 2 < H: two of (B, H, T, C).
     query, key = torch.empty(2, 8, 100, 64), torch.empty(2, 2, 50, 64, dtype=torch.bfloat16)
     assert attention_backward_bytes(query, key) == 4 * 2 * 8 * 128 * 65 + 2 * 2 * 8 * 50 * 64 * 2
-
-
-def test_dropout_keeps_a_byte_an_element_on_an_accelerator():
-    """The CPU's keeps factors in the dtype of its input, twice as much in bf16."""
-    dropped = DEEP.model_copy(update={"dropout": 0.1})
-    plan = Plan(micro_batch=8, precision="bf16")
-    rules = Rules(ACCELERATORS["H100 SXM"])
-    kept = [
-        account(spec, plan, seq_len=64, accumulation=1, accelerator=rules.accelerator).peak.by_kind[
-            "activations"
-        ]
-        for spec in (DEEP, dropped)
-    ]
-    assert kept[1] - kept[0] == (2 * DEEP.layers + 1) * 8 * 64 * DEEP.hidden
