@@ -217,7 +217,7 @@ def planned(
     """
     device = trial.device
     objective = trial.objective(plan)
-    mixed = make_mixed(plan.precision, device, True)
+    mixed = make_mixed(plan.precision, device, True, fully_shards=plan.fully_shards)
     whole_values = lower_weights(objective, mixed)
     scratch = Scratch()
     apply_levers(objective.model, plan, scratch=scratch)

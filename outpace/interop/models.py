@@ -39,6 +39,11 @@ class OpenedModel:
     adapter: Path | None = None
 
 
+def names_code(reference: str) -> bool:
+    """Whether it names a function of the user's own: "file.py:function"."""
+    return reference.rpartition(":")[0].endswith(".py")
+
+
 def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
     """Find the model that `reference` names; in `cache_dir` what was read of it is remembered.
 
@@ -48,7 +53,7 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
     """
     if reference in PRESETS:
         return OpenedModel("preset", preset(reference), None, None, None, reference)
-    if reference.rpartition(":")[0].endswith(".py"):
+    if names_code(reference):
         return OpenedModel("own", None, None, None, load_function(reference), reference)
     path = _place(reference)
     if path.is_dir():

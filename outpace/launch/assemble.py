@@ -39,7 +39,6 @@ from outpace.parallel.tensors import make_equal
 from outpace.planner.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.measurement import Evaluation, Measurement
-from outpace.records.optimizers import MASTERS
 from outpace.records.run import RunRecord
 from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import TRAINING, tell
@@ -122,7 +121,7 @@ def assemble(
     tell(job.callbacks, "on_stage", "building the model")
     own = job.materials.own is not None
     mixed = make_mixed(
-        plan.precision, device, keeps_casts(settings.autocast_cache, own), unknown_code=own
+        plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
     )
     objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
     if own and mixed.keeps_masters and plan.world_size > 1:
@@ -151,8 +150,8 @@ def assemble(
             weights_of(job.materials, settings),
             keeps_wide=mixed.keeps_masters,
         )
-    optimizer = _optimizer(job, layout, scratch, wide_values)
-    checkpointer = _checkpointer(job)
+    optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
+    checkpointer = _checkpointer(job, mixed)
     stack.callback(checkpointer.close)
     progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
@@ -209,7 +208,11 @@ def assemble(
 
 
 def _optimizer(
-    job: Job, layout: Layout, scratch: Scratch, wide_values: dict[str, torch.Tensor]
+    job: Job,
+    layout: Layout,
+    scratch: Scratch,
+    mixed: Mixed,
+    wide_values: dict[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
     if not job.plan.compile:
         leave_compiler_out()
@@ -218,7 +221,7 @@ def _optimizer(
         job.plan.optimizer,
         job.settings,
         partial(place_optimizer, layout, job.plan, scratch),
-        master_weights=job.plan.precision in MASTERS,
+        master_weights=mixed.keeps_masters,
         wide_values=wide_values,
     )
     if job.plan.optimizer_in_backward:
@@ -302,7 +305,7 @@ def _require_known_targets(job: Job) -> None:
         )
 
 
-def _checkpointer(job: Job) -> Checkpointer:
+def _checkpointer(job: Job, mixed: Mixed) -> Checkpointer:
     own = job.materials.own is not None  # whose forward may change what it likes
     return Checkpointer(
         job.run_dir.checkpoints,
@@ -314,7 +317,7 @@ def _checkpointer(job: Job) -> Checkpointer:
         copies="disk" not in (job.plan.offload_optimizer, job.plan.offload_parameters),
         lends=not job.plan.optimizer_in_backward and not own,
         trained_only=job.plan.lora_rank is not None,
-        masters=job.plan.precision in MASTERS,
+        masters=mixed.keeps_masters,
     )
 
 

@@ -28,7 +28,7 @@ from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LEVELS
+from outpace.records.optimizers import LEVELS, MASTERS
 from outpace.records.plan import AXES, Plan, PlanFile
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -159,6 +159,29 @@ def _check_file(
             )
 
 
+def _answered(
+    settings: TrainSettings,
+    origins: Mapping[str, str],
+    machine: Machine,
+    world: int,
+    per_node: int | None,
+) -> tuple[Plans, Job]:
+    """The plans for so many processes, and the question. Raises BadInputError where none fits.
+
+    Master weights, where nobody asked for them, do not go with offloading: where no plan has room
+    for them, the plans are those without.
+    """
+    job = question(settings, origins, machine, world, per_node)
+    try:
+        return plans(job), job
+    except BadInputError:
+        if settings.precision is not None or job.wanted.precision not in MASTERS:
+            raise
+    settings = settings.model_copy(update={"precision": "bf16"})
+    job = question(settings, origins, machine, world, per_node)
+    return plans(job), job
+
+
 def _pick(
     settings: TrainSettings,
     origins: Mapping[str, str],
@@ -172,8 +195,7 @@ def _pick(
     per_node = None if ranks is None else ranks.local_world_size
     for world in _worlds(settings, ranks, machine):
         try:
-            job = question(settings, origins, machine, world, per_node)
-            answers.append((plans(job), job))
+            answers.append(_answered(settings, origins, machine, world, per_node))
         except BadInputError as error:
             failed = failed or error
     if not answers:

@@ -128,7 +128,7 @@ def prepared(
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)
-        plan = resolve_plan(settings, ranks, device, machine)
+        plan = resolve_plan(settings, ranks, device, machine, own_model=model is not None)
         if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
             keep_freed(os.environ)
         guard = Guard(ranks, device, end)

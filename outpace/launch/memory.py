@@ -6,7 +6,7 @@ import torch
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.interop.models import open_model
-from outpace.launch.resolve import resolve_plan, resolve_seq_len
+from outpace.launch.resolve import keeps_masters, resolve_plan, resolve_seq_len
 from outpace.launch.tracing import Ask, account_of
 from outpace.parallel.offload import require
 from outpace.planner.stages import representatives
@@ -132,7 +132,9 @@ def _precision(
         features = {"cpu_features": node.cpu_features}
         machine = identify(find_accelerator).model_copy(update=features)
         return default_precision(torch.device("cpu"), machine)
-    return "bf16" if "bf16" in accelerator.peak.flops_per_s else "fp32"
+    if "bf16" not in accelerator.peak.flops_per_s:
+        return "fp32"
+    return "bf16-master" if keeps_masters(settings) else "bf16"
 
 
 def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:

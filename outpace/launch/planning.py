@@ -197,7 +197,7 @@ def read_vary(
     found = {name: VARIED[name] for name in VARIED if name in names}
     if "precision" in found:
         rates = cluster.device.best_flops_per_s
-        others = (one for one in found["precision"] if one in rates and one != precision)
+        others = (one for one in found["precision"] if dtype_of(one) in rates and one != precision)
         found["precision"] = (precision, *others)
     if "optimizer" in found and keep.get("precision", precision) in PURE:
         found["optimizer"] = LOW

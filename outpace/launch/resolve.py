@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.models import names_code
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
@@ -82,16 +83,23 @@ def _cuda(ranks: Ranks) -> torch.device:
 
 
 def resolve_plan(
-    settings: TrainSettings, ranks: Ranks, device: torch.device, machine: Machine
+    settings: TrainSettings,
+    ranks: Ranks,
+    device: torch.device,
+    machine: Machine,
+    own_model: bool = False,
 ) -> Plan:
-    """The layout asked for, on the ranks there are. Raises BadInputError if it can't be."""
+    """The layout asked for, on the ranks there are. Raises BadInputError if it can't be.
+
+    `own_model`: a live model of the user's own is trained in place of the settings'.
+    """
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
     if settings.pp_schedule not in (None, strategy) and strategy != "3d":
         raise BadInputError(
             f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has a schedule of its own, "
             f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and others."
         )
-    precision = resolve_precision(settings, device, machine)
+    precision = resolve_precision(settings, device, machine, own_model)
     asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     servers = count_servers(strategy, ranks.world_size, settings.servers)
     sizes = fill_axes(strategy, ranks.world_size - servers, asked)
@@ -120,17 +128,29 @@ def resolve_plan(
     return plan
 
 
-def resolve_precision(settings: TrainSettings, device: torch.device, machine: Machine) -> Precision:
+def resolve_precision(
+    settings: TrainSettings, device: torch.device, machine: Machine, own_model: bool = False
+) -> Precision:
     """As asked, one of Apex's levels by what it stands for; else what suits the device."""
     asked = settings.precision
     if asked is None:
-        return default_precision(device, machine)
+        keeps = keeps_masters(settings) and not own_model
+        return default_precision(device, machine, keeps_masters=keeps)
     return LEVELS.get(asked) or cast(Precision, asked)
 
 
 def _as_asked(settings: TrainSettings) -> dict[str, Any]:
     """What settings and plans both have, by the same names."""
     return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
+
+
+def keeps_masters(settings: TrainSettings) -> bool:
+    """Whether a run may have 16-bit weights over master weights without being asked to.
+
+    A model of the user's own may expect its weights in fp32, and offloading has no master weights.
+    """
+    elsewhere = set(resolve_offload(settings).values()) != {"none"}
+    return not elsewhere and not names_code(settings.model)
 
 
 def resolve_offload(settings: TrainSettings) -> dict[str, str]:

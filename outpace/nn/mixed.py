@@ -81,9 +81,16 @@ def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
 
 
 def make_mixed(
-    precision: Precision, device: torch.device, cache: bool, unknown_code: bool = False
+    precision: Precision,
+    device: torch.device,
+    cache: bool,
+    unknown_code: bool = False,
+    fully_shards: bool = False,
 ) -> Mixed:
     """Autocast for `device`; `cache` keeps a weight's cast for the rest of one forward.
+
+    `fully_shards`: shards of weights are gathered in 16 bits, so that they, in fp32, are the master
+    weights of "bf16-master" (`records.optimizers.SHARD_DTYPES`).
 
     With weights of 16 bits all is computed in their dtype, without autocast; but under it where
     code is unknown, which may bring tensors of other dtypes to them.
@@ -99,6 +106,8 @@ def make_mixed(
     weights = weights_dtype(precision)
     alone = weights is not None and not unknown_code
     master = precision in MASTERS
+    if fully_shards and precision == "bf16-master":
+        weights, master = None, False
     return Mixed(
         dtype,
         nullcontext if alone else cast,

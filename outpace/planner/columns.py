@@ -99,6 +99,13 @@ class Columns:
         """Whose strategy is one of these."""
         return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
 
+    def holds_masters(self) -> Bools:
+        """Whose fp32 shards are the master weights that bf16-master gathers in bf16."""
+        product = self.of("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
+        split = product | self.of("zero2", "zero3", "hsdp")
+        found: Bools = split & self.precise("bf16-master")
+        return found
+
     def precise(self, *names: Precision) -> Bools:
         """Whose precision is one of these."""
         return np.isin(self.precision, [PRECISIONS.index(name) for name in names])

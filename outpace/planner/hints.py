@@ -54,7 +54,10 @@ def _beside(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, W
             continue
         axes: Mapping[str, int] = {"tp": best.tp, "cp": best.cp, "pp": best.pp, "ep": best.ep}
         if name == "precision":
-            if wanted.precision != "bf16" or "fp8" not in device.best_flops_per_s:
+            if (
+                wanted.precision not in ("bf16", "bf16-master")
+                or "fp8" not in device.best_flops_per_s
+            ):
                 continue
             axes = axes if best.tp == 1 else {"tp": 1}
         yield name, replace(wanted, keep={**axes, **wanted.keep, name: value})

@@ -53,6 +53,7 @@ class Shapes:
 def shapes(outline: Outline, seq_len: int, columns: Columns) -> Shapes:
     """For every plan."""
     weight, operand, stream = _TABLE[columns.precision].T
+    weight = np.where(columns.holds_masters(), FP32, weight)
     tokens = columns.micro_batch * seq_len / columns.cp
     share = np.where(columns.sequence_parallel, columns.tp, 1)
     whole = tokens * outline.hidden

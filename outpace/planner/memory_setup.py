@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from outpace.planner.columns import OFFLOADS, Columns, Floats
+from outpace.planner.columns import OFFLOADS, PRECISIONS, Columns, Floats
 from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.layer_bytes import Layer, Shapes, layer, mean, shapes, share_of
 from outpace.planner.places import Place
@@ -108,6 +108,9 @@ class Setup:
         """
         c = self.columns
         whole = replace(c, ep=np.where((self.shards > 1) | self.zero1, 1, c.ep))
+        # Whose shards are the masters keeps no others.
+        plain = PRECISIONS.index("bf16")
+        whole = replace(whole, precision=np.where(c.holds_masters(), plain, c.precision))
         self.states: States = states(self.outline, whole)
         self.stored = self.elements
         if (whole.ep < c.ep).any():

@@ -316,7 +316,7 @@ class Step(Loss, Block):
         )
         # bf16's are made fp32 in pieces.
         piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * largest), FP32 * stepped)
-        tape.moment("temporary", c.precise("bf16-master") * piece)
+        tape.moment("temporary", (c.precise("bf16-master") & ~c.holds_masters()) * piece)
         # Copies of gradients on their way to the host, of two units.
         copied = (c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)
         copies = copied * (self.device == "cpu") * np.minimum(2 * unit, elements) * s.weight

@@ -58,7 +58,7 @@ def optimizer_s(
     adds the products of its iteration and gathers its matrices.
     """
     moved, launched = (np.array(values)[c.optimizer] for values in zip(*_rows(), strict=True))
-    masters = np.where(c.precise(*MASTERS), _MASTERS, 0.0)
+    masters = np.where(c.precise(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0)
     rate = device.memory_bytes_per_s * device.optimizer_share
     busy = own * (moved + _CLIPPING + masters) / rate
     muon = c.optimizer == OPTIMIZERS.index("muon")

@@ -51,7 +51,7 @@ _SPLITS = ("zb", "zbv", "dualpipev")
 # What may be varied, its plainest first. Precision and optimizer change the numbers that are
 # trained, the others only how they are computed. Optimizers are AdamW and its forms that keep less.
 VARIED: Mapping[str, tuple[Any, ...]] = {
-    "precision": ("bf16", "fp16", "fp32", "fp8"),
+    "precision": ("bf16", "bf16-master", "fp16", "fp32", "fp8"),
     "optimizer": ("adamw-fused", "adamw-bf16", "adamw-8bit", "adamw-4bit"),
     "compile": (False, True),
     "stage_split": ("cost", "even"),

@@ -13,7 +13,9 @@ class Parameters(Setup):
     def weight_traffic_s(self) -> Floats:
         """Of a micro-batch: weights cast for products, gradients cast back and added up."""
         cast = np.where(self.autocast, 12.0, 0.0)
-        add = np.where(self.micro > 1, 3 * self.kept, 0.0)
+        # Of bf16 into fp32: what is added is read in 2 bytes, the sum read and written in 4.
+        wide = self.c.precise("bf16-master") & ~self.c.holds_masters()
+        add = np.where(self.micro > 1, np.where(wide, 10.0, 3 * self.kept), 0.0)
         seconds: Floats = self.parameters * (cast + add) / self.device.memory_bytes_per_s
         return seconds
 

@@ -82,7 +82,8 @@ class Setup:
         shards_cast = c.of("zero2", "zero3", "hsdp", "3d")
         self.autocast = c.precise("bf16", "fp16", "fp8") & ~shards_cast
         self.wide = np.where(self.autocast, FP32, self.item)
-        self.kept = np.where(c.precise(*WEIGHTS), 2.0, FP32)
+        low = c.precise(*WEIGHTS) & ~c.holds_masters()
+        self.kept = np.where(low, 2.0, FP32)
         layers, more = np.zeros(len(c)), np.zeros(len(c))
         for stack in self.outline.stacks:
             experts = sum(w.elements for w in weights(stack, self.outline.hidden) if w.experts)

@@ -89,14 +89,19 @@ class Work:
     @property
     def item(self) -> int:
         """Bytes of a number of parameters, gradients and sums."""
-        if self.plan.precision in WEIGHTS:
+        if self.plan.precision in WEIGHTS and not self._holds_masters:
             return 2
         return 8 if self.plan.precision == "fp64" else 4
 
     @property
+    def _holds_masters(self) -> bool:
+        """Whether shards in fp32 are the master weights of a plan in bf16-master."""
+        return self.plan.precision == "bf16-master" and self.plan.fully_shards
+
+    @property
     def low_item(self) -> int:
         """Bytes of a number of what matrix products read."""
-        return 2 if self.plan.precision in ("bf16", "fp16", "fp8") else self.item
+        return 2 if self.plan.precision in ("bf16", "bf16-master", "fp16", "fp8") else self.item
 
     @property
     def gathered_item(self) -> int:

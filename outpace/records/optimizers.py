@@ -63,6 +63,8 @@ class ShardDtypes(NamedTuple):
 # MixedPrecisionPolicy). A unit that has weights of integers (nf4) sends all as it is.
 SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
     "bf16": ShardDtypes("bf16", "fp32"),
+    # Without autocast; the shards are the masters, and nothing else is kept of weights.
+    "bf16-master": ShardDtypes("bf16", "fp32"),
     "fp16": ShardDtypes("fp16", "fp32"),
     "fp8": ShardDtypes("bf16", "fp32"),
 }

@@ -397,6 +397,13 @@ class Plan(Record):
         return self.dp_replicate * self.dp_shard
 
     @property
+    def fully_shards(self) -> bool:
+        """Whether ranks hold shards of parameters, which are gathered for their use."""
+        product = self.strategy == "3d" and self.data_parallel * self.cp > 1
+        split = product or self.strategy in ("zero2", "zero3", "hsdp")
+        return split or self.offload_parameters == "cpu"
+
+    @property
     def samples_per_pass(self) -> int:
         """Samples that a share of the data puts through the model before it has a gradient."""
         return self.micro_batch * self.pp_microbatches

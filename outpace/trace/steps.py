@@ -19,7 +19,6 @@ from outpace.parallel.fill import fill, fills_later
 from outpace.parallel.offload import place_optimizer
 from outpace.planner.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
-from outpace.records.optimizers import MASTERS
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -56,7 +55,12 @@ def run_steps(
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, lr = work.plan, work.settings.lr or 1e-3  # any will do, where there is none yet
     settings = work.settings.model_copy(update={"lr": lr})
-    mixed = make_mixed(plan.precision, CPU, keeps_casts(settings.autocast_cache, False))
+    mixed = make_mixed(
+        plan.precision,
+        CPU,
+        keeps_casts(settings.autocast_cache, False),
+        fully_shards=plan.fully_shards,
+    )
     objective = _objective(work, mixed)
     rules.prepare(objective)
     watch.keep(rules.workspaces(), "workspaces")
@@ -70,7 +74,7 @@ def run_steps(
         plan.optimizer,
         settings,
         partial(place_optimizer, layout, plan, scratch),
-        master_weights=plan.precision in MASTERS,
+        master_weights=mixed.keeps_masters,
     )
     if plan.optimizer_in_backward:
         layout.step_in_backward(optimizer)

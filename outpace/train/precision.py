@@ -13,10 +13,19 @@ from outpace.records.plan import Plan
 _FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
 
 
-def default_precision(device: torch.device, machine: Machine) -> Precision:
-    """bf16 where the device computes in it faster than in fp32, else fp32."""
+def default_precision(
+    device: torch.device, machine: Machine, keeps_masters: bool = False
+) -> Precision:
+    """bf16 where the device computes in it faster than in fp32, else fp32.
+
+    With `keeps_masters`, where a run can have them, on a GPU with weights and residual stream in
+    bf16 besides, over fp32 master weights: as good by the loss (benchmarks/bf16_master.py), with
+    half the activations and no casts of weights.
+    """
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            return "fp32"
+        return "bf16-master" if keeps_masters else "bf16"
     if device.type == "cpu" and any(
         feature in machine.cpu_features and maker in machine.cpu for feature, maker in _FAST_BF16
     ):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import keeps_casts, make_mixed
+from outpace.nn.mixed import keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply
+from outpace.parallel.fill import parts_of
 from outpace.parallel.offload import place_optimizer
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -76,17 +77,32 @@ class SyntheticSteps:
             return
         own = Ranks() if plan.world_size == 1 else ranks
         settings = TrainSettings(lr=_LR)
-        mixed = make_mixed(plan.precision, device, keeps_casts(settings.autocast_cache, False))
+        mixed = make_mixed(
+            plan.precision,
+            device,
+            keeps_casts(settings.autocast_cache, False),
+            fully_shards=plan.fully_shards,
+        )
         model = Transformer(course.spec, course.seed).to(device)
         objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
+        whole_values = lower_weights(objective, mixed)
         scratch = Scratch()
         apply_levers(objective.model, plan, scratch=scratch)
         layout = apply(Request(objective, plan, own, device, scratch=scratch))
         place = partial(place_optimizer, layout, plan, scratch)
+        optimizer = make_optimizer(
+            layout.named_parameters(),
+            plan.optimizer,
+            settings,
+            place,
+            mixed.keeps_masters,
+            parts_of(layout, whole_values),
+        )
+        del whole_values
         self._batches = shares(course.batch(device), plan, own.rank)
         self._stepper = Stepper(
             layout=layout,
-            optimizer=make_optimizer(layout.named_parameters(), plan.optimizer, settings, place),
+            optimizer=optimizer,
             mixed=mixed,
             plan=plan,
             clip=settings.clip,

@@ -306,7 +306,7 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
         (["--keep=zero=4"], "--keep zero=4: use one of 1, 2, 3."),
         (["--keep=zero=x"], "--keep zero=x: use one of 1, 2, 3."),
         (["--keep=compile=maybe"], "--keep compile=maybe: use true or false."),
-        (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, bf16, fp16, "),
+        (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, bf16, bf16-"),
         (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
         (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or insist"),
         (["--keep=loss=plain"], "Use one of these"),

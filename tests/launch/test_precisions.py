@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from outpace.launch.job import train
+from outpace.launch.resolve import keeps_masters
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -99,6 +100,17 @@ def test_master_weights_begin_with_the_fp32_weights_and_are_what_is_exported(run
     found = weights(run(precision="bf16-master", lr=1e-30, warmup=0, weight_decay=0.0, steps=1))
     for name, tensor in weights(run("known", lr=1e-30, weight_decay=0.0, steps=1)).items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "keeps"),
+    [
+        ({}, True), ({"strategy": "zero3"}, True), ({"offload_optimizer": "cpu"}, False),
+        ({"offload": "cpu"}, False), ({"model": "mine.py:build"}, False),
+    ],
+)  # fmt: skip
+def test_master_weights_are_the_default_where_a_run_can_have_them(changes, keeps):
+    assert keeps_masters(TrainSettings.parse(changes, "test")) is keeps
 
 
 def test_apex_levels_say_what_they_stand_for(run):

@@ -65,7 +65,7 @@ def checkpointer(folder: Path, plan: Plan, groups: Groups) -> Checkpointer:
 
     return Checkpointer(folder, 2, groups.ranks.rank, groups.saving, lambda _: None, trouble,
                         copies=plan.offload_optimizer != "disk",
-                        masters=plan.precision in MASTERS)  # fmt: skip
+                        masters=plan.precision in MASTERS and not plan.fully_shards)  # fmt: skip
 
 
 def progress(world_size: int) -> Progress:

@@ -66,7 +66,7 @@ class Run:
     ) -> None:
         self.plan, self.ranks, self.trial = plan, groups.ranks, trial
         objective = trial.objective(plan)
-        self.mixed = make_mixed(plan.precision, CPU, True)
+        self.mixed = make_mixed(plan.precision, CPU, True, fully_shards=plan.fully_shards)
         whole_values = lower_weights(objective, self.mixed)
         self.scratch = Scratch()
         apply_levers(objective.model, plan, scratch=self.scratch)

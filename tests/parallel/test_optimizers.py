@@ -72,7 +72,7 @@ def test_a_run_goes_on_under_another_strategy(tmp_path, cases):
 
 def test_master_weights_equal_one_process_and_exchange_what_is_said(on_ranks):
     """Gradients of several micro-batches are added up in fp32, and exchanged in bf16."""
-    strategies = "ddp,zero1,ps,gpipe,tp,cp"
+    strategies = "ddp,zero1,ps,gpipe,tp,cp,zero3"
     flags = ["--json", "--strategy", strategies, "--precision", "bf16-master"]
     for verdict in on_ranks(2, "outpace", "verify", *flags)["verdicts"]:
         assert verdict["passed"], verdict

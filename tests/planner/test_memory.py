@@ -110,6 +110,20 @@ def test_states_are_those_of_zero():
         assert held["optimizer state"][0] == pytest.approx(12 * count / ranks, rel=1e-6)
 
 
+def test_bf16_shards_are_their_own_masters():
+    """2 + 4 + 8 bytes a parameter in one process; split over ranks the weights are the masters."""
+    described = gpt("22B")
+    count = parameters(described)
+    cases = {
+        Plan(precision="bf16-master"): (2, 12, 1),
+        Plan(strategy="zero3", dp_shard=64, precision="bf16-master"): (4, 8, 64),
+    }
+    for plan, (weights, states, ranks) in cases.items():
+        held = anatomy(described, 8, columns_of(plan, layers=48), "cpu")
+        assert held["weights"][0] == pytest.approx(weights * count / ranks, rel=1e-6)
+        assert held["optimizer state"][0] == pytest.approx(states * count / ranks, rel=1e-6)
+
+
 def test_few_tokens_by_hand():
     """The last gradient is the embedding's: then weights, both moments and all gradients are there,
     the gradient of 8 hidden states, the tokens and their targets."""

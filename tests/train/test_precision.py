@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.mixed import make_mixed
+from outpace.probe.machine import identify
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -88,3 +89,23 @@ def test_hints_name_the_nearest_better_size():
     assert any("head_dim 12" in hint and "16" in hint for hint in hints)
     assert any("micro-batch 3" in hint and "8" in hint for hint in hints)
     assert shape_hints(Plan(precision="fp32", micro_batch=3), spec, 64) == []
+
+
+@pytest.mark.parametrize(
+    ("bf16", "keeps_masters", "chosen"),
+    [(True, True, "bf16-master"), (True, False, "bf16"), (False, True, "fp32")],
+)
+def test_a_gpu_with_bf16_keeps_weights_in_it_over_masters(monkeypatch, bf16, keeps_masters, chosen):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    machine = identify(lambda name, memory: None)
+    assert default_precision(torch.device("cuda"), machine, keeps_masters) == chosen
+
+
+def test_shards_are_the_master_weights():
+    """Nothing else is kept of weights, and no autocast is needed: what is gathered is bf16."""
+    plain = make_mixed("bf16-master", torch.device("cpu"), False)
+    shards = make_mixed("bf16-master", torch.device("cpu"), False, fully_shards=True)
+    assert plain.weights == torch.bfloat16 and plain.keeps_masters
+    assert shards.weights is None and not shards.keeps_masters
+    with shards.cast():
+        assert not torch.is_autocast_enabled("cpu")
