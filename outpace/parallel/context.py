@@ -27,11 +27,10 @@ from outpace.nn.masks import Visibility
 from outpace.nn.transformer import Transformer
 from outpace.parallel.api import Layout, Request
 from outpace.parallel.ddp import Replicas
+from outpace.parallel.ring_kernels import Dropout, RingKernel, choose_ring_kernel
 from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError
 
-# Rows of scores that are held at once.
-_ROWS = 512
 _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 
@@ -84,27 +83,6 @@ class Turn:
     causal: bool
 
 
-@dataclass(frozen=True)
-class Dropout:
-    """Masks that the backward draws again: a function of (seed, turn)."""
-
-    rate: float
-    seed: int
-
-    def generator(self, turn: int, device: torch.device) -> torch.Generator | None:
-        """For all masks of one turn; None where nothing is dropped."""
-        if not self.rate:
-            return None
-        return torch.Generator(device).manual_seed(self.seed + turn)
-
-    def mask(self, like: Tensor, generator: torch.Generator | None) -> Tensor | None:
-        """0 for what is dropped, 1/(1 − rate) for what is kept."""
-        if generator is None:
-            return None
-        drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
-        return (drawn >= self.rate).to(like.dtype) / (1 - self.rate)
-
-
 def ring_attention(
     ring: Ring,
     q_BHSC: Tensor,
@@ -116,63 +94,62 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks. Collective over the ring."""
     # From the CPU's generator, which recomputation of activations sets back.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
+    kernel = choose_ring_kernel(q_BHSC, drops)
     with torch.autocast(q_BHSC.device.type, enabled=False):
         mixed: Tensor = RingAttention.apply(  # type: ignore[no-untyped-call]
-            q_BHSC, k_BKSC, v_BKSC, ring, sees.is_causal, drops
+            q_BHSC, k_BKSC, v_BKSC, ring, sees.is_causal, kernel
         )
     return mixed
 
 
 class RingAttention(torch.autograd.Function):
-    """Sums in fp32 (fp64 for fp64), whatever the operands' dtype."""
+    """Sums over turns in fp32 (fp64 for fp64), whatever the operands' dtype."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, causal: bool, drops: Dropout
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, causal: bool, kernel: RingKernel
     ) -> Tensor:
         """Each turn's attention is merged by its log-sum-exp (Milakov and Gimelshein, 2018)."""
         held = own = torch.stack((k, v))
-        wide = raised(q)
-        out, lse = torch.zeros_like(wide), wide.new_full(q.shape[:-1], -torch.inf)
+        out = torch.zeros_like(raised(q))
+        lse = out.new_full(q.shape[:-1], -torch.inf)
         for number, turn in enumerate(ring.turns(causal, q.shape[-2])):
             last = number == ring.size - 1
             coming, works = (held, []) if last else ring.pass_on(held, _KEYS_VALUES)
-            keys, values = raised(held[..., turn.keys, :])
-            generator = drops.generator(number, q.device)
-            part, part_lse = attend(
-                wide[..., turn.queries, :], keys, values, turn.causal, drops, generator
-            )
-            _merge(out[..., turn.queries, :], lse[..., turn.queries], part, part_lse)
+            keys, values = held[..., turn.keys, :]
+            rows = turn.queries
+            part, part_lse = kernel.forward(number, q[..., rows, :], keys, values, turn.causal)
+            _merge(out[..., rows, :], lse[..., rows], part, part_lse)
             _wait(works)
             held = coming
         mixed = out.to(q.dtype)
         ctx.save_for_backward(q, own, mixed, lse)
-        ctx.ring, ctx.causal, ctx.drops = ring, causal, drops
+        ctx.ring, ctx.causal, ctx.kernel = ring, causal, kernel
         return mixed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Keys and values go round again, and their gradients one step behind them."""
+        """Keys and values go round again, and their gradients one step behind them.
+
+        Each turn's gradients are those of its own keys, for it is given the output and the
+        log-sum-exp of all of them.
+        """
         q, held, mixed, lse = ctx.saved_tensors
-        ring, drops = ctx.ring, ctx.drops
-        wide, grad = raised(q), raised(grad)
-        delta = (grad * raised(mixed)).sum(-1)
-        q_grad = torch.zeros_like(wide)
+        ring, kernel = ctx.ring, ctx.kernel
+        q_grad = torch.zeros_like(raised(q))
         sums = torch.zeros_like(raised(held))
         sums_works: list[dist.Work] = []
         for number, turn in enumerate(ring.turns(ctx.causal, q.shape[-2])):
             last = number == ring.size - 1
             coming, works = (held, []) if last else ring.pass_on(held, _KEYS_VALUES)
             rows = turn.queries
-            keys, values = raised(held[..., turn.keys, :])
-            known = (grad[..., rows, :], lse[..., rows], delta[..., rows])
-            generator = drops.generator(number, q.device)
-            parts = attend_backward(
-                wide[..., rows, :], keys, values, turn.causal, drops, generator, *known
-            )
+            keys, values = held[..., turn.keys, :]
+            known = (grad[..., rows, :], mixed[..., rows, :], lse[..., rows])
+            parts = kernel.backward(number, q[..., rows, :], keys, values, turn.causal, *known)
             q_grad[..., rows, :] += parts[0]
             _wait(sums_works)
-            sums[..., turn.keys, :] += torch.stack(parts[1:])
+            for whole, part in zip(sums, parts[1:], strict=True):
+                whole[..., turn.keys, :] += part
             _wait(works)
             held = coming
             # After the last turn they arrive at home.
@@ -180,92 +157,6 @@ class RingAttention(torch.autograd.Function):
         _wait(sums_works)
         k_grad, v_grad = sums.to(held.dtype)
         return q_grad.to(q.dtype), k_grad, v_grad, None, None, None
-
-
-def attend(
-    q_BHSC: Tensor,
-    k_BKTC: Tensor,
-    v_BKTC: Tensor,
-    causal: bool,
-    drops: Dropout,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ/√C)·v and the logarithm of the softmax's denominator, (B, H, S)."""
-    out, lse = torch.empty_like(q_BHSC), q_BHSC.new_empty(q_BHSC.shape[:-1])
-    for rows, columns in _pieces(q_BHSC.shape[-2], causal):
-        q = _by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
-        scores = _scores(q, k_BKTC[..., columns, :], rows if causal else None)
-        sums = scores.logsumexp(-1, keepdim=True)
-        weights = (scores - sums).exp_()
-        mask = drops.mask(weights, generator)
-        weights = weights if mask is None else weights.mul_(mask)
-        out[..., rows, :] = _by_head(weights @ v_BKTC[..., columns, :], q_BHSC.shape[1])
-        lse[..., rows] = _by_head(sums, q_BHSC.shape[1]).squeeze(-1)
-    return out, lse
-
-
-def attend_backward(
-    q_BHSC: Tensor,
-    k_BKTC: Tensor,
-    v_BKTC: Tensor,
-    causal: bool,
-    drops: Dropout,
-    generator: torch.Generator | None,
-    grad_BHSC: Tensor,
-    lse_BHS: Tensor,
-    delta_BHS: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
-
-    `lse_BHS` is that of all keys, so that the weights are the true ones; `delta_BHS` is the
-    gradient times the output, summed over C.
-    """
-    heads, groups = q_BHSC.shape[1], k_BKTC.shape[1]
-    q_grad, k_grad, v_grad = (torch.zeros_like(x) for x in (q_BHSC, k_BKTC, v_BKTC))
-    for rows, columns in _pieces(q_BHSC.shape[-2], causal):
-        q, grad = (_by_group(x[..., rows, :], groups) for x in (q_BHSC, grad_BHSC))
-        lse, delta = (_by_group(x[..., rows, None], groups) for x in (lse_BHS, delta_BHS))
-        k, v = k_BKTC[..., columns, :], v_BKTC[..., columns, :]
-        weights = (_scores(q, k, rows if causal else None) - lse).exp_()
-        mask = drops.mask(weights, generator)
-        weights_grad = grad @ v.mT
-        used = weights if mask is None else weights * mask
-        v_grad[..., columns, :] += used.mT @ grad
-        if mask is not None:
-            weights_grad *= mask
-        scores_grad = weights.mul_(weights_grad.sub_(delta)) * q.shape[-1] ** -0.5
-        q_grad[..., rows, :] = _by_head(scores_grad @ k, heads)
-        k_grad[..., columns, :] += scores_grad.mT @ q
-    return q_grad, k_grad, v_grad
-
-
-def _pieces(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows of scores, and the columns that they need."""
-    for start in range(0, length, _ROWS):
-        stop = min(start + _ROWS, length)
-        yield slice(start, stop), slice(0, stop) if causal else slice(None)
-
-
-def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
-    """q·kᵀ/√C for rows that hold G heads each, −∞ for keys behind `rows`."""
-    scores: Tensor = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
-    if rows is not None:
-        at = torch.arange(rows.start, rows.stop, device=scores.device)
-        behind = at.unsqueeze(1) < torch.arange(rows.stop, device=scores.device)
-        scores.unflatten(2, (-1, len(at))).masked_fill_(behind, -torch.inf)
-    return scores
-
-
-def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
-    """(B, H, S, C) to (B, K, G·S, C), so that keys are multiplied with all queries they serve."""
-    grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))
-    return grouped.flatten(2, 3)
-
-
-def _by_head(x_BKRC: Tensor, heads: int) -> Tensor:
-    """The other way round."""
-    parted: Tensor = x_BKRC.unflatten(2, (heads // x_BKRC.shape[1], -1))
-    return parted.flatten(1, 2)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

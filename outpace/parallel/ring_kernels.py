@@ -1,0 +1,223 @@
+"""Attention to the keys of one turn of the ring: kernels that give their log-sum-exp, and take it.
+
+A turn's output is softmax over its own keys; with the logarithm of the softmax's denominator it can
+be merged with those of other turns. Backward, a kernel is given the output and the log-sum-exp of
+all turns, so that the weights it computes again are the true ones.
+
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outpace.nn.block import raised
+
+# Rows of scores that are held at once.
+_ROWS = 512
+# What FlashAttention takes: widths of heads, and the oldest GPUs (compute capability).
+_WIDTHS = range(8, 257, 8)
+_AMPERE = (8, 0)
+
+
+class RingKernel(Protocol):
+    """Computes one turn of the ring; `number` is the turn's.
+
+    Queries are (B, H, S, C), keys and values (B, K, T, C), log-sum-exps (B, H, S) in nats.
+    """
+
+    def forward(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """softmax(q·kᵀ/√C)·v, and its log-sum-exp."""
+        ...
+
+    def backward(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
+        grad: Tensor, out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of queries, keys and values; output and log-sum-exp are those of all turns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Masks that the backward draws again: a function of (seed, turn)."""
+
+    rate: float
+    seed: int
+
+    def generator(self, turn: int, device: torch.device) -> torch.Generator | None:
+        """For all masks of one turn; None where nothing is dropped."""
+        if not self.rate:
+            return None
+        return torch.Generator(device).manual_seed(self.seed + turn)
+
+    def mask(self, like: Tensor, generator: torch.Generator | None) -> Tensor | None:
+        """0 for what is dropped, 1/(1 − rate) for what is kept."""
+        if generator is None:
+            return None
+        drawn = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
+        return (drawn >= self.rate).to(like.dtype) / (1 - self.rate)
+
+
+def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout) -> RingKernel:
+    """FlashAttention where it can be had on a GPU, else products whose scores are held in part."""
+    capability = (0, 0)
+    if q_BHSC.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(q_BHSC.device)
+    flash = takes_flash(q_BHSC.device.type, capability, q_BHSC.dtype, q_BHSC.shape[3], drops.rate)
+    return Flash() if flash else Scores(drops)
+
+
+def takes_flash(
+    device: str, capability: tuple[int, int], dtype: torch.dtype, width: int, dropout: float
+) -> bool:
+    """Whether FlashAttention computes the turns: of 16 bits on a GPU from Ampere on.
+
+    Without dropout, whose state would have to be kept for each turn.
+    """
+    low = dtype in (torch.bfloat16, torch.float16)
+    new = device == "cuda" and capability >= _AMPERE
+    return new and low and width in _WIDTHS and dropout == 0
+
+
+class Flash:
+    """FlashAttention's kernels for GPUs (Dao, arXiv 2307.08691), by torch's operators."""
+
+    def forward(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `RingKernel.forward`, of operands in 16 bits; the log-sum-exp is in fp32."""
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
+            q, k, v, 0.0, causal, False
+        )
+        return out, lse
+
+    def backward(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
+        grad: Tensor, out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """As `RingKernel.backward`."""
+        unused = q.new_zeros(2, dtype=torch.uint64)  # the state of dropout
+        gradients: tuple[Tensor, Tensor, Tensor] = (
+            torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+                grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
+                0.0, causal, unused, unused,
+            )
+        )  # fmt: skip
+        return gradients
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Products of operands in fp32 (fp64 for fp64), some rows of scores at a time; with dropout."""
+
+    drops: Dropout
+
+    def forward(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `RingKernel.forward`."""
+        generator = self.drops.generator(number, q.device)
+        return _attend(raised(q), raised(k), raised(v), causal, self.drops, generator)
+
+    def backward(
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
+        grad: Tensor, out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """As `RingKernel.backward`."""
+        grad = raised(grad)
+        delta = (grad * raised(out)).sum(-1)
+        generator = self.drops.generator(number, q.device)
+        operands = raised(q), raised(k), raised(v)
+        return _attend_backward(*operands, causal, self.drops, generator, grad, lse, delta)
+
+
+def _attend(
+    q_BHSC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    causal: bool,
+    drops: Dropout,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q·kᵀ/√C)·v and the logarithm of the softmax's denominator, (B, H, S)."""
+    out, lse = torch.empty_like(q_BHSC), q_BHSC.new_empty(q_BHSC.shape[:-1])
+    for rows, columns in _pieces(q_BHSC.shape[-2], causal):
+        q = _by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
+        scores = _scores(q, k_BKTC[..., columns, :], rows if causal else None)
+        sums = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - sums).exp_()
+        mask = drops.mask(weights, generator)
+        weights = weights if mask is None else weights.mul_(mask)
+        out[..., rows, :] = _by_head(weights @ v_BKTC[..., columns, :], q_BHSC.shape[1])
+        lse[..., rows] = _by_head(sums, q_BHSC.shape[1]).squeeze(-1)
+    return out, lse
+
+
+def _attend_backward(
+    q_BHSC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    causal: bool,
+    drops: Dropout,
+    generator: torch.Generator | None,
+    grad_BHSC: Tensor,
+    lse_BHS: Tensor,
+    delta_BHS: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
+
+    `lse_BHS` is that of all keys, so that the weights are the true ones; `delta_BHS` is the
+    gradient times the output, summed over C.
+    """
+    heads, groups = q_BHSC.shape[1], k_BKTC.shape[1]
+    q_grad, k_grad, v_grad = (torch.zeros_like(x) for x in (q_BHSC, k_BKTC, v_BKTC))
+    for rows, columns in _pieces(q_BHSC.shape[-2], causal):
+        q, grad = (_by_group(x[..., rows, :], groups) for x in (q_BHSC, grad_BHSC))
+        lse, delta = (_by_group(x[..., rows, None], groups) for x in (lse_BHS, delta_BHS))
+        k, v = k_BKTC[..., columns, :], v_BKTC[..., columns, :]
+        weights = (_scores(q, k, rows if causal else None) - lse).exp_()
+        mask = drops.mask(weights, generator)
+        weights_grad = grad @ v.mT
+        used = weights if mask is None else weights * mask
+        v_grad[..., columns, :] += used.mT @ grad
+        if mask is not None:
+            weights_grad *= mask
+        scores_grad = weights.mul_(weights_grad.sub_(delta)) * q.shape[-1] ** -0.5
+        q_grad[..., rows, :] = _by_head(scores_grad @ k, heads)
+        k_grad[..., columns, :] += scores_grad.mT @ q
+    return q_grad, k_grad, v_grad
+
+
+def _pieces(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows of scores, and the columns that they need."""
+    for start in range(0, length, _ROWS):
+        stop = min(start + _ROWS, length)
+        yield slice(start, stop), slice(0, stop) if causal else slice(None)
+
+
+def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
+    """q·kᵀ/√C for rows that hold G heads each, −∞ for keys behind `rows`."""
+    scores: Tensor = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
+    if rows is not None:
+        at = torch.arange(rows.start, rows.stop, device=scores.device)
+        behind = at.unsqueeze(1) < torch.arange(rows.stop, device=scores.device)
+        scores.unflatten(2, (-1, len(at))).masked_fill_(behind, -torch.inf)
+    return scores
+
+
+def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
+    """(B, H, S, C) to (B, K, G·S, C), so that keys are multiplied with all queries they serve."""
+    grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))
+    return grouped.flatten(2, 3)
+
+
+def _by_head(x_BKRC: Tensor, heads: int) -> Tensor:
+    """The other way round."""
+    parted: Tensor = x_BKRC.unflatten(2, (heads // x_BKRC.shape[1], -1))
+    return parted.flatten(1, 2)
