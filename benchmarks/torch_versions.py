@@ -1,0 +1,243 @@
+"""Whether outpace works with the torch and the Python that run this; `scripts/test-torch` does.
+
+    python benchmarks/torch_versions.py [--only imports,verify,trainings,tests] [--quick]
+
+Imports every module, proves every strategy on four processes, trains each kind of model, and runs
+the tests of the packages that torch's versions differ for. Nothing needs to be installed but what
+outpace depends on. Each part's result goes into results/torch_versions.json as it comes, one entry
+for each torch and Python; a part that was left out is null there. Exits 1 where something failed.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from recording import RESULTS, circumstances
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = RESULTS / "torch_versions.json"
+FOLDERS = ("nn", "optim", "train", "parallel")
+QUICK = ("imports", "verify", "trainings")
+_RUN = (
+    "--json", "--seq-len=64", "--global-batch=8", "--steps=20", "--eval-batches=2",
+    "--sample-tokens=4", "--device=cpu",
+)  # fmt: skip
+_TINY = ("--model=outpace-tiny", *_RUN)
+_OWN_MODEL = """\
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def build():
+    sizes = {"vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+"""
+
+
+def imports() -> dict[str, Any]:
+    """Every module of the package, imported in this process."""
+    import outpace
+
+    modules, failures = 0, []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for found in pkgutil.walk_packages(outpace.__path__, "outpace."):
+            if found.name.endswith("__main__"):
+                continue
+            modules += 1
+            try:
+                importlib.import_module(found.name)
+            except Exception as error:
+                failures.append(f"{found.name}: {type(error).__name__}: {error}")
+    return {"modules": modules, "failures": failures, "passed": not failures}
+
+
+def verify() -> dict[str, Any]:
+    """`outpace verify all` on four processes."""
+    done = run_outpace("verify", "all", "--nproc", "4", "--json")
+    try:
+        certificate = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        return {"passed": False, "failures": [last_words(done)]}
+    verdicts = certificate["verdicts"]
+    return {
+        "plans": len(verdicts),
+        "worst_relative_difference": max(one["worst_relative_difference"] for one in verdicts),
+        "skipped": certificate["skipped"],
+        "failures": [f"{v['strategy']}: {v['reason']}" for v in verdicts if not v["passed"]],
+        "passed": done.returncode == 0,
+    }
+
+
+def trainings() -> dict[str, Any]:
+    """One short training of each kind, in processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: train(command) for name, command in kinds(Path(folder)).items()}
+
+
+def kinds(folder: Path) -> dict[str, list[str]]:
+    """What is trained, and with which options. Files are written into `folder`."""
+    lines = [{"text": f"a day of {'sun' if n % 2 else 'rain'}, the {n}th", "label": n % 2}
+             for n in range(120)]  # fmt: skip
+    chats = [{"prompt": f"What comes after {n}?", "response": f"{n + 1} does."} for n in range(120)]
+    for name, rows in (("labels", lines), ("chats", chats)):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    (folder / "own.py").write_text(_OWN_MODEL, encoding="utf-8")
+    text_run = folder / "text"
+    kept = f"--cache-dir={folder / 'cache'}"
+    data = ["--data", str(ROOT / "outpace" / "records"), kept]
+    return {
+        "text": [*_TINY, *data, f"--out={text_run}"],
+        "resumed": ["--json", "--resume", f"--out={text_run}", "--steps=26"],
+        "bf16": [*_TINY, *data, "--precision=bf16"],
+        "compiled": [*_TINY, *data, "--compile"],
+        "adamw-8bit": [*_TINY, *data, "--optimizer=adamw-8bit"],
+        "conversations": [*_TINY, kept, "--task=chat", f"--data={folder / 'chats.jsonl'}"],
+        "labels": [*_TINY, kept, "--task=classify", f"--data={folder / 'labels.jsonl'}"],
+        "LoRA": [f"--model={text_run}", *_RUN, *data, "--lora-rank=4"],
+        "custom model": [f"--model={folder / 'own.py'}:build", *_RUN, *data],
+        "zero3 on 2": [*_TINY, *data, "--nproc=2", "--strategy=zero3"],
+        "tp on 2": [*_TINY, *data, "--nproc=2", "--strategy=tp"],
+        "1f1b on 2": [*_TINY, *data, "--nproc=2", "--strategy=1f1b"],
+    }
+
+
+def train(options: list[str]) -> dict[str, Any]:
+    """Validation losses before and after, and whether they fell."""
+    done = run_outpace("train", *options)
+    try:
+        measured = json.loads(done.stdout)
+        first, last = (measured[name]["loss"] for name in ("initial_eval", "final_eval"))
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return {"passed": False, "failures": [last_words(done)]}
+    passed = done.returncode == 0 and last < first
+    failures = [] if passed else [f"loss {first:.4f} to {last:.4f}, exit code {done.returncode}"]
+    return {"initial_loss": first, "final_loss": last, "failures": failures, "passed": passed}
+
+
+def tests(folders: tuple[str, ...] = FOLDERS) -> dict[str, Any]:
+    """The tests of some packages, each folder in a pytest of its own."""
+    found = {}
+    for folder in folders:
+        with tempfile.TemporaryDirectory() as place:
+            told = Path(place, "junit.xml")
+            command = [
+                sys.executable, "-m", "pytest", f"tests/{folder}", "-q", "-m", "not slow",
+                "-p", "no:cacheprovider", "--timeout=900", f"--junitxml={told}",
+            ]  # fmt: skip
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+            )
+            found[folder] = counted(told) if told.exists() else {"failures": [last_words(done)]}
+            found[folder]["passed"] = done.returncode == 0
+    return found
+
+
+def counted(told: Path) -> dict[str, Any]:
+    """Of a JUnit file: how many tests ran and were skipped, and those that failed, with why."""
+    cases = list(ET.parse(told).getroot().iter("testcase"))
+    failures = []
+    for case in cases:
+        for why in (*case.findall("failure"), *case.findall("error")):
+            first = (why.get("message") or "").strip().splitlines()
+            failures.append(f"{case.get('name')}: {first[0][:200] if first else 'no message'}")
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"run": len(cases) - skipped, "skipped": skipped, "failures": failures}
+
+
+def environment() -> dict[str, str]:
+    """This one, with outpace from this checkout and threads that do not spin."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def run_outpace(*words: str) -> "subprocess.CompletedProcess[str]":
+    """The command, of this checkout and this interpreter."""
+    return subprocess.run(
+        [sys.executable, "-m", "outpace", *words], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def last_words(done: "subprocess.CompletedProcess[str]") -> str:
+    """What a failed command ended with."""
+    said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return f"exit code {done.returncode}: {' '.join(said[-3:])[-400:]}"
+
+
+PARTS: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "imports": imports,
+    "verify": verify,
+    "trainings": trainings,
+    "tests": tests,
+}
+
+
+def record(entry: Mapping[str, Any], path: Path = RESULT) -> None:
+    """Put an entry in the place of the one of the same torch and Python."""
+    entries = json.loads(path.read_text())["entries"] if path.exists() else []
+    same = [one for one in entries if _key(one) != _key(entry)]
+    ordered = sorted([*same, entry], key=_key)
+    document = {"benchmark": "torch_versions", "entries": ordered}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _key(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+    release = entry["torch"].split("+")[0]
+    return tuple(tuple(map(int, text.split("."))) for text in (release, entry["python"]))
+
+
+def failed(part: Mapping[str, Any] | None) -> list[str]:
+    """What did not pass of a part, or of what it is made of."""
+    if part is None:
+        return []
+    if "passed" in part:
+        return [] if part["passed"] else list(part["failures"]) or ["failed"]
+    return [f"{name}: {why}" for name, one in part.items() for why in failed(one)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
+    parser.add_argument("--quick", action="store_true", help="all but the tests")
+    parser.add_argument("--recorded-as", help="the command to record", default=None)
+    arguments = parser.parse_args()
+    import torch
+
+    chosen = QUICK if arguments.quick else tuple(arguments.only.split(","))
+    unknown = set(chosen) - set(PARTS)
+    if unknown:
+        parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+    entry = {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        **circumstances(),
+        **dict.fromkeys(PARTS),
+    }
+    if arguments.recorded_as is not None:
+        entry["command"] = arguments.recorded_as.split()
+    for name in chosen:
+        began = time.perf_counter()
+        entry[name] = PARTS[name]()
+        wrong = failed(entry[name])
+        took_s = time.perf_counter() - began
+        print(f"{name}: {'passed' if not wrong else 'FAILED'} in {took_s:.0f} s", file=sys.stderr)
+        for one in wrong:
+            print(f"    {one}", file=sys.stderr)
+        record(entry)
+    return int(any(failed(entry[name]) for name in chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
