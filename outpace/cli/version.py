@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Mapping
 from importlib import metadata
+from importlib.util import find_spec
 
 import outpace
 from outpace.cli.parser import Parser
@@ -23,8 +24,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     for name in _SHOWN:
         try:
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
+        except metadata.PackageNotFoundError:  # it may be on PYTHONPATH all the same
+            versions[name] = "of unknown version" if find_spec(name) is not None else None
     if arguments.json:
         print(json.dumps(versions, indent=2))
     else:

@@ -152,6 +152,9 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
     words = [*PYTHON, "-m", "outpace.launch.agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
+    found = os.environ.get("PYTHONPATH")  # where outpace may be, and is in the same place there
+    if found:
+        words = ["env", f"PYTHONPATH={found}", *words]
     return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from outpace import __version__
 from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
 from outpace.probe.versions import changes, commit, variables, versions
@@ -110,7 +111,7 @@ def run_record(
     """Everything that determines the run."""
     materials, (head, dirty) = job.materials, commit()
     return RunRecord(
-        outpace=versions()["outpace"],
+        outpace=__version__,
         command=tuple(command),
         settings=job.settings,
         origins=origins,

@@ -11,12 +11,13 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
+from outpace import __version__
 from outpace.nn.torch_versions import VERSION
 from outpace.probe.kernel_files import read_text
 
 # The kernel's module says so by itself; under Windows and without a driver it is not there.
 _DRIVER = Path("/sys/module/nvidia/version")
-_PACKAGES = ("outpace", "torch", "transformers", "tokenizers", "datasets", "safetensors", "numpy")
+_PACKAGES = ("transformers", "tokenizers", "datasets", "safetensors", "numpy")
 _TELLING = (
     "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
     "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "MALLOC_", "LD_PRELOAD",
@@ -29,8 +30,9 @@ def versions() -> dict[str, str]:
     """Versions of Python, of the packages that matter, and of CUDA and its driver where they are.
 
     Of what carries collectives, too. Nothing is asked of a driver: a broken one may not answer.
+    outpace and torch say theirs themselves: where they are only on PYTHONPATH, nothing else does.
     """
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
         try:
             found[package] = version(package)

@@ -5,7 +5,6 @@ import hashlib
 import html
 import json
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from outpace import __version__
 from outpace.records.errors import BadInputError
 from outpace.report.document import Document, Figure
 
@@ -45,7 +45,7 @@ def page(documents: Sequence[Document]) -> str:
         figures=Markup(_json([_for_plotly(figure) for figure in figures])),
         number_of=lambda figure: numbers[id(figure)],
         svg=lambda picture: Markup(picture.svg),
-        version=version("outpace"),
+        version=__version__,
         most_rows=_MOST_ROWS,
     )
 

@@ -2,6 +2,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import outpace
 import outpace.cli.version
 from outpace.cli import main as command
+from outpace.nn.torch_versions import VERSION
 from outpace.records.errors import DivergedError, InterruptedRunError, OutpaceError
 
 
@@ -49,6 +51,50 @@ def test_version_is_a_json_document_when_asked(capsys: pytest.CaptureFixture[str
     versions = json.loads(capsys.readouterr().out)
     assert versions["outpace"] == outpace.__version__
     assert versions["torch"]
+
+
+# Instead of an environment without outpace: its metadata, where it has some, is not found.
+_WITHOUT_METADATA = """
+import importlib.metadata as metadata
+
+found = metadata.Distribution.from_name.__func__
+
+
+def from_name(kind, name):
+    if name == "outpace":
+        raise metadata.PackageNotFoundError(name)
+    return found(kind, name)
+
+
+metadata.Distribution.from_name = classmethod(from_name)
+"""
+
+
+def test_a_copy_of_the_package_runs_from_pythonpath_alone(
+    train_flags: list[str], tmp_path: Path
+) -> None:
+    """Trained on two processes, whose interpreters get it from there, too, and reported on."""
+    tree = tmp_path / "tree"
+    compiled = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(outpace.__file__).parent, tree / "outpace", ignore=compiled)
+    (tree / "sitecustomize.py").write_text(_WITHOUT_METADATA)
+    environ = {**os.environ, "PYTHONPATH": str(tree)}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "outpace", *words],
+            cwd=tmp_path, env=environ, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert json.loads(run("version", "--json"))["outpace"] == outpace.__version__
+    run("train", *train_flags, "--steps=2", "--nproc=2", "--strategy=ddp", "--out=run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["outpace"] == record["versions"]["outpace"] == outpace.__version__
+    assert record["versions"]["torch"] == VERSION
+    run("report", "run", "--out=page.html")
+    assert f"outpace {outpace.__version__}" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.parametrize(

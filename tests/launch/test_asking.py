@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.launch.asking import Answered, ask
+from outpace.launch.asking import Answered, ask, remote
 from outpace.records.errors import BadInputError
 from outpace.records.hosts import Facts, Host, Question
 
@@ -51,3 +51,11 @@ def test_where_nothing_can_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInputError, match="nothing can be written there"):
         ask([HERE], Question(folder=str(Path.cwd())), tmp_path / "file" / "run")
+
+
+def test_a_host_looks_for_outpace_where_this_one_has_it(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/shared/out pace")
+    other = remote(Host(name="other", slots=2), Path("/shared/work"), "check")[-1]
+    assert other.startswith("cd /shared/work && exec env 'PYTHONPATH=/shared/out pace' ")
+    monkeypatch.delenv("PYTHONPATH")
+    assert "env" not in remote(Host(name="other", slots=2), Path("/shared"), "check")[-1].split()
