@@ -25,6 +25,7 @@ import figures_levers
 import figures_performance
 import figures_probe
 import figures_seeds
+import figures_versions
 from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ DATA = ROOT / "benchmarks" / "data"
 _DOCS = (
     "accuracy", "benchmarks", "clusters", "security", "compare", "folklore", "lora", "memory",
     "memory_formula", "offload", "optimizers", "performance", "probe", "report", "seeds",
-    "strategies", "tune",
+    "strategies", "tune", "versions",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -233,6 +234,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "memory_accuracy_gpu": figures_levers.memory_accuracy,
     "optimizers_gpu": figures_levers.optimizers,
     "idle": idle,
+    "torch_versions": figures_versions.torch_versions,
     "intermediate": intermediate,
     "overhead": overhead,
     "overhead_engines": overhead,

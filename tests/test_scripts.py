@@ -161,3 +161,60 @@ def test_ci_runs_the_test_script_and_nothing_else() -> None:
     (command,) = [line for line in lines if line and not line.startswith("#")]
     assert command == 'exec "$(dirname -- "$0")/../scripts/test"'
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# A Python that makes environments of itself, and notes what it is asked to do in them.
+TRIED = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case "$*" in
+    *ensurepip*) exit 0 ;;
+    *version_info\\[*) echo python3.12 ;;
+    *version_info*) [ "${0##*/}" != python3.9 ] ;;
+    '-m venv --clear '*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    -) printf 'numpy>=2.0\\n' ;;
+    benchmarks/*) echo "PYTHONPATH=$PYTHONPATH" >>"$CALLS"; exit 1 ;;
+esac
+"""
+
+
+def try_torch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "CALLS": str(folder / "calls")}
+    return subprocess.run(
+        [folder / "scripts" / "test-torch", *words],
+        capture_output=True, text=True, env=environ, cwd="/", check=False,
+    )  # fmt: skip
+
+
+def test_test_torch_makes_an_environment_once_and_passes_on_what_came_out(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    for name in ("python3.12", "python3.9"):
+        (folder / "bin" / name).write_text(TRIED)
+        (folder / "bin" / name).chmod(0o755)
+    asked = ("2.11.0", "--python", "python3.12", "--transformers", "5.17.0", "--quick")
+    for _ in range(2):
+        assert try_torch(folder, *asked).returncode == 1  # as what it runs
+    calls = (folder / "calls").read_text()
+    made = folder / ".venv-torch-2.11.0-python3.12"
+    assert calls.count("-m pip install") == calls.count("-m venv") == 1
+    run = f"benchmarks/torch_versions.py --recorded-as scripts/test-torch {' '.join(asked)} --quick"
+    assert calls.count(run) == 2 and calls.count(f"PYTHONPATH={folder}\n") == 2
+    wanted = (made / "requirements.txt").read_text().splitlines()
+    assert wanted == ["numpy>=2.0", "transformers==5.17.0", "torch==2.11.0"]
+    pinned = {line.split("==")[0] for line in (made / "constraints.txt").read_text().splitlines()}
+    assert "pydantic" in pinned and not pinned & {"torch", "setuptools", "transformers", "numpy"}
+
+    try_torch(folder, *asked[:3], "--remove")
+    assert not made.exists()
+
+
+def test_test_torch_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+    folder = checkout(tmp_path)
+    (folder / "bin" / "python3.9").write_text(TRIED)
+    (folder / "bin" / "python3.9").chmod(0o755)
+    for words in ((), ("--quick",), ("2.11.0", "--python")):
+        done = try_torch(folder, *words)
+        assert done.returncode == 2 and done.stderr.startswith("usage: scripts/test-torch VERSION")
+    for name in ("python3", "python3.11", "python3.12", "python3.13"):
+        (folder / "bin" / name).write_text(TRIED)
+    done = try_torch(folder, "2.11.0", "--python", "python3.9")
+    assert done.returncode == 2 and "python3.9 is no Python 3.11 or newer" in done.stderr
