@@ -1,5 +1,6 @@
 """Which versions of torch and Python outpace was tried with, as a table."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from pages import table
@@ -19,8 +20,7 @@ def torch_versions(result: dict[str, Any]) -> str:
             _plans(one["verify"]),
             _trainings(one["trainings"]),
             _tests(one["tests"]),
-            f"{one['date'][:10]}, {str(one['commit'])[:10]}"
-            + (" with uncommitted changes" if one["uncommitted_changes"] else ""),
+            _recorded(one["recorded"].values()),
         ]
         for one in entries
     ]
@@ -31,6 +31,15 @@ def torch_versions(result: dict[str, Any]) -> str:
         + f"\nOn {' and '.join(cpus)}, without a GPU. Commands: `scripts/test-torch VERSION`.\n"
         + ("\n" + "".join(notes) if notes else "")
     )
+
+
+def _recorded(parts: Iterable[dict[str, Any]]) -> str:
+    """Days and commits, which may differ from part to part."""
+    said = []
+    for part in parts:
+        dirty = " with uncommitted changes" if part["uncommitted_changes"] else ""
+        said.append(f"{part['date'][:10]}, {str(part['commit'])[:10]}{dirty}")
+    return "; ".join(dict.fromkeys(said))
 
 
 def _title(one: dict[str, Any]) -> str:

@@ -5,7 +5,8 @@
 Imports every module, proves every strategy on four processes, trains each kind of model, and runs
 the tests of the packages that torch's versions differ for. Nothing needs to be installed but what
 outpace depends on. Each part's result goes into results/torch_versions.json as it comes, one entry
-for each torch and Python; a part that was left out is null there. Exits 1 where something failed.
+for each torch and Python, with the commit that it is of. A part that is left out stays as it was
+recorded before, and is null where it never was. Exits 1 where something failed.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from recording import RESULTS, circumstances
+
+from outpace.nn.torch_versions import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = RESULTS / "torch_versions.json"
@@ -184,11 +187,21 @@ PARTS: Mapping[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def record(entry: Mapping[str, Any], path: Path = RESULT) -> None:
-    """Put an entry in the place of the one of the same torch and Python."""
+def record(name: str, part: Mapping[str, Any], about: Mapping[str, Any], path: Path) -> None:
+    """Put a part into the entry of this torch and Python; `about` is when and by what it was run.
+
+    Parts of an entry with other versions of packages are forgotten.
+    """
     entries = json.loads(path.read_text())["entries"] if path.exists() else []
-    same = [one for one in entries if _key(one) != _key(entry)]
-    ordered = sorted([*same, entry], key=_key)
+    before = next((one for one in entries if _key(one) == _key(about)), None)
+    parts = dict.fromkeys(PARTS)
+    if before is not None and before["versions"] == about["versions"]:
+        parts |= {name: before[name] for name in PARTS}
+        parts["recorded"] = before["recorded"]
+    recorded = {word: about[word] for word in ("date", "commit", "uncommitted_changes", "command")}
+    of = {word: about[word] for word in ("torch", "python", "versions", "machine")}
+    entry = {**of, **parts, name: part, "recorded": {**parts.get("recorded", {}), name: recorded}}
+    ordered = sorted([*(one for one in entries if one is not before), entry], key=_key)
     document = {"benchmark": "torch_versions", "entries": ordered}
     path.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -212,31 +225,27 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     parser.add_argument("--quick", action="store_true", help="all but the tests")
     parser.add_argument("--recorded-as", help="the command to record", default=None)
+    parser.add_argument("--out", type=Path, default=RESULT, help="the file of results")
     arguments = parser.parse_args()
-    import torch
-
     chosen = QUICK if arguments.quick else tuple(arguments.only.split(","))
     unknown = set(chosen) - set(PARTS)
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
-    entry = {
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        **circumstances(),
-        **dict.fromkeys(PARTS),
-    }
-    if arguments.recorded_as is not None:
-        entry["command"] = arguments.recorded_as.split()
+    wrong_parts = []
     for name in chosen:
         began = time.perf_counter()
-        entry[name] = PARTS[name]()
-        wrong = failed(entry[name])
+        about = {"torch": VERSION, "python": platform.python_version(), **circumstances()}
+        if arguments.recorded_as is not None:
+            about["command"] = arguments.recorded_as.split()
+        part = PARTS[name]()
+        wrong = failed(part)
+        wrong_parts += wrong
         took_s = time.perf_counter() - began
         print(f"{name}: {'passed' if not wrong else 'FAILED'} in {took_s:.0f} s", file=sys.stderr)
         for one in wrong:
             print(f"    {one}", file=sys.stderr)
-        record(entry)
-    return int(any(failed(entry[name]) for name in chosen))
+        record(name, part, about, arguments.out)
+    return int(bool(wrong_parts))
 
 
 if __name__ == "__main__":
