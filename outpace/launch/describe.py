@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 
-from outpace import __version__
 from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
 from outpace.probe.versions import changes, commit, variables, versions
@@ -19,6 +18,7 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_count, show_seconds
+from outpace.records.version import __version__
 from outpace.train.accounting import OPENING_STEPS
 from outpace.train.callbacks import tell
 from outpace.train.checkpoint import clear_partial

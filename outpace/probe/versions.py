@@ -11,9 +11,9 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 
-from outpace import __version__
 from outpace.nn.torch_versions import VERSION
 from outpace.probe.kernel_files import read_text
+from outpace.records.version import __version__
 
 # The kernel's module says so by itself; under Windows and without a driver it is not there.
 _DRIVER = Path("/sys/module/nvidia/version")

@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from outpace import __version__
 from outpace.records.errors import BadInputError
+from outpace.records.version import __version__
 from outpace.report.document import Document, Figure
 
 _HERE = Path(__file__).parent
