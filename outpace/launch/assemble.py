@@ -51,7 +51,7 @@ from outpace.train.checkpoint import (
     step_of,
 )
 from outpace.train.evaluate import evaluate
-from outpace.train.guards import StopSignal
+from outpace.train.guards import COLLECT_EVERY, StopSignal
 from outpace.train.loggers import make_loggers
 from outpace.train.loop import Loop
 from outpace.train.profile import memory_history, profiler
@@ -188,6 +188,8 @@ def assemble(
         total_steps=job.total_steps,
         start_step=start_step,
         device=device,
+        # Unknown code may leave large tensors in cycles, which only a collection frees.
+        collect_every=None if own else COLLECT_EVERY,
         at=job.doing.at,
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile

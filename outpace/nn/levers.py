@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from outpace.nn.attention import attention
+from outpace.nn.block import Block
 from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp8 import apply_fp8
 from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
@@ -85,14 +86,30 @@ def apply_checkpointing(
     modes = [mode] * len(blocks) if isinstance(mode, str) else mode
     for block, own in zip(blocks, modes, strict=True):
         if own != "none":
-            block.forward = partial(_checkpointed, block.forward, _options(own))
+            block.forward = partial(_checkpointed, block.forward, _options(own, block))
 
 
-def _options(mode: Checkpointing) -> dict[str, Any]:
-    """What torch's checkpoint is told beside."""
+def _options(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
+    """What torch's checkpoint is told beside.
+
+    Our own blocks do the same again each time, and draw nothing without dropout: the generators'
+    states need not be kept then, nor shapes be compared.
+    """
+    options: dict[str, Any] = {}
+    if isinstance(block, Block):
+        options = {"preserve_rng_state": _draws(block), "determinism_check": "none"}
     if mode == "full":
-        return {}
-    return {"context_fn": partial(_keeping, _ATTENTION if mode == "attention" else _SELECTED)}
+        return options
+    kept = _ATTENTION if mode == "attention" else _SELECTED
+    return {**options, "context_fn": partial(_keeping, kept)}
+
+
+def _draws(block: Block) -> bool:
+    """Whether a block, or an adapter in it, draws random numbers."""
+    if block.attention.spec.dropout > 0:
+        return True
+    kept = [getattr(part, "dropout", None) for part in block.modules()]
+    return any(isinstance(rate, float) and rate > 0 for rate in kept)
 
 
 def _checkpointed(

@@ -3,8 +3,8 @@
 Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,13 +30,15 @@ DTYPES: dict[Precision, torch.dtype | None] = {
 class Mixed:
     """`cast()` is entered around each forward; `scaler` is None unless the loss is scaled.
 
+    `cast(True)` is the same within `casts_kept`.
+
     `weights` is the dtype to keep weights in, None for as they are. `wide_gradients`: whether
     gradients of 16 bits are to be made fp32 before their scale is taken from them. `wide_sums`:
     whether those of several micro-batches are to be added up in fp32.
     """
 
     dtype: torch.dtype | None
-    cast: Callable[[], AbstractContextManager[None]]
+    cast: Callable[..., AbstractContextManager[None]]
     scaler: torch.amp.GradScaler | None
     weights: torch.dtype | None = None
     wide_gradients: bool = False
@@ -80,6 +82,25 @@ def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
     return unknown_code if asked is None else asked
 
 
+@contextmanager
+def casts_kept() -> Iterator[None]:
+    """Autocast keeps casts of weights until this ends, over forwards whose `cast` is "kept".
+
+    Autocast drops them when its outermost context ends: so it is told that there is one outside of
+    all. Weights must not change in the meantime.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def _no_cast(kept: bool = False) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 def make_mixed(
     precision: Precision,
     device: torch.device,
@@ -97,10 +118,10 @@ def make_mixed(
     """
     dtype = DTYPES[precision]
     if dtype is None:
-        return Mixed(None, nullcontext, None)
+        return Mixed(None, _no_cast, None)
 
-    def cast() -> AbstractContextManager[None]:
-        return torch.autocast(device.type, dtype=dtype, cache_enabled=cache)
+    def cast(kept: bool = False) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, dtype=dtype, cache_enabled=cache or kept)
 
     scaler = torch.amp.GradScaler(device.type) if precision in SCALED else None
     weights = weights_dtype(precision)
@@ -110,7 +131,7 @@ def make_mixed(
         weights, master = None, False
     return Mixed(
         dtype,
-        nullcontext if alone else cast,
+        _no_cast if alone else cast,
         scaler,
         weights,
         wide_gradients=master and scaler is not None,

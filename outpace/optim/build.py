@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from outpace.nn.spread import is_spread
 from outpace.nn.uncompiled import leave_alone
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.low import LowAdamW
@@ -95,7 +96,9 @@ def _build(
     if name == "muon":
         return Muon(groups, lr=lr, betas=betas)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=settings.beta1, foreach=False)
+        # One launch for all parameters on CUDA; DTensor has no rule for it.
+        fused = all(p.is_cuda and not is_spread(p) for group in groups for p in group["params"])
+        return torch.optim.SGD(groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=False)
     return AdamW(
         groups, lr=lr, betas=betas, fused=name == "adamw-fused", foreach=name == "adamw-foreach"
     )

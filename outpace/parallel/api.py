@@ -81,6 +81,7 @@ class Layout:
         self.objective = objective
         self.module = objective if module is None else module
         self._stepped: list[Tensor] | None = None  # norms of gradients that are gone
+        self._known: list[nn.Parameter] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -91,6 +92,12 @@ class Layout:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, by their names in a single process."""
         yield from self.model.named_parameters()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """This rank's parameters. In a step to walk over all modules takes longer than to clip."""
+        if self._known is None:
+            self._known = [parameter for _, parameter in self.named_parameters()]
+        return self._known
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """The optimizer of this rank; `build` makes one of groups of its parameters."""
@@ -205,11 +212,11 @@ class Layout:
 
     def local_gradients(self) -> list[Tensor]:
         """The parts of all gradients that lie on this rank."""
-        return [local(p.grad) for _, p in self.named_parameters() if p.grad is not None]
+        return [local(p.grad) for p in self._parameters() if p.grad is not None]
 
     def counted_gradients(self) -> list[Tensor]:
         """The gradients that this rank has a part of, but for copies of one that another has."""
-        return [p.grad for _, p in self.named_parameters() if p.grad is not None]
+        return [p.grad for p in self._parameters() if p.grad is not None]
 
     def total_norm(self) -> Tensor:
         """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
@@ -234,7 +241,7 @@ class Layout:
 
     def widen_gradients(self) -> None:
         """Make gradients of 16 bits fp32, until they are dropped."""
-        for _, parameter in self.named_parameters():
+        for parameter in self._parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
                 parameter.grad = None  # or no other dtype may follow
@@ -243,7 +250,7 @@ class Layout:
 
     def drop_wide_gradients(self) -> None:
         """Drop all gradients; the next ones are of the weights' dtype."""
-        for _, parameter in self.named_parameters():
+        for parameter in self._parameters():
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
 

@@ -46,7 +46,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all values of plain tensors, as torch's `get_total_norm`, in `norm_dtype`."""
-    if all(norm_dtype(tensor.dtype) == tensor.dtype for tensor in tensors):
+    if all(norm_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors}):
         return nn.utils.get_total_norm(tensors)
     norms = [
         norm

@@ -1,8 +1,12 @@
 """What keeps a run in order: signals, random numbers that need no state, non-finite losses."""
 
+import gc
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from types import FrameType
 from typing import Any
 
@@ -13,6 +17,7 @@ from outpace.records.errors import InterruptedRunError
 
 # The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
 _SAME_SIGNAL_S = 0.5
+COLLECT_EVERY = 20  # steps
 
 
 class StopSignal:
@@ -51,6 +56,34 @@ class StopSignal:
         self._first_s = time.monotonic()
         if not self.stepping:
             raise InterruptedRunError("interrupted before the first step; nothing was trained")
+
+
+@contextmanager
+def collecting_every(steps: int | None) -> Iterator[Callable[[], None]]:
+    """Give what is called after each step, and collects garbage every so many of them.
+
+    Otherwise Python looks at all that it has made since long, a second's worth with torch, in the
+    midst of a step while a device waits, and ranks do so one after another. What is there now is
+    not looked at. None leaves it to Python.
+    """
+    if steps is None or not gc.isenabled():
+        yield lambda: None
+        return
+    done = count(1)
+
+    def after_step() -> None:
+        if next(done) % steps == 0:
+            gc.collect(1)
+
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield after_step
+    finally:
+        gc.enable()
+        if not frozen:
+            gc.unfreeze()
 
 
 def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:

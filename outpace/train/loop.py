@@ -14,7 +14,7 @@ from outpace.records.settings import TrainSettings
 from outpace.train.accounting import Ledger
 from outpace.train.callbacks import Callback, tell
 from outpace.train.checkpoint import Checkpointer, Progress, whole_checkpoints
-from outpace.train.guards import StopSignal, seed_step
+from outpace.train.guards import StopSignal, collecting_every, seed_step
 from outpace.train.schedule import learning_rate
 from outpace.train.step import Batch, RawStep, Stepper
 
@@ -41,6 +41,8 @@ class Loop:
     at: Callable[..., None] = lambda what, limited=False: None  # says what begins
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
     around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
+    # Steps from one collection of garbage to the next; None: whenever Python wishes.
+    collect_every: int | None = None
 
     def run(self) -> None:
         """Train to the last step.
@@ -55,7 +57,10 @@ class Loop:
         """As `run`, giving the number of each step that was done to whoever drives the loop."""
         waiting: deque[RawStep] = deque()
         self.stop.stepping = True
-        with self.watch or nullcontext(lambda: None) as after_step:
+        with (
+            self.watch or nullcontext(lambda: None) as after_step,
+            collecting_every(self.collect_every) as collect,
+        ):
             try:
                 for step in range(self.start_step + 1, self.total_steps + 1):
                     raw = self._step(step)
@@ -63,6 +68,7 @@ class Loop:
                     # A GPU computes behind: while it has work, earlier steps are accounted for.
                     self._settle(waiting, self.stepper.queue.steps_behind)
                     after_step()
+                    collect()
                     self._between(step, waiting)
                     yield step
             except DivergedError as error:

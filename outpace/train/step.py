@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outpace.nn.mixed import Mixed
+from outpace.nn.mixed import Mixed, casts_kept
 from outpace.nn.torch_versions import all_gather_single
 from outpace.optim.build import begin_step
 from outpace.parallel import Layout, Pass
@@ -137,6 +138,10 @@ class Stepper:
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
+        # From micro-batch to micro-batch, where weights stay as they are and a backward needs their
+        # casts anyway: at the end of a forward the memory is the same.
+        whole = plan.strategy in ("single", "ddp", "zero1") and plan.offload_parameters == "none"
+        self._keeps_casts = whole and not plan.recomputes and not plan.optimizer_in_backward
         self.on_mark: Callable[[str], None] = lambda part: None  # a part of a step is done
         # The loss is a sum over local targets; what averages gradients divides it by the ranks
         # (x W / N: see docs/design).
@@ -167,11 +172,7 @@ class Stepper:
         timer = self._timer
         timer.mark("data")
         begin_step(self._optimizer, step, lr)
-        given = Pass(self.mixed.cast, self._scaled, self._mark)
-        micro_batches = list(batches)
-        if self.mixed.wide_sums and len(micro_batches) * self._parts > 1:
-            self._layout.add_up_in_fp32()
-        totals = self._layout.gradients(micro_batches, given)
+        totals = self._gradients(list(batches))
         if self.mixed.wide_gradients:
             self._layout.widen_gradients()
         gathered, summed = self._exchange(totals, stop())
@@ -193,6 +194,15 @@ class Stepper:
         self._own_time.add(marks)
         freed = None if self._freer is None else self._freer.take()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
+
+    def _gradients(self, batches: list[Batch]) -> Tensor:
+        if self.mixed.wide_sums and len(batches) * self._parts > 1:
+            self._layout.add_up_in_fp32()
+        if not (self._keeps_casts and len(batches) > 1):
+            return self._layout.gradients(batches, Pass(self.mixed.cast, self._scaled, self._mark))
+        with casts_kept():
+            cast = partial(self.mixed.cast, True)
+            return self._layout.gradients(batches, Pass(cast, self._scaled, self._mark))
 
     def _mark(self, part: str) -> None:
         """A part is done; freeing its cache belongs to it."""

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.nn.compilation import compile_forwards
 from outpace.nn.levers import apply_checkpointing, apply_levers, find_blocks
+from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -99,6 +100,19 @@ def test_checkpointing_computes_again_what_it_says(make_spec, tokens):
     last_products = 2 * 2 * tokens.numel() * 48 * 32  # layers, multiply and add, ffn to hidden
     assert counts["selective"] == counts["none"]
     assert counts["full"] - counts["none"] == counter.get_total_flops() - last_products
+
+
+@pytest.mark.parametrize("drawn_by", ["nothing", "dropout", "an adapter"])
+def test_generators_are_kept_for_blocks_that_draw(make_spec, tokens, monkeypatch, drawn_by):
+    objective = _objective(make_spec, "gpt2", dropout=0.2 if drawn_by == "dropout" else 0.0)
+    if drawn_by == "an adapter":
+        plan = {"strategy": "single", "lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.1}
+        adapt(objective.model, Plan.parse(plan, "test"), 0)
+    apply_checkpointing(objective.model, "full")
+    kept, state = [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or state())
+    _step(objective, tokens)
+    assert bool(kept) == (drawn_by != "nothing")
 
 
 def test_a_plans_checkpointing_is_of_all_blocks_each_second_or_block_by_block(make_spec):
