@@ -14,6 +14,8 @@ from outpace.data.order import Index, samples_at
 IGNORED = -100
 # Tensor cores want multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
 MULTIPLE = 8
+CUDA_MULTIPLE = 64
+COMPILED_SHAPES = 4  # that a run is compiled for, one after the other as they come
 FILLER = -1
 Batch = dict[str, torch.Tensor]
 Ints = NDArray[np.int64]
@@ -73,9 +75,10 @@ class Work:
 
 @dataclass(frozen=True)
 class PaddedDataset(Dataset[Batch]):
-    """Batches of samples of at most `most` tokens, padded on the right to a multiple of 8.
+    """Batches of samples of at most `most` tokens, padded on the right to a `multiple`.
 
-    `fixed`: every batch is padded to `most`, else to what its longest sample needs. `mask` adds a
+    `fixed`: every batch is padded to `most`, else to what its longest sample needs. Large multiples
+    make few shapes, for what is made ready once for each (see `shape_multiple`). `mask` adds a
     `padding_mask`, True for what is not padding, which encoders need and causal models do not;
     `last` the place of each sample's last token. With `once_in` the samples come in their own
     order, each once, in batches of so many: the last one is filled up with samples without target.
@@ -87,6 +90,7 @@ class PaddedDataset(Dataset[Batch]):
     mask: bool = False
     last: bool = False
     once_in: int | None = None
+    multiple: int = MULTIPLE
 
     def __len__(self) -> int:
         if self.once_in is None:
@@ -115,7 +119,7 @@ class PaddedDataset(Dataset[Batch]):
 
     def padded_length(self, longest: int) -> int:
         """How long a batch with such a longest sample is."""
-        return self.most if self.fixed else min(rounded(longest), self.most)
+        return self.most if self.fixed else min(rounded(longest, self.multiple), self.most)
 
     def work(self, seed: int, positions: Index, micro_batch: int) -> Work:
         """What the samples at these positions cost, `micro_batch` of them in a row at once."""
@@ -152,6 +156,16 @@ class PaddedDataset(Dataset[Batch]):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def rounded(length: int) -> int:
-    """The next multiple of 8."""
-    return -(-length // MULTIPLE) * MULTIPLE
+def rounded(length: int, multiple: int = MULTIPLE) -> int:
+    """The next multiple."""
+    return -(-length // multiple) * multiple
+
+
+def shape_multiple(most: int, device_type: str, compiled: bool) -> int:
+    """What lengths of at most `most` tokens are rounded up to.
+
+    On CUDA cuDNN's attention plans each new length, for 0.1 to 1 s: multiples of 64. A compiler
+    takes longer: at most `COMPILED_SHAPES` lengths.
+    """
+    multiple = CUDA_MULTIPLE if device_type == "cuda" else MULTIPLE
+    return rounded(-(-most // COMPILED_SHAPES), multiple) if compiled else multiple

@@ -26,6 +26,7 @@ from outpace.launch.stragglers import Stragglers
 from outpace.launch.tasks import step_costs
 from outpace.launch.utilisation import Recording
 from outpace.launch.weighing import Weighing
+from outpace.nn.compilation import compile_time_s
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
@@ -40,6 +41,7 @@ from outpace.planner.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.run import RunRecord
+from outpace.records.units import show_seconds
 from outpace.train.accounting import Costs, Ledger
 from outpace.train.callbacks import TRAINING, tell
 from outpace.train.checkpoint import (
@@ -75,6 +77,7 @@ class Prepared:
     recording: Recording
     weighing: Weighing | None
     stragglers: Stragglers
+    began_s: float
 
     def run(self) -> Measurement:
         """Train to the end and sum up."""
@@ -82,16 +85,19 @@ class Prepared:
         wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
         self.recording.start()
         began_s = time.perf_counter()
+        seen: dict[str, Any] = {}
         try:
             with memory_history(wanted, self.job.run_dir.path, rank):
                 for step in self.loop.iterate():
+                    if not seen:
+                        seen |= self._first_step()
                     self.stragglers.after(self.loop.stepper.heard)
                     if self.weighing is not None:
                         self.weighing.after(step)
             train_s = time.perf_counter() - began_s
         finally:
             self.recording.close()
-        seen: dict[str, Any] = {"utilisation": self.recording.averages()}
+        seen["utilisation"] = self.recording.averages()
         if self.weighing is not None:
             seen |= self.weighing.figures()
         if self.looker is not None:
@@ -100,6 +106,19 @@ class Prepared:
         self.job.doing.at("the final evaluation")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
+
+    def _first_step(self) -> dict[str, Any]:
+        """What it took to come to the end of the first step; said where some was compiling."""
+        first_step_s = time.perf_counter() - self.began_s
+        compile_s = compile_time_s()
+        if self.job.plan.compile:
+            tell(
+                self.job.callbacks,
+                "on_hint",
+                f"the first step was done after {show_seconds(first_step_s)}, of which compiling "
+                f"took {show_seconds(compile_s)}",
+            )
+        return {"first_step_s": first_step_s, "compile_s": compile_s}
 
 
 def assemble(
@@ -112,10 +131,12 @@ def assemble(
     guard: Guard,
     answer: Answer,
     looker: "Looker | None",
+    began_s: float,
 ) -> Prepared:
     """Build what trains, on every rank: after this the first step can begin.
 
-    A run that fails before its first step is done leaves nothing behind.
+    `began_s` is when the job began. A run that fails before its first step is done leaves nothing
+    behind.
     """
     settings, plan, device = job.settings, job.plan, job.device
     tell(job.callbacks, "on_stage", "building the model")
@@ -205,7 +226,7 @@ def assemble(
         loop.around = weighing.around
     stragglers = Stragglers(job, recording)
     return Prepared(
-        job, loop, parameters, initial, measure, looker, recording, weighing, stragglers
+        job, loop, parameters, initial, measure, looker, recording, weighing, stragglers, began_s
     )
 
 

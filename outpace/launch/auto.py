@@ -9,7 +9,7 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.launch.outlines import find_outline
-from outpace.launch.planning import KEPT
+from outpace.launch.planning import KEPT, default_vary
 from outpace.launch.resolve import (
     resolve_device,
     resolve_offload,
@@ -60,10 +60,11 @@ def settle(
     if settings.plan is None:
         return settings, dict(origins)
     workload: dict[str, int] = {}
-    if settings.plan == "auto":
+    given = settings.plan
+    if given == "auto":
         chosen = _pick(settings, origins, ranks, say)
     else:
-        file = PlanFile.load(Path(settings.plan).expanduser())
+        file = PlanFile.load(Path(given).expanduser())
         chosen, workload = file.plan, _workload(file, origins)
         settings = settings.model_copy(update=workload)
         _check_file(chosen, settings, origins, ranks)
@@ -72,10 +73,12 @@ def settle(
             f"--plan {settings.plan}: outpace does not train it: {chosen.untrained}."
         )
     values = _values(chosen, settings)
+    if given == "auto" and settings.compile is None and chosen.compile:
+        del values["compile"]  # whether it pays back depends on the length of the run
     if ranks is not None:
         values["nproc"] = None  # they are there; of several hosts each has its own number
-    if settings.plan != "auto" and settings.expect_step_time_s is None:
-        path = Path(settings.plan).expanduser()
+    if given != "auto" and settings.expect_step_time_s is None:
+        path = Path(given).expanduser()
         values["expect_step_time_s"] = _promised(path, chosen, settings, say)
     where = f"plan {settings.plan}"
     told = {name: where for name in {**values, **workload} if origins.get(name) in (None, DEFAULT)}
@@ -273,7 +276,9 @@ def question(
     classifies = settings.task == "classify"
     outline = classifying(outline) if classifies else outline
     cluster = _cluster(settings, machine, world, per_node or world)
-    keep: dict[str, Any] = {"compile": settings.compile}
+    keep: dict[str, Any] = {}
+    if settings.compile is not None:
+        keep["compile"] = settings.compile
     for name in KEPT:
         if name in TrainSettings.model_fields and origins.get(name, DEFAULT) != DEFAULT:
             keep[name] = getattr(settings, name)
@@ -297,6 +302,7 @@ def question(
             precision=precision,
             optimizer=settings.optimizer,
             keep={name: value for name, value in keep.items() if value is not None},
+            vary=default_vary(cluster, keep),
             trained=True,
             naive=False,
             without=NOT_CLASSIFY if classifies else (),

@@ -1,6 +1,7 @@
 """A training job on one rank, put together from its settings and taken to its end."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -32,12 +33,15 @@ from outpace.launch.resolve import (
 )
 from outpace.launch.tasks import check_task
 from outpace.launch.tracing import Tracer
+from outpace.nn.compilation import compiler_cache
 from outpace.nn.fp8 import require_fp8
 from outpace.parallel import why_not
 from outpace.parallel.offload import require
 from outpace.probe.machine import identify, usable_cores
 from outpace.records.errors import BadInputError
+from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
+from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -117,6 +121,7 @@ def prepared(
 
     `foresee`: predict whether it fits.
     """
+    began_s = time.perf_counter()
     heard = list(callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
         stack.callback(lambda: tell(heard, "close"))
@@ -142,7 +147,7 @@ def prepared(
         _require_possible(settings, plan, ranks, device)
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
-        materials = gather(settings, model, cache_dir, usable_cores(), heard, plan)
+        materials = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
         foresee = foresee and materials.is_transformer  # a trace's head is over the vocabulary
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, materials.starts_from_stored(settings))}
@@ -168,9 +173,11 @@ def prepared(
             if ahead is not None:
                 ahead.hand_over()
             plan = groups.once(lambda: fitting.settled(plan))
+            plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
             if settings.micro_batch == "auto":
                 plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
+            stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             _require_same(groups, settings, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
             doing.kept = partial(_keep, run_dir, explain)
@@ -189,10 +196,31 @@ def prepared(
                 tell(heard, "on_stage", "tracing memory")
                 looker = Looker(job, fitting, tracer, stack)
             tracer.close()  # its memory is for training now
-            ready = assemble(job, origins, command, threads, stop, stack, guard, answer, looker)
+            ready = assemble(
+                job, origins, command, threads, stop, stack, guard, answer, looker, began_s
+            )
             if ahead is not None:
                 ahead.end()
             yield ready
+
+
+def _with_compile(
+    groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
+    total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
+) -> Plan:  # fmt: skip
+    """The plan with `compile` as it was said, else as it pays back within the run."""
+    if settings.compile is not None or not plan.compile:
+        return plan
+    # The planner is loaded where it is asked.
+    from outpace.launch.compile_decision import decide
+
+    layers = None if spec is None else spec.layers
+    decision = groups.once(
+        lambda: decide(settings, plan, device, machine, groups.ranks, total_steps, layers)
+    )
+    if decision.sentence is not None:
+        tell(heard, "on_hint", decision.sentence)
+    return plan.model_copy(update={"compile": decision.compile})
 
 
 def _keep(run_dir: RunDir, explain: Explain | None, found: Standstill) -> None:

@@ -93,6 +93,7 @@ def gather(
     processes: int,
     callbacks: Sequence[Callback],
     plan: Plan | None = None,
+    device_type: str = "cpu",
 ) -> Materials:
     """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
     opened = None if live is not None else open_model(settings.model, cache_dir)
@@ -118,7 +119,9 @@ def gather(
     positions = spec.max_positions if spec is not None else own_positions(_module(own))
     vocab = spec.vocab if spec is not None else own_vocab(_module(own))
     if settings.task != "pretrain":
-        found = gather_task(settings, opened, spec, positions, vocab, plan, cache_dir, callbacks)
+        found = gather_task(
+            settings, opened, spec, positions, vocab, plan, cache_dir, callbacks, device_type
+        )
         return Materials(
             name, opened, own, spec, found.tokenizer, found.train, found.held_out,
             found.train_fingerprint, found.eval_fingerprint, None, found.seq_len, found.labels,

@@ -83,7 +83,7 @@ def job(asked: Asked) -> Job:
             precision=precision,
             most_tp=asked.most_tp,
             keep=keep,
-            vary=read_vary(asked.vary, keep, asked.precision, cluster),
+            vary=_vary(asked, keep, cluster),
             trained=asked.trained,
             on_host=cluster.device.kind == "cpu",
         ),
@@ -92,6 +92,18 @@ def job(asked: Asked) -> Job:
         count=asked.count,
         idle=asked.idle,
     )
+
+
+def _vary(asked: Asked, keep: Mapping[str, Any], cluster: Cluster) -> dict[str, tuple[Any, ...]]:
+    """As asked, and what is searched anyway, in the order of VARIED."""
+    found = {**default_vary(cluster, keep), **read_vary(asked.vary, keep, asked.precision, cluster)}
+    return {name: found[name] for name in VARIED if name in found}
+
+
+def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What is searched on this machine though nobody asks: on a GPU whether to compile."""
+    asks = cluster.device.kind == "cuda" and "compile" not in keep
+    return {"compile": VARIED["compile"]} if asks else {}
 
 
 def _check_dtype(precision: Precision, cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
+from outpace.records.compiled import COMPILED
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
@@ -112,6 +113,7 @@ def resolve_plan(
             "servers": servers,
             **_micro_batches(settings, strategy, sizes),
             "precision": precision,
+            "compile": bool(settings.compile),
             "optimizer": settings.optimizer or default_optimizer(precision),
             "pp_schedule": _axis_schedule(settings),
             "powersgd_start": None,  # known with the run's length
@@ -125,7 +127,20 @@ def resolve_plan(
             f"would be kept until then. Use --micro-batch {plan.micro_batch * parts}, or leave it "
             "out."
         )
+    if settings.compile is None and device.type == "cuda":
+        return _compiled(plan)
     return plan
+
+
+def _compiled(plan: Plan) -> Plan:
+    """The plan with what is compiled by default; as it is where something does not go with that."""
+    known = COMPILED.get(plan.strategy)
+    if known is None or not known.by_default:
+        return plan
+    try:
+        return Plan.parse({**plan.model_dump(), "compile": True}, "plan")
+    except BadInputError:
+        return plan
 
 
 def resolve_precision(

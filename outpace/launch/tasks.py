@@ -13,7 +13,7 @@ import xxhash
 from outpace.data import classify
 from outpace.data.chat import ChatFormat, encode_all, messages_of
 from outpace.data.encoded import remembered
-from outpace.data.padded import PaddedDataset, rounded
+from outpace.data.padded import PaddedDataset, rounded, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.rows import Row, Table, fingerprint, held_out, read_tables, splits_of
 from outpace.data.tokenizer import Tokenizer
@@ -74,10 +74,10 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
 
 
 def _fixed(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Whether all batches are of one length: as asked, else where that is needed or compiled for"""
+    """Whether all batches are of one length: as asked, else where that is needed."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
-    return plan.strategy in _ONE_SHAPE or plan.compile
+    return plan.strategy in _ONE_SHAPE
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ def gather_task(
     plan: Plan | None,
     cache_dir: Path,
     callbacks: Sequence[Callback],
+    device_type: str = "cpu",
 ) -> TaskData:
     """Read and encode a task's data. Raises BadInputError for whatever does not fit."""
     name = opened.name if opened is not None else "own"
@@ -119,8 +120,10 @@ def gather_task(
     most = min(rounded(seq_len), positions or rounded(seq_len))
     source = read_source(settings)
     fixed = _fixed(settings, plan)
+    multiple = shape_multiple(most, device_type, plan is not None and plan.compile)
     make = _classify if settings.task == "classify" else _chat
-    return make(settings, opened, spec, vocab, source, (seq_len, most, fixed), cache_dir, callbacks)
+    sizes = seq_len, most, fixed, multiple
+    return make(settings, opened, spec, vocab, source, sizes, cache_dir, callbacks)
 
 
 def read_source(settings: TrainSettings) -> Source:
@@ -152,7 +155,8 @@ def _rows(tables: Sequence[Table]) -> list[Row]:
     return [row for table in tables for row in table.rows]
 
 
-Sizes = tuple[int, int, bool]  # seq_len, the same padded, whether all are padded to it
+# seq_len, the same padded, whether all are padded to it, else to a multiple of what
+Sizes = tuple[int, int, bool, int]
 
 
 def _chat(
@@ -165,7 +169,7 @@ def _chat(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> TaskData:
-    seq_len, most, fixed = sizes
+    seq_len, most, fixed, multiple = sizes
 
     def texts() -> list[str]:
         return [str(m["content"]) for row in source.train for m in messages_of(row)]
@@ -194,8 +198,8 @@ def _chat(
     train, validation = (part.samples for part in parts)
     return TaskData(
         chat.tokenizer,
-        PaddedDataset(train, most, fixed),
-        PaddedDataset(validation, most, fixed, once_in=settings.global_batch),
+        PaddedDataset(train, most, fixed, multiple=multiple),
+        PaddedDataset(validation, most, fixed, once_in=settings.global_batch, multiple=multiple),
         *_fingerprints(source, chat.tokenizer, chat.tokenizer.chat_template or ""),
         seq_len,
         None,
@@ -214,7 +218,7 @@ def _classify(
     callbacks: Sequence[Callback],
 ) -> TaskData:
     assert spec is not None
-    seq_len, most, fixed = sizes
+    seq_len, most, fixed, multiple = sizes
     columns = classify.columns_of(source.table, settings.text_fields, settings.label_field)
     classes = source.table.names.get(columns.label, ())
     parts = [
@@ -251,7 +255,15 @@ def _classify(
     if cut:
         hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
     train, validation = (
-        PaddedDataset(part.samples, most, fixed, mask=encoder, last=not encoder, once_in=once)
+        PaddedDataset(
+            part.samples,
+            most,
+            fixed,
+            mask=encoder,
+            last=not encoder,
+            once_in=once,
+            multiple=multiple,
+        )
         for part, once in zip(encoded, (None, settings.global_batch), strict=True)
     )
     return TaskData(

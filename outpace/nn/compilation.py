@@ -10,9 +10,10 @@ batches gain is less than compiling takes.
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,26 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
+    """What is compiled meanwhile is kept in `folder` for later runs, unless the user says where.
+
+    Inductor's graphs and code, and Triton's kernels, each by the variable that they read. Where it
+    is not `used`, all is left as it is.
+    """
+    if not used:
+        yield
+        return
+    places = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    own = {name: str(folder / place) for name, place in places.items() if name not in environ}
+    environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            environ.pop(name, None)
 
 
 def compile_time_s() -> float:

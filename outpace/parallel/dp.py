@@ -241,5 +241,10 @@ def apply(request: Request) -> Layout:
             "one's own computes its loss from a whole batch. Use --strategy ddp."
         )
     if ranks.world_size == 1:
+        if request.plan.compile:
+            raise BadInputError(
+                "--strategy dp --compile on one process: its threads copy the model, and copies "
+                "are not compiled. Use --strategy single, or leave --compile out."
+            )
         return Layout(objective, Threads(objective))
     return DataParallel(request)

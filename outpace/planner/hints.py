@@ -7,6 +7,7 @@ from typing import Any
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device
 from outpace.planner.finalists import played
+from outpace.planner.outlines import parameters
 from outpace.planner.search import Needs, search
 from outpace.planner.space import Wanted
 from outpace.planner.step_setup import Question
@@ -16,6 +17,9 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
     ("precision", "fp8", "fp8"), ("compile", True, "compile"),
     ("optimizer", "adamw-8bit", "adamw-8bit"),
 )  # fmt: skip
+# Below, scaling takes longer than products save: 1.17 times as fast at about 1 billion, slower at
+# 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
+_FP8_PARAMETERS = 0.9e9
 _LEAST = 1.02  # times as fast, to be worth a word
 
 
@@ -58,6 +62,8 @@ def _beside(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, W
                 wanted.precision not in ("bf16", "bf16-master")
                 or "fp8" not in device.best_flops_per_s
             ):
+                continue
+            if parameters(wanted.outline) < _FP8_PARAMETERS:
                 continue
             axes = axes if best.tp == 1 else {"tp": 1}
         yield name, replace(wanted, keep={**axes, **wanted.keep, name: value})

@@ -5,7 +5,7 @@ and the host, which launches every operator: where the device is done sooner, it
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -75,6 +75,11 @@ _TURN_PIECES = 2 + 2 + 2 + 3
 # writes; its backward reads result and gradient twice, and writes. The loss's gradient is one
 # column of a tensor of zeros. (aten/src/ATen/native/cuda/SoftMax.cu, Loss.cu.)
 _LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
+# Without a compiler scaling 2 bytes to float8 is |x| (2 + 2), its largest (2), fp32 (2 + 4), times
+# the scale (4 + 4), clamped (4 + 4), cast (4 + 1) rather than 2 + 2 + 1 bytes, by a dozen operators
+# an operand (torchao/float8/float8_utils.py, float8_scaling_utils.py).
+_SCALED_EAGERLY = 33 / 5
+_SCALING_OPERATORS = 12
 _CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the other way round
 
 
@@ -105,22 +110,25 @@ def layer(
     forward = forward + inner + tokens * moved / rate
     backward = backward + inner_back + tokens * moved_back / rate
     operators, inner_operators = _operators(outline, stack, fused)
-    more = _backward_operators(outline, stack)
+    more: Floats | float = _backward_operators(outline, stack)
     # RMS norms of spread tensors: five operators in place of one.
     apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
     calls = operators + 4.0 * stack.norms * apart.astype(float)
-    shrink = np.where(cells.compiled > 0, 0.4, 1.0)
+    scaled = _float8(device, cells) * _SCALING_OPERATORS * len([*weights(stack, outline.hidden)])
+    calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
+    tight = cells.compiled > 0
+    kernels, kernels_back = _kernels(outline, stack, inner_operators)
     return Work(
         forward_s=forward,
         backward_s=backward,
         weights_s=into,
-        forward_operators=calls * shrink,
-        backward_operators=(calls + more) * shrink,
+        forward_operators=np.where(tight, kernels, calls),
+        backward_operators=np.where(tight, kernels_back, calls + more),
         products_s=products,
         attention_s=inner,
         attention_back_s=inner_back,
         inner_s=inner,
-        inner_operators=inner_operators * shrink,
+        inner_operators=np.full_like(tokens, inner_operators),
     )
 
 
@@ -137,9 +145,26 @@ def _weight(
     one = product_s(device, cells.rate, tokens, n, k, cells.item, batch)
     inputs = product_s(device, cells.rate, tokens, k, n, cells.item, batch)
     grads = product_s(device, cells.rate, k, n, tokens, cells.item, batch)
+    eight = _float8(device, cells) * batch / device.memory_bytes_per_s
+    casts = np.where(cells.compiled > 0, 1.0, _SCALED_EAGERLY)
+    one = one + eight * casts * (5 * tokens * k + 9 * n * k)
+    inputs = inputs + eight * (casts * 5 * tokens * n + 2 * n * k)
+    grads = grads + eight * 2 * (tokens * n + tokens * k)
     if weight.bias:
         grads = grads + batch * tokens * n * cells.item / device.memory_bytes_per_s
     return one, inputs, grads
+
+
+def _float8(device: Device, cells: Cells) -> Floats:
+    """1 where products are in float8, whose operands are scaled and cast anew each time.
+
+    torchao's Float8Linear has one scale a tensor. Bytes of a number: the largest is looked for
+    (reads 2 of an activation or its gradient, 4 of a weight), then it is cast (reads as much,
+    writes 1), and for the other product that an operand has part in it is laid out the other way
+    round (reads 1, writes 1).
+    """
+    eight: Floats = (cells.rate > 1.5 * device.rate("bf16")).astype(float)
+    return eight
 
 
 def _products(
@@ -199,6 +224,68 @@ def _moved(
     device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
     """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
+    eager = _moved_eagerly(device, outline, stack, cells, fused)
+    if device.kind != "cuda":
+        return eager
+    tight = _moved_compiled(outline, stack, cells, fused)
+    ahead, back = (np.where(cells.compiled > 0, *pair) for pair in zip(tight, eager, strict=True))
+    return ahead, back
+
+
+def _moved_compiled(
+    outline: Outline, stack: Stack, cells: Cells, fused: bool
+) -> tuple[Floats, Floats]:
+    """As `_moved`, of the kernels that Inductor makes for a GPU (torch/_inductor/scheduler.py).
+
+    It fuses what is elementwise with a reduction over the same rows. A sum into the residual
+    stream, the norm after it and the cast for the next product are one kernel, which reads the
+    stream and the branch and writes the stream and the norm's result. Backwards one kernel reads
+    the gradient of the result, the stream and its gradient, and writes the latter, and once more
+    cast for the product before; another reads the first two again for the norm's weights. Dropout
+    draws its numbers anew. An activation is one kernel between products, and so is a rotation.
+    """
+    split = outline.hidden / cells.norm_split
+    wide, low = split * cells.wide, split * cells.item
+    ahead = stack.norms * (2 * wide + 2 * low)
+    back = stack.norms * (3 * wide + 2 * low + (wide + low))
+    if stack.mlp is not None:
+        width = _width(stack.mlp) * cells.item / cells.tp
+        ahead = ahead + width * (3 if stack.mlp.gated else 2)
+        back = back + width * (5 if stack.mlp.gated else 3)
+    if stack.attention is not None:
+        a = stack.attention
+        keys = (a.heads + a.kv_heads) * a.head_dim * cells.item / cells.tp
+        values = a.kv_heads * a.value_dim * cells.item / cells.tp
+        if not outline.learned_positions:
+            ahead, back = ahead + 2 * keys, back + 2 * keys
+        if not fused:
+            ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
+    return ahead, back
+
+
+def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
+    """Kernels of a compiled layer's forward and backward: those of `_moved_compiled`, and products.
+
+    Backwards a product has two, attention one more than forwards (it sums gradients and outputs
+    beforehand), a norm two, a bias a sum.
+    """
+    parts = list(weights(stack, outline.hidden))
+    products = len(parts) + sum(p.count for p in stack.other)
+    biases = sum(weight.bias for weight in parts)
+    between = (stack.mlp is not None) + (
+        stack.attention is not None and not outline.learned_positions
+    )
+    ahead = products + inner + stack.norms + between
+    return float(ahead), float(2 * products + inner + 1 + 2 * stack.norms + between + biases)
+
+
+def _moved_eagerly(
+    device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
+) -> tuple[Floats, Floats]:
+    """As `_moved`, of a kernel for each operator; on a CPU also of what is compiled.
+
+    On a GPU autocast casts what a norm gives for the product after it, and the branch's gradient.
+    """
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
     adds += stack.cross_attention is not None
@@ -212,6 +299,10 @@ def _moved(
     )
     ahead = stack.norms * norm * wide + adds * 3 * wide
     back = stack.norms * norm_back * wide + adds * 3 * wide
+    if device.kind == "cuda":
+        cast = np.where(cells.item < cells.wide, outline.hidden / cells.norm_split, 0.0)
+        cast = cast * (cells.wide + cells.item)
+        ahead, back = ahead + stack.norms * cast, back + (stack.norms + adds) * cast
     if stack.dropout:
         mask = outline.hidden / cells.norm_split
         ahead, back = ahead + adds * (2 * wide + mask), back + adds * (2 * wide + mask)
@@ -291,6 +382,8 @@ def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
     length = outline.stacks[-1].seq_len or seq_len
     length = min(length, outline.predicted or length)
     tokens = cells.samples * length / cells.cp
+    # Float8 is of the blocks alone.
+    cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     weight = Weight("head", outline.embedded, outline.outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
     for ahead, back, own in _products(device, cells, outline.head_products, length):

@@ -20,11 +20,13 @@ Region = Literal["whole", "blocks"]
 class Compiled(Record):
     """What came of it: the same numbers, or an `error` that torch raises.
 
-    `region`: how much is compiled at once. `breaks`: what the compiler leaves to Python, so that a
-    region is more than one graph. `issue`: where torch's own people know of it.
+    `by_default`: on CUDA, where nobody says. `region`: how much is compiled at once. `breaks`: what
+    the compiler leaves to Python, so that a region is more than one graph. `issue`: where torch's
+    own people know of it.
     """
 
     works: bool
+    by_default: bool = True
     region: Region = "blocks"
     breaks: str | None = None
     error: str | None = None
@@ -41,11 +43,14 @@ _WHOLE = Compiled(works=True, region="whole")
 # Between blocks `fully_shard` gathers parameters, pipelines send, and the ring sends gradients that
 # one region's backward would bring all at its end.
 _BLOCKS = Compiled(works=True)
-_SENDS = Compiled(works=True, breaks="torch.distributed.P2POp and batch_isend_irecv")
+_SENDS = Compiled(
+    works=True, by_default=False, breaks="torch.distributed.P2POp and batch_isend_irecv"
+)
 # What the message advises makes it worse: with donated buffers off it runs, and the gradients of
 # the blocks' weights are wrong (their weights were off by their whole value after two steps).
 _SPLIT = Compiled(
     works=False,
+    by_default=False,
     error="This backward function was compiled with non-empty donated buffers which requires "
     "create_graph=False and retain_graph=False.",
     issue="pytorch#161904",
@@ -53,7 +58,9 @@ _SPLIT = Compiled(
 
 COMPILED: Mapping[str, Compiled] = {
     # Of DDP's, torch cuts the region where its buckets of gradients end.
-    **dict.fromkeys(("single", "dp", "ps", "ddp", "zero1"), _WHOLE),
+    **dict.fromkeys(("single", "ps", "ddp", "zero1"), _WHOLE),
+    # A baseline; of one process torch's threads would call the first replica's forward.
+    "dp": _WHOLE.model_copy(update={"by_default": False}),
     **dict.fromkeys(("ring", "zero2", "zero3", "hsdp", "3d"), _BLOCKS),
     # A DTensor made before the first block asks for a tensor's value: five graphs of a whole.
     "tp": _BLOCKS,

@@ -126,6 +126,10 @@ class Measurement(Record):
     world_size: int
     strategy: Strategy | None = None
     device: str | None = Field(default=None, description="cpu, cuda or mps")
+    first_step_s: float | None = Field(
+        default=None, description="from the start of the job to the end of its first step"
+    )
+    compile_s: float = Field(default=0.0, description="of that, in torch.compile's compiler")
     step_time_s: float | None = Field(description="median")
     tokens_per_s: float | None
     samples_per_s: float | None

@@ -260,7 +260,9 @@ class TrainSettings(Record):
         "computation", "a directory on the disk to offload to (default: the run's)"
     )
     empty_cache: bool = _field("computation", "free cached memory between a step's phases", False)
-    compile: bool = _field("computation", "torch.compile the forward", False)
+    compile: bool | None = _field(
+        "computation", "torch.compile the forward (default: on CUDA, if it pays back in the run)"
+    )
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
     )

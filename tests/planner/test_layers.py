@@ -134,6 +134,46 @@ def test_the_host_launches_fewer_operators_when_compiled_or_fused():
     assert gated[1].forward_s < gated[0].forward_s and gated[1].backward_s < gated[0].backward_s
 
 
+def test_compiled_passes_are_counted_by_what_they_read_and_write():
+    """Of GPT-2 under autocast: a stream of 4 bytes, products of 2; nothing else takes any time."""
+    moving = replace(FLAT, memory_bytes_per_s=1e12, best_flops_per_s={"bf16": 1e40})
+    model, tokens = of("gpt2"), 1024
+    (stack,) = model.stacks
+    model = model.model_copy(update={"stacks": (stack.model_copy(update={"dropout": False}),)})
+    free = {"attention_forward": 1e40, "attention_backward": 1e40}
+    found = {
+        tight: works(replace(moving, **free), model, tokens, "fused", rate=1e40, wide=4,
+                     compiled=tight)[0][1]
+        for tight in (0, 1)
+    }  # fmt: skip
+    bytes_ = {tight: ((work.forward_s - work.products_s) * 1e12 / tokens,
+                      (work.backward_s - 2 * work.products_s) * 1e12 / tokens)
+              for tight, work in found.items()}  # fmt: skip
+    # Two kernels of sum, norm and cast, and one activation; biases' gradients are sums (2 bytes).
+    ahead = 2 * (4 + 2 + 4 + 2) * 768 + 2 * 2 * 3072
+    back = 2 * (4 * 3 + 2 * 2 + 4 + 2) * 768 + 3 * 2 * 3072 + 2 * (3 * 768 + 768 + 3072 + 768)
+    assert bytes_[1][0] == pytest.approx(ahead)
+    assert bytes_[1][1] == pytest.approx(back)
+    # By operators of the eager program (aten's calls on fake tensors, 768 numbers a token): norms
+    # 16, casts 12, sums 20, GELU 16 bytes; backwards 24 + 24 + 24 + 24, and the biases' 18. Norms
+    # take longer than their bytes.
+    assert 64 * 768 < bytes_[0][0] < 80 * 768
+    assert 114 * 768 < bytes_[0][1] < 160 * 768
+
+
+def test_float8_pays_for_its_scales_and_dearly_without_a_compiler():
+    model, rate = of("llama-3-8b"), H100.rate("fp8")
+    low = works(H100, model, 8192, "fused", wide=4, rate=H100.rate("bf16"), compiled=1)[0][1]
+    eight, eager = (
+        works(H100, model, 8192, "fused", wide=4, rate=rate, compiled=n)[0][1] for n in (1, 0)
+    )
+    assert 1.0 < low.forward_s / eight.forward_s < 1.5  # where products alone would make it 1.9
+    assert eager.forward_s > low.forward_s
+    assert eager.forward_operators > 2 * eight.forward_operators
+    alone = head(H100, model, cells(rate=rate), 8192).products_s
+    assert alone == head(H100, model, cells(rate=H100.rate("bf16")), 8192).products_s
+
+
 def test_a_model_without_a_head_has_none():
     vit = of("vit-b-16").model_copy(update={"outputs": 0})
     assert all(value == 0 for value in head(H100, vit, cells(), 197))
