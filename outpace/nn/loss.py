@@ -2,11 +2,9 @@
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 
-Chunked, the gradients of a chunk of rows are computed in the forward, right after its logits, and
-the logits are dropped (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2): on accelerators
-around the whole-logits form, whose sums are fp32; in bf16 on a CPU around `low_loss`, which needs
-no chunks before its logits take a quarter of a gibibyte; and in fp32 there, which fp16 takes, too,
-with gradients that are added up in their place.
+On an accelerator `head_loss` takes it. On a CPU large logits are taken in chunks: in bf16 around
+`low_loss`, which needs none before its logits take a quarter of a gibibyte; and in fp32, which fp16
+takes, too, with gradients that are added up in their place.
 
 torch's own chunked operator (`F.linear_cross_entropy`, since 2.13) is not used: it adds the loss up
 in the dtype of its input, where a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum
@@ -20,11 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.nn.block import raised
+from outpace.nn.head_loss import EAGER, Passes, compiled_passes, head_loss_sum
 from outpace.nn.low_loss import IGNORED as IGNORED
 from outpace.nn.low_loss import gradient_in_place, low_loss
 from outpace.nn.transformer import Transformer
 
 LossKind = Literal["auto", "plain", "chunked"]
+
+_CPUS = ("cpu", "meta")
 
 CHUNK_ROWS = 512
 # From where on "auto" takes chunks, by the bytes of fp32 logits. Measured on a 2-core Xeon (fp32,
@@ -33,9 +34,6 @@ CHUNK_ROWS = 512
 CHUNK_FROM_BYTES_CPU = 32 * 2**20
 # Up to here logits of 16 bits are whole on a CPU, as their gradient takes their place.
 LOW_LOGITS_BYTES_CPU = 256 * 2**20
-# An accelerator wants large products: chunks only where the memory is worth having.
-CHUNK_FROM_BYTES_ACCELERATOR = 512 * 2**20
-CHUNK_BYTES_ACCELERATOR = 128 * 2**20
 
 
 class LanguageModelObjective(nn.Module):
@@ -44,10 +42,13 @@ class LanguageModelObjective(nn.Module):
     `compute_dtype` is the dtype of the head's products (None: fp32), since the chunked operator
     does not see autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" takes
     whichever suits their size; `runs_on` is the kind of device that it suits, where the tensors are
-    traced on another.
+    traced on another. `compiles`: whether torch.compile makes the kernels over the logits, on an
+    accelerator; `passes` are what it made, or what stands for it.
     """
 
     runs_on: str | None = None
+    compiles: bool = False
+    passes: Passes | None = None
 
     def __init__(
         self,
@@ -90,8 +91,20 @@ class LanguageModelObjective(nn.Module):
             self.loss,
             self.compute_dtype,
             self.runs_on,
+            self.passes_on(hidden_BSD.device.type),
         )
         return loss_sum, (targets_N != IGNORED).sum()
+
+    def passes_on(self, device_type: str) -> Passes:
+        """What reads and writes logits on an accelerator; compiled ones are made when first asked.
+
+        A CPU, which has none of them, loads no compiler for them.
+        """
+        if not self.compiles or (self.runs_on or device_type) in _CPUS:
+            return EAGER
+        if self.passes is None:
+            self.passes = compiled_passes()
+        return self.passes
 
 
 def linear_loss_sum(
@@ -102,36 +115,34 @@ def linear_loss_sum(
     kind: LossKind = "auto",
     dtype: torch.dtype | None = None,
     runs_on: str | None = None,
+    passes: Passes = EAGER,
 ) -> Tensor:
     """Sum over targets of −log softmax(hidden · weightᵀ + bias)[target], fp32, with gradient.
 
     Targets of −100 count nothing; if all are, the loss is 0. `dtype` is that of the products,
-    `runs_on` the kind of device to choose for (None: the tensors').
+    `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
+    accelerator.
     """
-    rows, vocab, device = hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device
-    device_type = runs_on or device.type
-    on_cpu = device_type in ("cpu", "meta")
+    if (runs_on or hidden_ND.device.type) not in _CPUS:
+        return head_loss_sum(hidden_ND, weight_VD, bias_V, targets_N, kind, dtype, passes)
+    rows, vocab = hidden_ND.shape[0], weight_VD.shape[0]
     low = None if dtype in (None, torch.float32) else dtype
-    if kind == "auto" and on_cpu and low == torch.bfloat16 and rows <= _whole_rows_cpu(vocab):
+    if kind == "auto" and low == torch.bfloat16 and rows <= _whole_rows(vocab):
         whole: Tensor = low_loss(hidden_ND, weight_VD, bias_V, targets_N)[0]
         return whole
-    if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab, device_type)):
+    if kind == "plain" or (kind == "auto" and not prefers_chunks(rows, vocab)):
         return _plain_sum(hidden_ND, weight_VD, bias_V, targets_N, low)
-    if on_cpu and low != torch.bfloat16:
-        return _wide_sum_on_cpu(hidden_ND, weight_VD, bias_V, targets_N)
-    chunk_rows = max(CHUNK_ROWS, CHUNK_BYTES_ACCELERATOR // (4 * vocab))
-    if on_cpu:
-        chunk_rows = CHUNK_ROWS if kind == "chunked" else _whole_rows_cpu(vocab)
+    if low != torch.bfloat16:
+        return _wide_sum(hidden_ND, weight_VD, bias_V, targets_N)
+    chunk_rows = CHUNK_ROWS if kind == "chunked" else _whole_rows(vocab)
     track = torch.is_grad_enabled()
     loss_sum: Tensor = ChunkedSum.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, low, track, on_cpu
+        hidden_ND, weight_VD, bias_V, targets_N, chunk_rows, track
     )
     return loss_sum
 
 
-def _wide_sum_on_cpu(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
-) -> Tensor:
+def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         operands = raised(hidden), raised(weight), None if bias is None else raised(bias)
         loss_sum: Tensor = WideChunkedSum.apply(  # type: ignore[no-untyped-call]
@@ -140,15 +151,14 @@ def _wide_sum_on_cpu(
     return loss_sum
 
 
-def _whole_rows_cpu(vocab: int) -> int:
+def _whole_rows(vocab: int) -> int:
     """Of how many tokens "auto" holds all logits of 16 bits on a CPU."""
     return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
-def prefers_chunks(rows: int, vocab: int, device_type: str) -> bool:
-    """Whether "auto" takes chunks for this many tokens and this vocabulary."""
-    limit = CHUNK_FROM_BYTES_CPU if device_type == "cpu" else CHUNK_FROM_BYTES_ACCELERATOR
-    return rows > CHUNK_ROWS and 4 * rows * vocab > limit
+def prefers_chunks(rows: int, vocab: int) -> bool:
+    """Whether "auto" takes chunks for this many tokens and this vocabulary on a CPU."""
+    return rows > CHUNK_ROWS and 4 * rows * vocab > CHUNK_FROM_BYTES_CPU
 
 
 def _plain_sum(
@@ -217,7 +227,7 @@ class ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward made."""
         hidden, weight, *bias = _scaled_once(ctx, loss_grad)
-        return hidden, weight, (*bias, None)[0], None, None, None, None, None
+        return hidden, weight, (*bias, None)[0], None, None, None
 
 
 class WideChunkedSum(torch.autograd.Function):

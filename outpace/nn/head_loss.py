@@ -1,0 +1,502 @@
+"""The loss of a large vocabulary on an accelerator: padded products, logits once in memory.
+
+The head's logits, a few GiB of them, are what a loss costs in memory and, beside its products, in
+time. Here they exist once, in the dtype of the products (16 bits in mixed precision), and their
+gradient takes their place. There are two ways:
+
+- whole: the forward makes all logits and reads them once, for log Σ exp; the backward reads them
+  again and writes their gradient over them, scaled, and multiplies. As autograd's own in precision.
+- by chunks of at least `CHUNK_ROWS` rows, where all logits would take more than `WHOLE_BYTES` or
+  chunks are asked for: the forward makes the gradients, chunk by chunk, which the backward only
+  scales (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
+
+The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopper take rows of 16
+bytes, and without it GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200,
+2026-11-27). The padding is rows of zeros in the copy of the head that the products are made from;
+its logits count nothing, and nothing of it is stored. The head's gradient is added up in fp32
+within the product, by cuBLAS, and is one product, or one for each chunk that adds to the last.
+
+What reads and writes the logits is a `Passes`, compiled by torch.compile (two kernels over the
+logits, static shapes) or eager. Products are cuBLAS's either way.
+
+Legend: N tokens (B·S), D hidden width, V vocabulary (this rank's part, if it is split), P = V
+padded.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from outpace.nn.low_loss import IGNORED
+
+PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
+# All logits are made at once up to here: 2³¹ of 16 bits, which kernels still count in 32 bits, and
+# 16,384 tokens of Llama 3's vocabulary of 128,256. A constant, so that all ranks do the same.
+WHOLE_BYTES = 4 * 2**30
+# Larger ones are cut into the largest equal chunks of at most so many bytes.
+CHUNK_BYTES = 2 * 2**30
+# Rows of a chunk that is asked for, and the least of any: below, the head's gradient is read and
+# written too often (4 times of 4·V·D bytes at 16,384 tokens).
+CHUNK_ROWS = 4096
+# Of logits in fp32 that the eager passes have beside the logits.
+BLOCK_BYTES = 256 * 2**20
+
+# Of local log-sum-exps and targets' logits (N), those over all ranks.
+Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What reads and writes logits (N, P), of which the first `vocab` columns count.
+
+    `columns_N` are targets' columns, −1 where these logits have none; `counts_N`: whether a token
+    has a target at all.
+
+    - `scores(logits_NP, columns_N, vocab)`: log Σ exp and the targets' logits (0 where there is
+      none), both (N), in fp32 or what is wider.
+    - `gradient(logits_NP, lse_N, columns_N, scales_N, vocab)`: the logits become
+      (softmax − one-hot) · scale, in their place. It follows `scores`.
+    - `loss_and_gradient(logits_NP, columns_N, counts_N, vocab)`: the sum of losses, and the logits
+      become its gradient.
+    """
+
+    scores: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
+    loss_and_gradient: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    """To be compiled: one kernel that reads the logits once, and one for the targets'."""
+    wide_NP = _only(_wide(logits_NP), vocab, -torch.inf)
+    largest_N1 = wide_NP.amax(1, keepdim=True)
+    sums_N1 = (wide_NP - largest_N1).exp().sum(1, keepdim=True)  # a pattern of Inductor's
+    return (largest_N1 + sums_N1.log()).squeeze(1), _own(logits_NP, columns_N)
+
+
+def _gradient(
+    logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
+) -> None:
+    """To be compiled: one kernel that reads the logits and writes over them.
+
+    Padded columns are zero, as exp of a padded logit, 0, may be infinite.
+    """
+    p_NP = _only((_wide(logits_NP) - lse_N.unsqueeze(1)).exp(), vocab, 0.0)
+    at_NP = torch.arange(logits_NP.shape[1], device=p_NP.device) == columns_N.unsqueeze(1)
+    logits_NP.copy_((p_NP - at_NP.to(p_NP.dtype)) * scales_N.unsqueeze(1))
+
+
+def _loss_and_gradient(
+    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
+) -> Tensor:
+    """To be compiled: both of the above."""
+    lse_N, own_N = _scores(logits_NP, columns_N, vocab)
+    loss = ((lse_N - own_N) * counts_N).sum()
+    _gradient(logits_NP, lse_N, columns_N, counts_N.to(lse_N.dtype), vocab)
+    return loss
+
+
+def _only(values_NP: Tensor, vocab: int, other: float) -> Tensor:
+    if values_NP.shape[1] == vocab:
+        return values_NP
+    real_P = torch.arange(values_NP.shape[1], device=values_NP.device) < vocab
+    return torch.where(real_P, values_NP, other)
+
+
+def _own(logits_NP: Tensor, columns_N: Tensor) -> Tensor:
+    own_N = _wide(logits_NP.gather(1, columns_N.clamp(min=0).unsqueeze(1)).squeeze(1))
+    return torch.where(columns_N >= 0, own_N, 0.0)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    logits_NP[:, vocab:] = -torch.inf
+    parts = [_wide(logits_NP[rows]).logsumexp(1) for rows in _blocks(logits_NP)]
+    return torch.cat(parts), _own(logits_NP, columns_N)
+
+
+def _eager_gradient(
+    logits_NP: Tensor, lse_N: Tensor, columns_N: Tensor, scales_N: Tensor, vocab: int
+) -> None:
+    for rows in _blocks(logits_NP):
+        p_RP = _wide(logits_NP[rows]).sub_(lse_N[rows].unsqueeze(1)).exp_()
+        _subtract_ones(p_RP, columns_N[rows])
+        torch.mul(p_RP, scales_N[rows].unsqueeze(1), out=logits_NP[rows])
+        del p_RP  # before the next one is made
+
+
+def _eager_loss_and_gradient(
+    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
+) -> Tensor:
+    """With one softmax and no second exp: log Σ exp is the largest logit less its log softmax."""
+    logits_NP[:, vocab:] = -torch.inf
+    own_N = _own(logits_NP, columns_N)
+    loss = own_N.new_zeros(())
+    for rows in _blocks(logits_NP):
+        largest_R, at_R = logits_NP[rows].max(1)
+        p_RP = logits_NP[rows].softmax(1, dtype=own_N.dtype)
+        lse_R = _wide(largest_R) - p_RP.gather(1, at_R.unsqueeze(1)).squeeze(1).log()
+        loss += ((lse_R - own_N[rows]) * counts_N[rows]).sum()
+        _subtract_ones(p_RP, columns_N[rows])
+        torch.mul(p_RP, counts_N[rows].unsqueeze(1), out=logits_NP[rows])
+        del p_RP  # before the next one is made
+    return loss
+
+
+def _subtract_ones(p_RP: Tensor, columns_R: Tensor) -> None:
+    ones_R = (columns_R >= 0).to(p_RP.dtype)
+    p_RP.scatter_add_(1, columns_R.clamp(min=0).unsqueeze(1), -ones_R.unsqueeze(1))
+
+
+def _blocks(logits_NP: Tensor) -> Iterator[slice]:
+    """Rows whose logits take `BLOCK_BYTES` in fp32."""
+    rows = max(1, BLOCK_BYTES // (4 * logits_NP.shape[1]))
+    for start in range(0, len(logits_NP), rows):
+        yield slice(start, start + rows)
+
+
+EAGER = Passes(_eager_scores, _eager_gradient, _eager_loss_and_gradient)
+
+
+class CompiledPass:
+    """A pass compiled for the shapes that it meets; eager from then on if the compiler fails."""
+
+    def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
+        self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        self._eager = eager
+        self._failed = False
+
+    def __call__(self, *args: Any) -> Any:
+        """As the function."""
+        if self._failed:
+            return self._eager(*args)
+        try:
+            return self._compiled(*args)
+        except _compiler_errors() as error:  # before anything is computed
+            self._failed = True
+            lines = str(error).strip().splitlines() or [""]
+            warnings.warn(
+                f"torch.compile fails on the loss ({type(error).__name__}: {lines[0][:200]}), so "
+                "it is taken without. Leave the attempt out with --no-compile.",
+                stacklevel=2,
+            )
+            return self._eager(*args)
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """Asked for once there is an error: it loads the compiler."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return (TorchDynamoException,)
+
+
+def compiled_passes() -> Passes:
+    """Passes that torch.compile compiles at their first calls; making them loads the compiler."""
+    return Passes(
+        CompiledPass(_scores, EAGER.scores),
+        CompiledPass(_gradient, EAGER.gradient),
+        CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient),
+    )
+
+
+def padded_width(vocab: int) -> int:
+    """Columns of logits for so many tokens of a vocabulary."""
+    return -(-vocab // PADDED_TO) * PADDED_TO
+
+
+def chunk_rows(rows: int, vocab: int, itemsize: int) -> int:
+    """Rows of a chunk by size alone: all, or equal parts of at most `CHUNK_BYTES` of logits."""
+    row_bytes = padded_width(vocab) * itemsize
+    if rows * row_bytes <= WHOLE_BYTES:
+        return max(rows, 1)
+    most = max(CHUNK_ROWS, CHUNK_BYTES // row_bytes // PADDED_TO * PADDED_TO)
+    chunks = -(-rows // most)
+    return -(-rows // chunks // PADDED_TO) * PADDED_TO
+
+
+def head_loss_sum(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    kind: str = "auto",
+    dtype: torch.dtype | None = None,
+    passes: Passes = EAGER,
+) -> Tensor:
+    """Sum of −log softmax(hidden · weightᵀ + bias)[target], fp32 or wider, with gradient.
+
+    `dtype` is that of products and logits (None: fp32, or the operands' if wider). `kind`: "plain"
+    makes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" as their size says.
+    """
+    dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
+    counts_N = targets_N != IGNORED
+    columns_N = torch.where(counts_N, targets_N, -1)
+    operands = hidden_ND, weight_VD, bias_V, columns_N, counts_N
+    rows, whole = len(hidden_ND), kind == "plain"
+    size = CHUNK_ROWS
+    if kind == "auto":
+        size = chunk_rows(rows, len(weight_VD), dtype.itemsize)
+        whole = size >= rows and passes is not EAGER  # which has a faster way of its own
+    wanted = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in wanted)):
+            return _loss_alone(operands, rows if whole else size, dtype)
+        if whole:
+            return whole_loss_sum(*operands, dtype, passes)
+        loss: Tensor = _ChunkedLoss.apply(*operands, size, dtype, passes)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def whole_loss_sum(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    columns_N: Tensor,
+    counts_N: Tensor,
+    dtype: torch.dtype,
+    passes: Passes,
+    combine: Combine | None = None,
+) -> Tensor:
+    """The loss from all logits at once; columns and counts as `Passes` has them.
+
+    `combine` makes numbers of all ranks out of this rank's, where the vocabulary is split.
+    """
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        loss: Tensor = _WholeLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, bias_V, columns_N, counts_N, dtype, passes, combine
+        )
+    return loss
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves to its backward, each until it is used for the last time.
+
+    `due` are the operands whose gradients are still to be asked for, by their numbers.
+    """
+
+    logits: Tensor | None
+    operand: Tensor
+    head: Tensor | None
+    lse: Tensor
+    columns: Tensor
+    counts: Tensor
+    due: set[int]
+    is_gradient: bool = False
+
+
+class _WholeLoss(torch.autograd.Function):
+    """All logits between forward and backward. Each operand's gradient is made once.
+
+    Gradients may be asked for one after the other, as schedules with split backwards do.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        columns: Tensor,
+        counts: Tensor,
+        dtype: torch.dtype,
+        passes: Passes,
+        combine: Combine | None,
+    ) -> Tensor:
+        """The loss."""
+        operand, head = hidden.detach().to(dtype), padded_head(weight, dtype)
+        logits = _product(operand, head, bias)
+        lse, own = passes.scores(logits, columns, len(weight))
+        if combine is not None:
+            lse, own = combine(lse, own)
+        ctx.passes, ctx.vocab = passes, len(weight)
+        ctx.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
+        due = {number for number in range(3) if ctx.needs_input_grad[number]}
+        ctx.kept = _Kept(logits if due else None, operand, head, lse, columns, counts, due)
+        return ((lse - own) * counts).sum()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that are asked for."""
+        asked = _asked(ctx)
+        if not asked <= ctx.kept.due:
+            raise RuntimeError(
+                "the loss on an accelerator has one backward: its logits have become their "
+                "gradient. Compute the loss again for a second one."
+            )
+        with torch.autocast(loss_grad.device.type, enabled=False):
+            return *_whole_gradients(ctx, ctx.kept, loss_grad, asked), *[None] * 5
+
+
+def _asked(ctx: Any) -> set[int]:
+    """The operands whose gradients autograd passes on in this run, of those that have one.
+
+    `needs_input_grad` is as the forward left it, whatever of its operands is asked for.
+    """
+    operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
+    nodes = zip(operands, ctx.next_functions, strict=False)
+    return {number for number, (node, _) in nodes if node is not None and _is_run(node)}
+
+
+def _is_run(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that is asked for by `torch.autograd.grad`
+        return True
+
+
+def _whole_gradients(
+    ctx: Any, kept: _Kept, loss_grad: Tensor, asked: set[int]
+) -> list[Tensor | None]:
+    """Of hidden states, head and bias, in their dtypes; None where not asked for."""
+    logits = kept.logits
+    assert logits is not None
+    if not kept.is_gradient:
+        scales = kept.counts.to(kept.lse.dtype) * loss_grad
+        ctx.passes.gradient(logits, kept.lse, kept.columns, scales, ctx.vocab)
+        kept.is_gradient = True
+    of_hidden = of_weight = of_bias = None
+    if 0 in asked:
+        assert kept.head is not None
+        of_hidden = torch.mm(logits, kept.head).to(ctx.dtypes[0])
+        kept.head = None  # before the head's gradient is made
+    if 1 in asked:
+        of_weight = wide_product(logits.t(), kept.operand, ctx.dtypes[1])[: ctx.vocab]
+    if 2 in asked:
+        of_bias = logits.sum(0, dtype=kept.lse.dtype)[: ctx.vocab].to(ctx.dtypes[2])
+    kept.due -= asked
+    if not kept.due:
+        kept.logits = None
+    return [of_hidden, of_weight, of_bias]
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Some rows of logits at a time; gradients are made in the forward and scaled once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        columns: Tensor,
+        counts: Tensor,
+        rows: int,
+        dtype: torch.dtype,
+        passes: Passes,
+    ) -> Tensor:
+        """The loss; what is due has its gradient made."""
+        head, vocab = padded_head(weight, dtype), len(weight)
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        hidden_grad = torch.empty_like(hidden) if of_hidden else None
+        weight_grad = bias_grad = None
+        losses = []
+        for start in range(0, max(len(hidden), 1), rows):
+            part = slice(start, start + rows)
+            operand = hidden[part].detach().to(dtype)
+            logits = _product(operand, head, bias)
+            losses.append(passes.loss_and_gradient(logits, columns[part], counts[part], vocab))
+            if hidden_grad is not None:
+                _multiply_into(hidden_grad[part], logits, head)
+            if of_weight:
+                weight_grad = _add_product(weight_grad, logits.t(), operand)
+            if of_bias:
+                added = logits.sum(0, dtype=losses[0].dtype)
+                bias_grad = added if bias_grad is None else bias_grad.add_(added)
+            del logits  # before the next are made
+        ctx.grads = hidden_grad, weight_grad, bias_grad
+        ctx.like = vocab, weight.dtype, None if bias is None else bias.dtype
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale what the forward made, in its place."""
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss has no second backward; use the plain loss")
+        hidden, weight, bias = [None if g is None else g.mul_(loss_grad) for g in ctx.grads]
+        ctx.grads = None
+        vocab, dtype, bias_dtype = ctx.like
+        weight = None if weight is None else weight[:vocab].to(dtype)
+        bias = None if bias is None else bias[:vocab].to(bias_dtype)
+        return hidden, weight, bias, *[None] * 5
+
+
+def _loss_alone(
+    operands: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], rows: int, dtype: torch.dtype
+) -> Tensor:
+    """Without gradients, as in evaluation, whose shapes are not worth compiling for."""
+    hidden, weight, bias, columns, counts = operands
+    head = padded_head(weight, dtype)
+    loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+    for start in range(0, len(hidden), max(rows, 1)):
+        part = slice(start, start + rows)
+        logits = _product(hidden[part].to(dtype), head, bias)
+        lse, own = EAGER.scores(logits, columns[part], len(weight))
+        del logits
+        loss += ((lse - own) * counts[part]).sum()
+    return loss
+
+
+def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
+    """The head (P, D) in the dtype of the products, with rows of zeros; itself, if that is it."""
+    vocab, width = weight_VD.shape
+    rows = padded_width(vocab)
+    if rows == vocab:
+        return weight_VD.detach().to(dtype)
+    head_PD = weight_VD.new_empty((rows, width), dtype=dtype)
+    head_PD[:vocab] = weight_VD.detach()
+    head_PD[vocab:] = 0
+    return head_PD
+
+
+def _product(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Logits (N, P)."""
+    if bias_V is None:
+        return torch.mm(operand_ND, head_PD.t())
+    bias_P = bias_V.new_zeros(len(head_PD), dtype=head_PD.dtype)
+    bias_P[: len(bias_V)] = bias_V.detach()
+    return torch.addmm(bias_P, operand_ND, head_PD.t())
+
+
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left` @ `right` in `dtype`, which cuBLAS writes from its fp32 sums without rounding them."""
+    if dtype == left.dtype:
+        return torch.mm(left, right)
+    if dtype != torch.float32:
+        return torch.mm(left, right).to(dtype)
+    if not _multiplies_wide(left):
+        return torch.mm(left.float(), right.float())
+    return torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """`total` with `left` @ `right` added, in fp32 or what is wider, within the product."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if total is None:
+        return wide_product(left, right, wide)
+    if left.dtype == wide:
+        return total.addmm_(left, right)
+    if not _multiplies_wide(left):
+        return total.addmm_(left.float(), right.float())
+    return torch.addmm(total, left, right, out_dtype=wide, out=total)
+
+
+def _multiplies_wide(operand: Tensor) -> bool:
+    """Whether its device has products of 16 bits that give fp32; traced tensors stand for such."""
+    return operand.device.type == "cuda" or type(operand) is not Tensor
+
+
+def _multiply_into(into: Tensor, left: Tensor, right: Tensor) -> None:
+    if into.dtype == left.dtype:
+        torch.mm(left, right, out=into)
+    else:
+        into.copy_(torch.mm(left, right))
