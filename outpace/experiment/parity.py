@@ -102,7 +102,7 @@ class Trial:
                     parameter.mul_(4)
         adapt(model, plan, self.seed)
         self._begin_adapters(model)
-        return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision])
+        return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision], plan.compile)
 
     @torch.no_grad()
     def _begin_adapters(self, model: Transformer) -> None:

@@ -283,10 +283,10 @@ def build_objective(
     if materials.is_transformer and fills_later(plan):
         with torch.device("meta"):
             hollow = Transformer(materials.spec)
-        return LanguageModelObjective(hollow, plan.loss, compute_dtype)
+        return LanguageModelObjective(hollow, plan.loss, compute_dtype, plan.compile)
     model = initial_model(materials.opened, materials.spec, settings)
     adapt(model, plan, settings.seed, device)
-    return LanguageModelObjective(model, plan.loss, compute_dtype).to(device)
+    return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)
 
 
 def weights_of(materials: Materials, settings: TrainSettings) -> Callable[[str], torch.Tensor]:

@@ -323,7 +323,7 @@ class _WholeLoss(torch.autograd.Function):
         return ((lse - own) * counts).sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients that are asked for."""
         asked = _asked(ctx)
@@ -417,7 +417,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what the forward made, in its place."""
         if ctx.grads is None:

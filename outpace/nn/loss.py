@@ -47,7 +47,6 @@ class LanguageModelObjective(nn.Module):
     """
 
     runs_on: str | None = None
-    compiles: bool = False
     passes: Passes | None = None
 
     def __init__(
@@ -55,11 +54,13 @@ class LanguageModelObjective(nn.Module):
         model: Transformer,
         loss: LossKind = "auto",
         compute_dtype: torch.dtype | None = None,
+        compiles: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.compute_dtype = compute_dtype
+        self.compiles = compiles
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Sum of the losses in nats (fp32, with gradient) and the number of targets (int64).
@@ -182,9 +183,7 @@ def _scaled_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
 
 
 class ChunkedSum(torch.autograd.Function):
-    """The sum of losses by chunks of rows: fp32 sums and weight gradients, or fp64 of what is.
-
-    `dtype` is that of products in 16 bits; None: in what the operands are, fp32 at least.
+    """The sum of losses on a CPU by chunks of rows: products in bf16, fp32 sums and gradients.
 
     Costs the three matrix products of the plain loss; the gradients are made in the forward and
     only scaled in the backward, so a second backward raises.
@@ -198,24 +197,19 @@ class ChunkedSum(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunk_rows: int,
-        dtype: torch.dtype | None,
         track: bool,
-        on_cpu: bool = False,
     ) -> Tensor:
         """The loss; with `track` also the gradients of all three operands."""
-        given = [weight] if bias is None else [weight, bias]
-        operands = [raised(one) if dtype is None else one.to(dtype) for one in given]
+        operands = [one.to(torch.bfloat16) for one in (weight, bias) if one is not None]
         operands = [operand.detach().requires_grad_(track) for operand in operands]
-        wide = torch.promote_types(operands[0].dtype, torch.float32)
-        sums = [torch.zeros_like(o, dtype=wide) for o in operands if track]
+        sums = [torch.zeros_like(o, dtype=torch.float32) for o in operands if track]
         hidden_grad = torch.empty_like(hidden) if track else None
-        loss_sum = torch.zeros((), dtype=wide, device=hidden.device)
+        loss_sum = torch.zeros((), device=hidden.device)
         with torch.set_grad_enabled(track):
             for start in range(0, hidden.shape[0], chunk_rows):
                 rows = slice(start, start + chunk_rows)
                 chunk = hidden[rows].detach().requires_grad_(track)
-                taken = (chunk, operands[0], (*operands, None)[1], targets[rows])
-                part = low_loss(*taken)[0] if on_cpu else _plain_sum(*taken, dtype)
+                part = low_loss(chunk, operands[0], (*operands, None)[1], targets[rows])[0]
                 loss_sum += part.detach()
                 if hidden_grad is not None:
                     hidden_grad[rows], *grads = torch.autograd.grad(part, [chunk, *operands])

@@ -13,7 +13,8 @@ models alike; the following differs:
    makes their gradients for all heads first (Dao, arXiv 2307.08691, §3; flash_api of the library).
 4. Dropout inside fused attention is drawn anew in the backward, so that no mask is kept; the CPU
    has no fused attention with dropout and keeps the probabilities.
-5. The loss is cut into chunks as `nn.loss` does on an accelerator.
+5. The loss is `nn.head_loss`. Its passes over the logits, where torch.compile makes them, have no
+   memory of their own but numbers for each token: their gradient is written over them.
 6. Weights that are made into 4 bits lie in host memory before, all but the matrix at hand.
 
 What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from outpace.nn.block import Attention, fused_attention, suited_attention
+from outpace.nn.head_loss import Passes
 from outpace.nn.loss import LanguageModelObjective
 from outpace.records.hardware import Accelerator
 from outpace.records.plan import Plan
@@ -68,6 +70,8 @@ class Rules:
         if self.accelerator is None:
             return
         objective.runs_on = "cuda"
+        if objective.compiles:
+            objective.passes = _IN_PLACE
         for module in objective.modules():
             if isinstance(module, Attention):
                 mix = fused_attention if module.mix is suited_attention else module.mix
@@ -81,6 +85,24 @@ class Rules:
         return attention_backward_bytes(query, key)
 
 
+def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(logits_NP.dtype, torch.float32)
+    lse_N = logits_NP.new_empty(len(logits_NP), dtype=wide)
+    return lse_N, torch.empty_like(lse_N)
+
+
+def _gradient(logits_NP: Tensor, *_: Any) -> None:
+    logits_NP.mul_(1)
+
+
+def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
+    lse_N, _ = _scores(logits_NP, columns_N, 0)
+    _gradient(logits_NP)
+    return lse_N.sum()
+
+
+# Rule 5: what compiled passes take and write.
+_IN_PLACE = Passes(_scores, _gradient, _loss_and_gradient)
 _ATTENTION_BACKWARDS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )

@@ -88,6 +88,8 @@ FLOPS: Mapping[Any, Callable[..., int]] = {
     **{one: lambda q, k, *_, **__: 2 * _attention_flops(q, k) for one in _ATTENTIONS},
     **{one: lambda _, q, k, *__, **___: 5 * _attention_flops(q, k) for one in _ATTENTION_BACKWARDS},
     low_loss.overload: lambda hidden, weight, *_: _head_flops(hidden, weight),
+    # torch's own formula takes the dtype of the result for a shape.
+    torch.ops.aten.addmm.dtype_out: lambda _, a, b, *__, **___: 2 * a.numel() * b.shape[1],
     low_loss_backward.overload: lambda _, __, hidden, weight, ___, trains: (
         (1 + trains) * _head_flops(hidden, weight)
     ),

@@ -95,7 +95,7 @@ def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
     finally:
         torch.set_default_dtype(before)
     adapt(model, plan, work.settings.seed)
-    return LanguageModelObjective(model, plan.loss, mixed.dtype)
+    return LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
 
 
 def _step(

@@ -84,7 +84,7 @@ class SyntheticSteps:
             fully_shards=plan.fully_shards,
         )
         model = Transformer(course.spec, course.seed).to(device)
-        objective = LanguageModelObjective(model, plan.loss, mixed.dtype)
+        objective = LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
         whole_values = lower_weights(objective, mixed)
         scratch = Scratch()
         apply_levers(objective.model, plan, scratch=scratch)

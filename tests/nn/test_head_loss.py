@@ -293,8 +293,7 @@ def test_auto_makes_all_logits_of_a_batch_that_is_not_too_large():
 def test_the_objective_chooses_by_the_device_and_loads_no_compiler_on_a_cpu(make_spec):
     model = Transformer(make_spec("llama", vocab=VOCAB, max_positions=64))
     tokens = torch.randint(VOCAB, (2, 64), generator=torch.Generator().manual_seed(2))
-    objective = LanguageModelObjective(model, "auto", torch.bfloat16)
-    objective.compiles = True
+    objective = LanguageModelObjective(model, "auto", torch.bfloat16, compiles=True)
     assert objective.passes_on("cpu") is EAGER and objective.passes is None
     loss, count = objective({"tokens": tokens, "targets": tokens})
     objective.runs_on = "cuda"
