@@ -277,7 +277,10 @@ def question(row: Row) -> Question:
     elif rate:  # such rates are of HDR cards, 200 Gbit/s each (arXiv 2312.12391, §5)
         network = read_network(f"{int(rate[1]) // 200} x InfiniBand HDR")
     cluster = of_catalog(each, max(nodes, 2), network)
-    return Question(outline(row), row.number("seq"), cluster.device, cluster.fabric, kernel(row))
+    return Question(
+        outline(row), row.number("seq"), cluster.device, cluster.fabric, kernel(row),
+        casts_shards=True,
+    )  # fmt: skip
 
 
 def kernel(row: Row) -> Kernel:

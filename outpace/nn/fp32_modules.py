@@ -17,16 +17,16 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 _LOW = (torch.bfloat16, torch.float16)
 
 
-def compute_in_fp32(model: nn.Module, device: torch.device) -> None:
+def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
     """Let a model's norms and embeddings compute in fp32 under autocast, whatever their weights.
 
-    In place; `device` is where the model computes. Without autocast they stay as they are. On a
-    CPU, whose kernel adds an embedding's gradients up in the dtype of its weights, the table itself
-    is raised; elsewhere what is looked up in it.
+    In place; `runs_on` is the kind of device that the model computes on. Without autocast they stay
+    as they are. On a CPU, whose kernel adds an embedding's gradients up in the dtype of its
+    weights, the table itself is raised; elsewhere what is looked up in it.
     """
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if embeds and device.type != "cpu":
+        if embeds and runs_on != "cpu":
             module.register_forward_hook(_raise_output)
         elif embeds or isinstance(module, _NORMS):
             module.forward = partial(_forward_with_raised, module, module.forward)
@@ -36,9 +36,13 @@ def _autocasts(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def in_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32 where it has 16 bits and autocast is on."""
+    return x.float() if x.dtype in _LOW and _autocasts(x.device) else x
+
+
 def _raise_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    low = output.dtype in _LOW and _autocasts(output.device)
-    return output.float() if low else output
+    return in_fp32(output)
 
 
 def _forward_with_raised(

@@ -54,6 +54,11 @@ class Request:
     layouts: Mapping[str, str] | None = None
     scratch: Scratch | None = None
 
+    @property
+    def runs_on(self) -> str:
+        """The kind of device to choose for: of tensors that are traced on another, that one."""
+        return getattr(self.objective, "runs_on", None) or self.device.type
+
 
 def _total_dtype(device: torch.device) -> torch.dtype:
     """float64, which Metal does not have."""

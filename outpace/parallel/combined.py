@@ -119,7 +119,7 @@ def _whole_depth(
     """All layers on this rank."""
     plan, held = request.plan, policy(request.plan, request.device)
     if _sharded(request):
-        shard(objective, objective.model.blocks, _over(mesh), held, plan.precision)
+        shard(objective, objective.model.blocks, _over(mesh), held, plan.precision, request.runs_on)
     assert dist.group.WORLD is not None
     layout = Sharded(objective, copied, dist.group.WORLD)
     layout.averages = _replicas(plan)
@@ -148,7 +148,7 @@ def _pipeline(
             if stages[stage].last and plan.tp > 1 and module.final_norm is not None:
                 module.final_norm.register_forward_hook(_own_memory)
             blocks = [module.blocks[block] for block in stages[stage].blocks]
-            shard(module, blocks, _over(mesh), held, plan.precision)
+            shard(module, blocks, _over(mesh), held, plan.precision, request.runs_on)
         if len(inner.modules) == 1:
             # The loss reads the head's bias, which sharding has replaced in the stage alone.
             (inner.objective.model,) = inner.modules.values()

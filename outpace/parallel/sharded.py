@@ -35,7 +35,7 @@ def _shard(request: Request, over: DeviceMesh) -> Layout:
     plan, held = request.plan, policy(request.plan, request.device)
     copied = hollow(request.objective.model)  # type: ignore[arg-type]
     blocks, again = blocks_of(request), plan.strategy != "zero2"
-    shard(request.objective, blocks, over, held, plan.precision, again)
+    shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again)
     group: dist.ProcessGroup = over.get_group("dp_shard")
     layout = Sharded(request.objective, copied, group)
     layout.averages = plan.data_parallel

@@ -40,9 +40,12 @@ def shard(
     mesh: DeviceMesh,
     held: OffloadPolicy,
     precision: Precision,
+    runs_on: str,
     again: bool = True,
 ) -> None:
     """Split the parameters of each block, and what is left of a module, over the mesh's last ranks.
+
+    `runs_on` is the kind of device to choose for, where tensors are traced on another.
 
     `again`: blocks give their parameters up after the forward and gather them for the backward.
     What lies outside of the blocks is kept between them: its forward ends where the backward
@@ -50,7 +53,7 @@ def shard(
     """
     near = neighbours(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
     if precision in SHARD_DTYPES:
-        compute_in_fp32(module, torch.device(mesh.device_type))
+        compute_in_fp32(module, runs_on)
     done: set[nn.Parameter] = set()
     for part in (*blocks, module):
         own = [p for p in part.parameters() if p not in done]

@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from outpace.nn.block import lowered
+from outpace.nn.fp32_modules import in_fp32
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.transformer import Embeddings, Transformer
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
@@ -92,7 +93,7 @@ class SplitRows(ParallelStyle):
 
     def _look_up(self, module: nn.Module, mesh: DeviceMesh, tokens_BS: Tensor) -> Tensor:
         weight: Tensor = module.weight  # type: ignore[assignment]  # may be raised to fp32
-        share = split_embedding(tokens_BS, local(weight), first_row(weight))
+        share = in_fp32(split_embedding(tokens_BS, local(weight), first_row(weight)))
         summed = DTensor.from_local(share, mesh, [Partial()], run_check=False)
         return summed.redistribute(placements=[self.placement]).to_local()
 

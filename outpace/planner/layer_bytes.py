@@ -13,6 +13,7 @@ import numpy as np
 from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats
 from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.outlines import Weight, layer_parameters, weights
+from outpace.records.optimizers import SHARD_DTYPES
 from outpace.records.outline import Attention, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 
@@ -30,13 +31,22 @@ _ITEMS = {
     "fp16-pure": (2, 2, 2),
 }
 _TABLE = np.array([_ITEMS[name] for name in PRECISIONS], dtype=float)
+# Bytes of a gathered parameter and of a gradient that is reduced, where ranks split parameters.
+_SENT = np.array(
+    [(2, 4) if name in SHARD_DTYPES else (_ITEMS[name][0],) * 2 for name in PRECISIONS], dtype=float
+)
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a plan's tensors: bytes of items, and elements of the tensors that go between layers."""
+    """Of a plan's tensors: bytes of items, and elements of the tensors that go between layers.
+
+    Where ranks split parameters these are `gathered`, and gradients `reduced`, in so many bytes.
+    """
 
     weight: Floats
+    gathered: Floats
+    reduced: Floats
     operand: Floats
     stream: Floats
     tokens: Floats
@@ -57,7 +67,10 @@ def shapes(outline: Outline, seq_len: int, columns: Columns) -> Shapes:
     tokens = columns.micro_batch * seq_len / columns.cp
     share = np.where(columns.sequence_parallel, columns.tp, 1)
     whole = tokens * outline.hidden
-    return Shapes(weight, operand, stream, tokens, whole, whole / share, outline.hidden)
+    gathered, reduced = _SENT[columns.precision].T
+    return Shapes(
+        weight, gathered, reduced, operand, stream, tokens, whole, whole / share, outline.hidden
+    )
 
 
 @dataclass(frozen=True)

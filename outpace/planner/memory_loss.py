@@ -65,7 +65,7 @@ class Loss(Setup):
         chunked = self._chunked(rows, vocab)
         more = np.maximum(losses - 1, 0) * here
         # Where weights stay gathered, the last block's buffer goes as the backward begins.
-        last = self.fsdp * self.s.weight * self.elements * ~self.regathers
+        last = self.fsdp * self.used * self.elements * ~self.regathers
         low = self._low() & ~chunked
         at = _Head(here, rows, vocab, head, more, last)
         self._low_logits(tape, at.of(low))
@@ -83,7 +83,7 @@ class Loss(Setup):
         s, c = self.s, self.columns
         vocab = np.ceil(self.outline.outputs / c.tp)
         here = place.last * ~self._chunked(s.tokens, vocab)
-        copy = here * vocab * self.outline.hidden * s.operand * (s.operand < s.weight)
+        copy = here * vocab * self.outline.hidden * s.operand * (s.operand < self.used)
         return here * s.tokens * vocab * s.operand, copy
 
     def _tied_waits(self, place: Place) -> Floats:
@@ -91,7 +91,7 @@ class Loss(Setup):
         both = place.first * place.last * float(self.outline.tied)
         both = both * ~self.dp * (self.columns.pp == 1)
         stays = (1 - self.there) * (1 - self.in_backward)
-        nbytes: Floats = both * (1 - self.fsdp) * (1 - stays) * self.ends.embedding * self.s.weight
+        nbytes: Floats = both * (1 - self.fsdp) * (1 - stays) * self.ends.embedding * self.used
         return nbytes
 
     def _transformed(self) -> Floats:
@@ -137,7 +137,7 @@ class Loss(Setup):
         output = here * rows * hidden * s.stream * s.casts
         read = here * rows * hidden * s.operand * (s.operand < s.stream)
         part = s.operand * np.minimum(vocab, _LOW_HEAD_ROWS) * hidden * here
-        cast = part * (s.operand < s.weight)
+        cast = part * (s.operand < self.used)
         block = self._low_block(vocab, rows)
         tape.pass_over("activations", at.more * logits)
         within = np.maximum(read + cast, 2 * FP32 * block * vocab * here)
@@ -145,7 +145,7 @@ class Loss(Setup):
         tape.take("activations", logits)
         tape.drop("communication", at.last)
         states = here * rows * hidden
-        made = here * head * s.weight + states * np.where(s.stream < FP32, FP32 + s.stream, FP32)
+        made = here * head * self.used + states * np.where(s.stream < FP32, FP32 + s.stream, FP32)
         tape.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
         tape.drop("activations", logits)
 
@@ -157,7 +157,7 @@ class Loss(Setup):
         read = here * rows * self.outline.hidden * s.operand
         # What the head reads is gathered for its product and again for its gradient, or kept.
         gathered = read * self.gathers_again * (1 - 1 / c.tp)
-        copy = here * head * s.operand * (s.operand < s.weight)
+        copy = here * head * s.operand * (s.operand < self.used)
         split = c.tp > 1
         tape.pass_over("activations", at.more * (logits * wide + read - gathered))
         tape.pass_over("weight copies", at.more * copy)
@@ -189,11 +189,11 @@ class Loss(Setup):
         large = np.where(low, self._low_rows(vocab), large)
         chunk = np.where(own & ~(low & self.columns.chunked_loss), np.minimum(large, rows), chunk)
         states_grad = here * rows * hidden * np.where(own, s.stream, np.maximum(s.operand, FP32))
-        weights_grad = here * head * np.maximum(FP32, s.weight)
-        raised = here * head * FP32 * (s.weight < FP32) * ~own
+        weights_grad = here * head * np.maximum(FP32, self.used)
+        raised = here * head * FP32 * (self.used < FP32) * ~own
         tape.pass_over("activations", (1 + at.more) * (states_grad + weights_grad))
         output = here * rows * hidden * s.stream
-        cast = here * head * s.operand * own
+        cast = here * head * s.operand * own * (s.operand < self.used)
         # Of the package's own, a chunk's gradient of the head lives while the next one is made.
         grad, before = head * s.operand, rows > chunk
         inside = np.where(

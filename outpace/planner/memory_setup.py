@@ -22,7 +22,8 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 class Setup:
     """What all ranks of a plan have in common.
 
-    `gradient` are bytes of a gradient that is kept, `owners` ranks that states are spread over.
+    `used` are bytes of a parameter as a forward finds it, and of its gradient as the backward makes
+    it. `gradient` are bytes of a gradient that is kept, `owners` ranks that states are spread over.
     `there` is 1 where gradients exist before a backward makes new ones, `waits` where a pipeline's
     sharded gradients are whole until its last micro-batch. Of modes of recomputation `shares` are
     of the blocks of the rank that is looked at.
@@ -80,6 +81,7 @@ class Setup:
         level = np.where(product & (c.zero == 0), 3 if buffer is None else 0, c.zero)
         gathered = (product & (replicas > 1) & (level >= 2)) | (~product & (c.zero >= 2)) | away
         self.fsdp = gathered.astype(float)
+        self.used = np.where(gathered, self.s.gathered, self.s.weight)
         self.regathers = gathered & ~(c.of("zero2") | (product & (level == 2)))
         shards = np.where(product, c.dp_shard * c.cp, c.dp_shard)
         self.shards = np.where(gathered, shards, 1).astype(float)
@@ -138,7 +140,7 @@ class Setup:
 
     def _copy_bytes(self) -> Floats:
         s = self.s
-        casts = (s.operand < s.weight) & ~self.columns.precise("fp8")  # which saves the weight
+        casts = (s.operand < self.used) & ~self.columns.precise("fp8")  # which saves the weight
         return self.matrices * s.operand * casts
 
     def _modes(self, place: Place) -> None:
@@ -180,15 +182,17 @@ class Setup:
         That of a `product` is made in its dtype, and cast when the weight's copy is gone.
         """
         s = self.s
-        low = elements * s.operand * (s.operand < s.weight) * product
-        nbytes = elements * s.weight
+        low = elements * s.operand * (s.operand < self.used) * product
+        nbytes = elements * self.used
         stays = (1 - self.there) * (1 - self.in_backward)
         tape.take("temporary", low)
         tape.drop("weight copies", copies * elements)
         tape.moment("gradients", nbytes * (1 - self.fsdp) * (1 - stays))
         tape.take("gradients", nbytes * (1 - self.fsdp) * stays)
-        tape.moment("communication", nbytes * self.fsdp * self.waits * self.there)
-        tape.take("communication", nbytes * self.fsdp * (1 - self.waits * self.there))
+        # Added to what waits for a pipeline's last micro-batch: at once where that is of its dtype.
+        adds = self.waits * self.there * (s.reduced == self.used)
+        tape.moment("communication", nbytes * self.fsdp * adds)
+        tape.take("communication", nbytes * self.fsdp * (1 - adds))
         tape.drop("temporary", low)
 
 

@@ -12,6 +12,7 @@ from outpace.planner.optimizer_bytes import MASTER_PIECE_BYTES
 from outpace.planner.places import Place, places
 from outpace.planner.stored import whole_share, whole_states
 from outpace.planner.tape import Tape
+from outpace.records.optimizers import WEIGHTS
 
 _MIB = 2**20
 # Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
@@ -72,9 +73,13 @@ class Step(Loss, Block):
         self.waits = self.fsdp * (c.pp > 1) * (c.microbatches > 1)
         grown = self.there * (1 - self.bucketed)
         shards = np.where((self.waits > 0) | self.habits.sums_whole, 1, self.shards)
-        grown = grown * s.weight * elements / shards * (1 - on_host)
+        item = np.where(self.waits > 0, s.reduced, s.weight)
+        grown = grown * item * elements / shards * (1 - on_host)
         tape.pass_over("gradients", grown * (1 - self.waits))
         tape.pass_over("communication", grown * self.waits)
+        # What passes before this one have left is sharded already.
+        left = self.waits * (c.passes > 1) * s.weight * elements / self.shards
+        tape.pass_over("gradients", left * (1 - on_host))
         tape.look()
 
     def _state_bytes(self, place: Place) -> Floats:
@@ -174,14 +179,22 @@ class Step(Loss, Block):
         tape.moment("communication", leads * self.s.weight * elements)
 
     def _gather_root(self, tape: Tape, place: Place) -> None:
-        root = self.fsdp * self.s.weight * self._outside_elements(place)
+        root = self.fsdp * self.used * self._outside_elements(place)
         tape.take("unsharded", root)
         tape.take("communication", root)  # given back once the first block is gathered
+        tape.moment("temporary", self._raised_table(place))
+
+    def _raised_table(self, place: Place) -> Floats:
+        """The embedding's table in fp32 (`nn.fp32_modules`), to look up in and to sum into."""
+        autocast = ~self.columns.precise(*WEIGHTS) & (self.s.reduced > self.used)
+        raised = (self.device == "cpu") * self.fsdp * autocast
+        table: Floats = place.first * raised * FP32 * self.ends.embedding
+        return table
 
     def _gathers_forward(self, tape: Tape, count: Floats, place: Place) -> None:
         """Of each block what is gathered is copied out, while the last block's is still there."""
-        unit = self.fsdp * self.s.weight * self.elements
-        root = self.fsdp * self.s.weight * self._outside_elements(place)
+        unit = self.fsdp * self.used * self.elements
+        root = self.fsdp * self.used * self._outside_elements(place)
         others = np.where(self.regathers, 0, unit * (count - 1))
         before = np.where(count > 1.5, unit, root)
         tape.drop("communication", root)
@@ -193,7 +206,8 @@ class Step(Loss, Block):
     def _backward(self, tape: Tape, place: Place, count: Floats, per_chunk: Floats) -> None:
         """The last blocks, then the first ones; those between do alike."""
         c, s = self.columns, self.s
-        unit = self.fsdp * s.weight * self.elements
+        unit, sent = (self.fsdp * item * self.elements for item in (self.used, s.reduced))
+        kept = self.fsdp * s.weight * self.elements
         again = self.regathers.astype(float)
         tape.drop("communication", unit * again)
         # A split backward keeps what gradients of weights are made from until their turn.
@@ -216,7 +230,7 @@ class Step(Loss, Block):
             p = present.astype(float)
             if number == 2:
                 left = np.maximum(count - seen, 0)
-                grads = left * s.weight * self.elements
+                grads = left * np.where(self.waits > 0, s.reduced, s.weight) * self.elements
                 stays = (1 - self.there) * (1 - self.in_backward)
                 shards = np.where(self.waits > 0, 1, self.shards)
                 tape.pass_over("gradients", grads * self.more / shards * stays)
@@ -241,37 +255,52 @@ class Step(Loss, Block):
             now = 1 - self.waits
             tape.drop("unsharded", p * unit * now)
             tape.drop("communication", p * reduced)
-            tape.take("communication", p * unit * now)
+            tape.take("communication", p * sent * now)
             tape.drop("communication", p * unit * now)  # the block's own gradients
-            reduced = np.where(present, unit * now, reduced)
+            reduced = np.where(present, sent * now, reduced)
+            self._wait_for_last(tape, p * unit, p * sent)
             stays = (1 - self.there) * (1 - self.in_backward) * now
-            tape.take("gradients", p * unit * self.more / self.shards * stays)
+            tape.take("gradients", p * kept * self.more / self.shards * stays)
         tape.drop("temporary", splits * count * self.block.outputs)
         self._embedding(tape, place, reduced)
+
+    def _wait_for_last(self, tape: Tape, made: Floats, sent: Floats) -> None:
+        """Gradients of a unit become, or join, those that wait for a pipeline's last micro-batch.
+
+        One by one, in the dtype that they are reduced in, after the unit's backward.
+        """
+        first, other = self.waits * (1 - self.there), self.s.reduced != self.used
+        tape.take("communication", first * (sent - made))
+        tape.moment("communication", first * other * self.used * self.block.largest)
+        tape.drop("communication", self.waits * self.there * other * made)
 
     def _embedding(self, tape: Tape, place: Place, reduced: Floats) -> None:
         """The embedding's gradient has all rows; a tied head's is added to it."""
         s, e = self.s, self.ends
-        rows = e.embedding * s.weight
+        rows = e.embedding * self.used
         both = place.first * place.last * float(self.outline.tied)
         single = place.first * (1 - both)
         self._gradient(tape, place.first * e.positions, product=False)
         # Tied: there is the head's, and a third for the sum.
         alone = self.dp | (self.columns.pp > 1)  # each in a backward of its own
-        tape.moment("temporary", both * rows * np.where(alone, 1, 2))
+        raised = self._raised_table(place)
+        cast = raised / FP32 * self.used
+        tape.moment("temporary", np.maximum(both * rows * np.where(alone, 1, 2), raised + cast))
         tape.drop("temporary", self._tied_waits(place))
         self._gradient(tape, single * e.embedding, product=False)
         tape.drop("communication", reduced)
         tape.drop("temporary", s.part * s.stream)
         # The head's own were counted where the loss was; root shards are reduced at the end.
-        root = self.fsdp * s.weight * self._outside_elements(place)
-        tape.moment("communication", self.waits * s.weight * self.elements)
-        tape.drop("unsharded", root + self.waits * s.weight * self.elements * place.chunk_layers)
-        tape.moment("communication", root)
-        once = 1 - self.waits * self.there
-        tape.drop("communication", once * (root - self.fsdp * place.last * e.tail * s.weight))
+        elements = self.fsdp * self._outside_elements(place)
+        tape.moment("communication", self.waits * s.reduced * self.elements)
+        root = self.used * (elements + self.waits * self.elements * place.chunk_layers)
+        tape.drop("unsharded", root)
+        tape.moment("communication", s.reduced * elements)
+        once = 1 - self.waits * self.there * (s.reduced == self.used)
+        made = self.used * (elements - self.fsdp * place.last * e.tail)
+        tape.drop("communication", once * made)
         stays = (1 - self.there) * (1 - self.in_backward)
-        tape.take("gradients", root / self.shards * stays)
+        tape.take("gradients", s.weight * elements / self.shards * stays)
         # What pipelines' ends tell each other of a tied embedding.
         ends = (place.first + place.last - 2 * place.first * place.last) * float(self.outline.tied)
         tape.moment("communication", ends * rows)

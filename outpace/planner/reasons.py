@@ -47,11 +47,9 @@ def why(job: Job, found: Found, place: int, rank: int) -> str:
 def _stream(found: Found, part: str, slower: int, faster: int) -> str:
     """Why memory-bound operations take longer, where one plan's numbers are wider than another's.
 
-    Autocast leaves the residual stream in fp32 and casts weights for each micro-batch; strategies
-    that shard parameters or gradients hold all of it in 16 bits (docs/planner.md).
+    Autocast leaves the residual stream in fp32; weights of 16 bits do not (docs/planner.md).
     """
-    c = found.columns
-    wide = c.precise("bf16", "fp16", "fp8") & ~c.of("zero2", "zero3", "hsdp", "3d")
+    wide = found.columns.precise("bf16", "fp16", "fp8")
     if part != "memory_s" or not wide[slower] or wide[faster]:
         return ""
     return " (autocast leaves its residual stream in fp32: docs/planner.md)"

@@ -11,8 +11,14 @@ class Parameters(Setup):
     """Beside the passes, or on a pipeline's ranks within them."""
 
     def weight_traffic_s(self) -> Floats:
-        """Of a micro-batch: weights cast for products, gradients cast back and added up."""
+        """Of a micro-batch: weights cast for products, gradients cast back and added up.
+
+        Where ranks split parameters each casts its shard before it is gathered, and all gradients
+        as they are copied to the buffer that they are reduced in.
+        """
         cast = np.where(self.autocast, 12.0, 0.0)
+        shards = np.where(self.c.zero > 0, self.c.dp_shard * self.c.cp, 1)
+        cast = np.where(self.cast_shards, 6.0 + 6.0 / shards, cast)
         # Of bf16 into fp32: what is added is read in 2 bytes, the sum read and written in 4.
         wide = self.c.precise("bf16-master") & ~self.c.holds_masters()
         add = np.where(self.micro > 1, np.where(wide, 10.0, 3 * self.kept), 0.0)

@@ -11,7 +11,7 @@ from outpace.planner.device import Device, dtype_of, items
 from outpace.planner.fabric import Fabric
 from outpace.planner.layers import Cells, Kernel
 from outpace.planner.outlines import layer_parameters, outside_elements, weights
-from outpace.records.optimizers import WEIGHTS
+from outpace.records.optimizers import SHARD_DTYPES, WEIGHTS
 from outpace.records.outline import Outline
 
 FP32 = 4.0
@@ -21,7 +21,9 @@ FP32 = 4.0
 class Question:
     """A model on a machine, and the attention kernel there.
 
-    `loader_tokens_per_s` is what a node loads beside computing.
+    `loader_tokens_per_s` is what a node loads beside computing. `casts_shards`: ranks that split
+    parameters have their residual stream in 16 bits whatever keeps the weights, as other programs'
+    (torch's FSDP without autocast, Megatron-LM); outpace's is fp32 under autocast.
     """
 
     outline: Outline
@@ -30,6 +32,7 @@ class Question:
     fabric: Fabric
     kernel: Kernel = "fused"
     loader_tokens_per_s: float = math.inf
+    casts_shards: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,9 +82,15 @@ class Setup:
         """Bytes of numbers, and parameters of a rank before data parallelism shards them."""
         c = self.c
         self.item = items(c.precision)
-        shards_cast = c.of("zero2", "zero3", "hsdp", "3d")
-        self.autocast = c.precise("bf16", "fp16", "fp8") & ~shards_cast
-        self.wide = np.where(self.autocast, FP32, self.item)
+        replicas = c.dp_replicate * c.dp_shard * c.cp
+        splits = c.of("zero2", "zero3", "hsdp") | (c.of("3d") & (replicas > 1))
+        splits = splits | (c.offload_parameters > 0)
+        casts = self.q.casts_shards & c.of("zero2", "zero3", "hsdp", "3d")
+        autocast = c.precise("bf16", "fp16", "fp8") & ~casts
+        self.wide = np.where(autocast, FP32, self.item)
+        # Weights are cast for products by autocast, or where they lie before they are gathered.
+        self.autocast = autocast & ~splits
+        self.cast_shards = c.precise(*SHARD_DTYPES) & splits & ~casts
         low = c.precise(*WEIGHTS) & ~c.holds_masters()
         self.kept = np.where(low, 2.0, FP32)
         layers, more = np.zeros(len(c)), np.zeros(len(c))

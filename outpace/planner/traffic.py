@@ -161,10 +161,11 @@ def _product(work: Work) -> Iterator[Flow]:
         shard = sum(-(-rows // shards) * rest for rows, rest in sizes)
         times = work.passes * ((plan.pp_microbatches + 1 if plan.pp > 1 else 2) if block else 1)
         if shards > 1:
-            gathers.add("all_gather", shards, shard * work.item, times)
-            gradients.add("reduce_scatter", shards, shard * shards * work.item, work.passes)
+            gathers.add("all_gather", shards, shard * work.gathered_item, times)
+            whole = shard * shards * work.reduced_item
+            gradients.add("reduce_scatter", shards, whole, work.passes)
         if plan.dp_replicate > 1:
-            shares.add("all_reduce", plan.dp_replicate, shard * work.item, work.passes)
+            shares.add("all_reduce", plan.dp_replicate, shard * work.reduced_item, work.passes)
     axis: Axis = "dp_shard" if plan.dp_shard > 1 else "cp"
     yield _same("gathers", axis, gathers.bytes)
     yield _same("gradients", axis, gradients.bytes)
@@ -185,10 +186,11 @@ def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[F
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
         hidden = work.hidden // plan.cp
-        doors = 4 * place.layers + place.first + place.last
+        doors = 4 * place.layers + place.last
         tally = Tally()
         # An all-reduce, or a reduce-scatter and an all-gather, which send as much.
         tally.add("all_reduce", plan.tp, hidden * work.low_item, micro_batches * doors)
+        tally.add("all_reduce", plan.tp, hidden * work.item, micro_batches * place.first)
         tokens = plan.micro_batch * work.seq_len // plan.cp * work.item
         tally.add("all_reduce", plan.tp, 3 * tokens, micro_batches * place.last)
         again = _repeated(work, place.layers, micro_batches) if plan.recomputes else 0

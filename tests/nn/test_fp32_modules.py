@@ -8,7 +8,7 @@ from torch import nn
 
 from outpace.nn.fp32_modules import compute_in_fp32
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 NORMS = {
     "layer": lambda: nn.LayerNorm(6),
     "rms": lambda: nn.RMSNorm(6, eps=1e-5),
@@ -62,7 +62,7 @@ def test_an_embeddings_sums_are_fp32_and_so_are_those_of_its_gradient():
 def test_an_accelerators_embedding_is_raised_after_it_was_looked_up():
     """The table stays in 16 bits there; what is seen here is that of a CPU with that hook."""
     _, low = lowered(nn.Embedding(3, 4))
-    compute_in_fp32(low, torch.device("cuda"))
+    compute_in_fp32(low, "cuda")
     numbers = torch.tensor([2, 0])
     with torch.autocast("cpu", torch.bfloat16):
         found = low(numbers)

@@ -137,6 +137,22 @@ def test_what_is_exposed_where_nothing_computes_beside_it(values, seconds):
     assert times["data_s"] == pytest.approx(parameters(BLOCKS) * seconds)
 
 
+def test_shards_are_cast_where_they_lie_and_gathered_in_half_the_bytes():
+    """Their residual stream is as wide as that of whole weights, and so is the rest of a pass."""
+    question = Question(BLOCKS, 512, FLAT, FREE)
+    whole = step(question, 32, micro_batch=4, strategy="ddp", dp_replicate=8)
+    split = step(question, 32, micro_batch=4, strategy="zero3", dp_shard=8)
+    saved = parameters(BLOCKS) * (12 - 6 - 6 / 8) / FLAT.memory_bytes_per_s
+    assert whole["memory_s"] - split["memory_s"] == pytest.approx(saved, rel=1e-6)
+    wired = Question(BLOCKS, 512, AT_ONCE, WIRED)
+    sent = {
+        name: step(wired, 16, precision=name, strategy="zero3", dp_shard=8)["data_s"]
+        for name in ("fp32", "bf16")
+    }
+    # Three times Ψ of 4 bytes; two gathers of 2 bytes and a sum of 4.
+    assert sent["bf16"] / sent["fp32"] == pytest.approx((2 * 2 + 4) / (3 * 4), rel=1e-6)
+
+
 def test_what_computes_hides_nothing_that_it_carries_itself():
     values = {"strategy": "ddp", "dp_replicate": 8, "micro_batch": 64}
     slow = replace(FLAT, best_flops_per_s={"bf16": 1e9})
