@@ -9,6 +9,7 @@ import torch
 from gpu.check import Check, measured
 from gpu.hardware import seconds
 from outpace.nn.block import suited_attention
+from outpace.nn.kernels import takes_blocks
 from outpace.nn.loss import linear_loss_sum
 from outpace.nn.masks import Visibility, visibility
 
@@ -97,16 +98,19 @@ def _attention(check: Check, shape: tuple[int, ...], sees: str) -> dict[str, Any
     chosen = torch._fused_sdp_choice(q_BHSC, k_BKSC, v_BKSC, seen.mask, 0.0, seen.is_causal,
                                      enable_gqa=heads != kv_heads)  # fmt: skip
     return {"step_time_s": step_s, "times_s": times[:50], "causal_flops_per_s": flops / step_s,
+            "by_blocks": seen.blocks is not None,
             "kernel_of_sdpa": _KERNELS.get(chosen, str(chosen))}  # fmt: skip
 
 
-def _seen(check: Check, sees: str, samples: int, length: int) -> Visibility:
+def _seen(check: Check, sees: str, samples: int, length: int, by_blocks: bool = True) -> Visibility:
     documents_BS = None
     if sees == "documents":  # of 300 tokens each
         documents_S = torch.arange(length, device=check.device) // 300
         documents_BS = documents_S.int().expand(samples, length)
     window = length // 4 if sees == "window" else None
-    return visibility(length, length, True, window, documents_BS, None, torch.device(check.device))
+    device = torch.device(check.device)
+    blocks = by_blocks and takes_blocks(device.type, 64, 0.0)
+    return visibility(length, length, True, window, documents_BS, None, device, blocks)
 
 
 def _not_finite(check: Check) -> dict[str, int]:
@@ -119,7 +123,7 @@ def _not_finite(check: Check) -> dict[str, int]:
     q, k = q * 0.1, k * 0.1
     q[..., 0], k[..., 0] = 1.0, -120 * width**0.5
     q.requires_grad_()
-    seen = _seen(check, "documents", 1, length)
+    seen = _seen(check, "documents", 1, length, by_blocks=False)
     mixed = suited_attention(q, k, v, seen, 0.0)
     mixed.backward(torch.randn_like(mixed))
     assert q.grad is not None

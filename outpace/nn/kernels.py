@@ -94,18 +94,12 @@ def attend_by(
     dropout: float,
 ) -> Tensor:
     """softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True where a key is seen."""
-    (_, heads, _, width), groups = q_BHSC.shape, k_BKTC.shape[1]
-    grouped = heads != groups
+    width, grouped = q_BHSC.shape[3], q_BHSC.shape[1] != k_BKTC.shape[1]
     if kernel == "any":
         return F.scaled_dot_product_attention(
             q_BHSC, k_BKTC, v_BKTC, mask, dropout, is_causal, enable_gqa=grouped
         )
-    if grouped and kernel != "flash":
-        k_BKTC, v_BKTC = (x.repeat_interleave(heads // groups, 1) for x in (k_BKTC, v_BKTC))
-        grouped = False
-    missing = -width % _WIDTH_MULTIPLE
-    if missing and kernel == "efficient":  # zeros add nothing to a product
-        q_BHSC, k_BKTC, v_BKTC = (F.pad(x, (0, missing)) for x in (q_BHSC, k_BKTC, v_BKTC))
+    q_BHSC, k_BKTC, v_BKTC = operands_for(kernel, q_BHSC, k_BKTC, v_BKTC)
     with sdpa_kernel(list(_BACKENDS[kernel])):
         out_BHSC = F.scaled_dot_product_attention(
             q_BHSC,
@@ -115,6 +109,18 @@ def attend_by(
             dropout,
             is_causal,
             scale=width**-0.5,
-            enable_gqa=grouped,
+            enable_gqa=grouped and kernel == "flash",
         )
-    return out_BHSC[..., :width] if missing else out_BHSC
+    return out_BHSC if out_BHSC.shape[3] == width else out_BHSC[..., :width]
+
+
+def operands_for(
+    kernel: Kernel, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands as a kernel takes them: keys for all heads, and widths filled up with zeros."""
+    repeats, missing = q_BHSC.shape[1] // k_BKTC.shape[1], -q_BHSC.shape[3] % _WIDTH_MULTIPLE
+    if kernel in ("efficient", "math") and repeats > 1:
+        k_BKTC, v_BKTC = (x.repeat_interleave(repeats, 1) for x in (k_BKTC, v_BKTC))
+    if kernel == "efficient" and missing:  # zeros add nothing to a product
+        q_BHSC, k_BKTC, v_BKTC = (F.pad(x, (0, missing)) for x in (q_BHSC, k_BKTC, v_BKTC))
+    return q_BHSC, k_BKTC, v_BKTC

@@ -45,6 +45,7 @@ def take_part(model: Transformer, part: Part) -> Transformer:
     }
     for name, held in modules.items():
         setattr(taken, name, held)
+    taken.blocks_of_masks, taken.runs_on = model.blocks_of_masks, model.runs_on
     return taken
 
 

@@ -96,11 +96,13 @@ class Transformer(nn.Module):
     Weights are a pure function of (spec, seed). On the meta device none are drawn: give real
     memory with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
     `blocks_of_masks`: whether masks are given as blocks where the device has a kernel for them,
-    which is compiled; else they are S × S values.
+    which is compiled; else they are S × S values. `runs_on`: the kind of device to choose for,
+    where it is not that of the tensors.
     """
 
     head_bias: nn.Parameter | None
     blocks_of_masks = True
+    runs_on: str | None = None
 
     def __init__(self, spec: ModelSpec, seed: int = 0) -> None:
         super().__init__()
@@ -197,7 +199,8 @@ class Transformer(nn.Module):
 
     def _takes_blocks(self, device: torch.device) -> bool:
         dropout = self.spec.dropout if self.training else 0.0
-        return self.blocks_of_masks and takes_blocks(device.type, self.spec.head_dim, dropout)
+        kind = self.runs_on or device.type
+        return self.blocks_of_masks and takes_blocks(kind, self.spec.head_dim, dropout)
 
     def check_length(self, length: int) -> None:
         """Raise BadInputError for a sequence longer than the model's positions."""

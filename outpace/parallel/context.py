@@ -36,11 +36,15 @@ _KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of one sequence; `rank` is the place of this one among them."""
+    """The ranks of one sequence; `rank` is the place of this one among them.
+
+    `runs_on`: the kind of device to choose kernels for, where it is not that of the tensors.
+    """
 
     group: dist.ProcessGroup
     rank: int
     size: int
+    runs_on: str | None = None
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
         """Begin to send to the next rank, and to receive as much from the one before."""
@@ -94,7 +98,7 @@ def ring_attention(
     """Attention of this rank's queries to the keys of all ranks. Collective over the ring."""
     # From the CPU's generator, which recomputation of activations sets back.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
-    kernel = choose_ring_kernel(q_BHSC, drops)
+    kernel = choose_ring_kernel(q_BHSC, drops, ring.runs_on)
     with torch.autocast(q_BHSC.device.type, enabled=False):
         mixed: Tensor = RingAttention.apply(  # type: ignore[no-untyped-call]
             q_BHSC, k_BKSC, v_BKSC, ring, sees.is_causal, kernel
@@ -252,6 +256,7 @@ def share_sequences(objective: nn.Module, ring: Ring) -> PartOfSequence:
             "strategy cp replaces the attention of outpace's own transformers; it does not know "
             "that of a person's own model. Use ddp or zero3."
         )
+    ring = replace(ring, runs_on=objective.runs_on)
     for block in objective.model.blocks:
         assert isinstance(block, Block)
         block.attention.mix = partial(ring_attention, ring)

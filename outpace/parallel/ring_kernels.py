@@ -64,12 +64,15 @@ class Dropout:
         return (drawn >= self.rate).to(like.dtype) / (1 - self.rate)
 
 
-def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout) -> RingKernel:
-    """FlashAttention where it can be had on a GPU, else products whose scores are held in part."""
-    capability = (0, 0)
+def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = None) -> RingKernel:
+    """FlashAttention where it can be had on a GPU, else products whose scores are held in part.
+
+    `runs_on`: the kind of device to choose for, a new one, where it is not that of the queries.
+    """
+    device, capability = runs_on or q_BHSC.device.type, _AMPERE
     if q_BHSC.device.type == "cuda":
         capability = torch.cuda.get_device_capability(q_BHSC.device)
-    flash = takes_flash(q_BHSC.device.type, capability, q_BHSC.dtype, q_BHSC.shape[3], drops.rate)
+    flash = takes_flash(device, capability, q_BHSC.dtype, q_BHSC.shape[3], drops.rate)
     return Flash() if flash else Scores(drops)
 
 

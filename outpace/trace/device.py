@@ -11,11 +11,18 @@ models alike; the following differs:
 3. FlashAttention's backward adds up queries' gradients in fp32, sequences rounded up to 128 and
    heads to 32 (64 above 128), with one fp32 sum for each query; where keys have fewer heads, it
    makes their gradients for all heads first (Dao, arXiv 2307.08691, §3; flash_api of the library).
+   Hopper and Blackwell take cuDNN's kernel, which keeps the same; what its backward needs within
+   itself NVIDIA does not state, and it is counted as FlashAttention's
+   (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 takes that).
 4. Dropout inside fused attention is drawn anew in the backward, so that no mask is kept; the CPU
    has no fused attention with dropout and keeps the probabilities.
 5. The loss is `nn.head_loss`. Its passes over the logits, where torch.compile makes them, have no
    memory of their own but numbers for each token: their gradient is written over them.
 6. Weights that are made into 4 bits lie in host memory before, all but the matrix at hand.
+7. Documents, windows and padding are blocks of FlexAttention (nn.kernels), which keeps what fused
+   attention keeps, and no mask. Within its backward it takes less than rule 3 counts: one fp32 sum
+   for each query. Where a mask it is, keys and values are repeated for all heads, and kept.
+8. Turns of a ring are FlashAttention's where it can be taken (parallel.ring_kernels).
 
 What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
 """
@@ -27,9 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.nn.block import Attention, fused_attention, suited_attention
+from outpace.nn.block import Attention, Mixing, fused_attention, suited_attention
 from outpace.nn.head_loss import Passes
+from outpace.nn.kernels import choose_kernel, operands_for
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.masks import Visibility
 from outpace.records.hardware import Accelerator
 from outpace.records.plan import Plan
 
@@ -69,13 +78,13 @@ class Rules:
         """Let a model choose as it would on the device."""
         if self.accelerator is None:
             return
-        objective.runs_on = "cuda"
+        objective.runs_on = objective.model.runs_on = self.device
         if objective.compiles:
             objective.passes = _IN_PLACE
         for module in objective.modules():
             if isinstance(module, Attention):
                 mix = fused_attention if module.mix is suited_attention else module.mix
-                module.mix = partial(_without_dropout, mix)
+                module.mix = partial(_as_on_gpu, mix)
 
     def within(self, func: Any, args: Any) -> int:
         """What an operator takes and gives back within itself, in bytes."""
@@ -96,7 +105,7 @@ def _gradient(logits_NP: Tensor, *_: Any) -> None:
 
 
 def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
-    lse_N, _ = _scores(logits_NP, columns_N, 0)
+    lse_N = _scores(logits_NP, columns_N, 0)[0]
     _gradient(logits_NP)
     return lse_N.sum()
 
@@ -105,6 +114,7 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
 _IN_PLACE = Passes(_scores, _gradient, _loss_and_gradient)
 _ATTENTION_BACKWARDS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
 )
 
 
@@ -122,6 +132,12 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
     return sums + repeated
 
 
-def _without_dropout(mix: Any, *args: Any) -> Any:
-    *operands, _ = args
-    return mix(*operands, 0.0)
+def _as_on_gpu(
+    mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
+) -> Tensor:
+    """Rules 4 and 7: what is kept is kept for the same tensors; the values are others."""
+    if sees.blocks is not None:
+        return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
+    grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None
+    kernel = choose_kernel("cuda", q_BHSC.dtype, q_BHSC.shape[2], grouped, masked)
+    return mix(*operands_for(kernel, q_BHSC, k_BKTC, v_BKTC), sees, 0.0)[..., : q_BHSC.shape[3]]

@@ -46,7 +46,10 @@ class Workload:
     def batch(self) -> dict[str, Tensor]:
         """What a rank that reads gets at once, of no particular tokens."""
         shape = (self.plan.samples_read, self.seq_len)
-        return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+        if self.settings.document_attention:
+            batch["documents"] = torch.zeros(shape, dtype=torch.int32)
+        return batch
 
 
 def run_steps(

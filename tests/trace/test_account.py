@@ -9,6 +9,7 @@ import torch
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.experiment.verify import plan_for
+from outpace.parallel.ring_kernels import Flash
 from outpace.planner.flops import parameter_count
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -144,3 +145,27 @@ def test_cuda_takes_memory_by_its_rules():
     # B 2, H 8, S 100 → 128, C 64: fp32 sums and one more a query; K 2 < H: two of (B, H, T, C).
     query, key = torch.empty(2, 8, 100, 64), torch.empty(2, 2, 50, 64, dtype=torch.bfloat16)
     assert attention_backward_bytes(query, key) == 4 * 2 * 8 * 128 * 65 + 2 * 2 * 8 * 50 * 64 * 2
+
+
+def test_documents_on_a_gpu_need_no_mask():
+    """Lists of blocks, and what causal attention keeps: S × S values would be 256 KiB."""
+    hopper, plan = ACCELERATORS["H100 SXM"], Plan(precision="bf16", micro_batch=2)
+    inside = TrainSettings(lr=1e-3, document_attention=True)
+    # Positions count from each document's start, so that rotary tables are a sample's own.
+    tables = 2 * 2 * 256 * 16 * 4
+    for accelerator, mask in ((hopper, 0), (None, 2 * 256 * 256)):
+        on = {"seq_len": 256, "accelerator": accelerator}
+        causal = account(SHALLOW, plan, settings=SETTINGS, **on).peak.nbytes
+        documents = account(SHALLOW, plan, settings=inside, **on).peak.nbytes
+        assert mask <= documents - causal < mask + tables + 2 * 256 * 4 + 64 * 1024
+
+
+def test_a_ring_on_a_gpu_is_traced_with_its_kernel(monkeypatch):
+    taken = []
+    forward = Flash.forward
+    monkeypatch.setattr(Flash, "forward", lambda *args: taken.append(1) or forward(*args))
+    plan = Plan(strategy="cp", cp=2, precision="bf16")
+    for accelerator in (ACCELERATORS["H100 SXM"], None):
+        account(SHALLOW, plan, seq_len=64, accelerator=accelerator)
+        assert bool(taken) == (accelerator is not None)
+        taken.clear()
