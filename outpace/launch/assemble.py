@@ -246,6 +246,7 @@ def _optimizer(
         partial(place_optimizer, layout, job.plan, scratch),
         master_weights=mixed.keeps_masters,
         wide_values=wide_values,
+        compiled=job.plan.compile and job.device.type == "cuda",
     )
     if job.plan.optimizer_in_backward:
         _require_known_targets(job)

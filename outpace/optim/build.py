@@ -32,16 +32,18 @@ def make_optimizer(
     place: Callable[[Groups, Build], torch.optim.Optimizer] = lambda groups, build: build(groups),
     master_weights: bool = False,
     wide_values: dict[str, Tensor] | None = None,
+    compiled: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer asked for, over the parameters that train.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
     `master_weights` puts fp32 copies of the parameters into the optimizer; `wide_values` are this
-    rank's parts of those with which they begin, by name, and are used up.
+    rank's parts of those with which they begin, by name, and are used up. `compiled`: steps that
+    are many single operators are made few kernels by torch.compile, where that is for one of them.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
-    build = partial(_build, name=name, settings=settings, noise=noise)
+    build = partial(_build, name=name, settings=settings, noise=noise, compiled=compiled)
     groups = _groups(trainable, name, settings.weight_decay)
     if master_weights:
         made = partial(
@@ -83,25 +85,43 @@ def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: floa
 
 
 def _build(
-    groups: Groups, *, name: OptimizerName, settings: TrainSettings, noise: Noise
+    groups: Groups,
+    *,
+    name: OptimizerName,
+    settings: TrainSettings,
+    noise: Noise,
+    compiled: bool = False,
 ) -> torch.optim.Optimizer:
     """AdamW is Loshchilov and Hutter's (ICLR 2019), Adafactor Shazeer and Stern's (ICML 2018)."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
     assert lr is not None  # settled before the first step
     kind = name.removeprefix("adamw-")
     if kind in ("bf16", "8bit", "4bit"):
-        return LowAdamW(groups, cast(Kept, kind), noise, lr=lr, betas=betas)
+        return LowAdamW(groups, cast(Kept, kind), noise, lr=lr, betas=betas, compiled=compiled)
     if name == "adafactor":
         return Adafactor(groups, lr=lr)
     if name == "muon":
-        return Muon(groups, lr=lr, betas=betas)
+        return Muon(groups, lr=lr, betas=betas, together=steps_together(groups))
     if name == "sgd":
-        # One launch for all parameters on CUDA; DTensor has no rule for it.
-        fused = all(p.is_cuda and not is_spread(p) for group in groups for p in group["params"])
-        return torch.optim.SGD(groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=False)
+        together = steps_together(groups)
+        # One launch for all parameters; DTensor has no rule for it.
+        fused = together and not any(is_spread(p) for group in groups for p in group["params"])
+        return torch.optim.SGD(
+            groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=together and not fused
+        )
     return AdamW(
         groups, lr=lr, betas=betas, fused=name == "adamw-fused", foreach=name == "adamw-foreach"
     )
+
+
+def steps_together(groups: Groups) -> bool:
+    """Whether parameters are stepped by operators over all of them: on a GPU, where all are alike.
+
+    Plain tensors and those that are spread over ranks do not go into one operator.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    on_gpu = all(parameter.device.type == "cuda" for parameter in parameters)
+    return on_gpu and len({is_spread(parameter) for parameter in parameters}) == 1
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:

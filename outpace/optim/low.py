@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from outpace.nn.spread import as_spread, is_spread, local, splits
 from outpace.nn.torchao import torchao_module
+from outpace.optim.compiled import CompiledStep
 from outpace.optim.each import step_each
-from outpace.optim.rounding import Noise, rounded
+from outpace.optim.rounding import Noise, drawn, rounded
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import Kept, block
 
@@ -65,6 +66,8 @@ class LowAdamW(OwnDtypes):
     Moments in bf16 and weights in bf16 are rounded stochastically: a second moment changes by
     1 − β₂ of itself in a step, which is less than half of bf16's last bit for β₂ > 0.998, and a
     weight by less still. `noise` is asked for the group's "number", which is the step's.
+    `compiled`: step by kernels that torch.compile makes of the same operations. Sums of products
+    may be rounded once rather than twice there; what is drawn is alike, and what shares a scale.
     """
 
     def __init__(
@@ -77,8 +80,10 @@ class LowAdamW(OwnDtypes):
         betas: tuple[float, float],
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        compiled: bool = False,
     ) -> None:
         self._kept: Kept = kept
+        self._compiled = CompiledStep(step_moments) if compiled else None
         self._noise = noise
         self._tables: dict[tuple[bool, torch.device], Table] = {}
         if kept != "bf16":
@@ -117,50 +122,54 @@ class LowAdamW(OwnDtypes):
     def _update(
         self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
-        """Loshchilov and Hutter, ICLR 2019, algorithm 2."""
-        (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
-        weight, gradient = local(parameter), local(parameter.grad).float()  # type: ignore[arg-type]
-        mean = self._read(state, "exp_avg").lerp_(gradient, 1 - beta1)
-        square = self._read(state, "exp_avg_sq").lerp_(gradient.square(), 1 - beta2)
-        for moment, value in (("exp_avg", mean), ("exp_avg_sq", square)):
-            self._write(parameter, state, moment, value, group)
-        root = square.sqrt_().div_((1 - beta2**step).sqrt()).add_(group["eps"])
-        change = mean.div_(root).mul_(lr / (1 - beta1**step))
-        wide = weight.float()  # the weight itself, where it is fp32
-        wide.mul_(1 - lr * group["weight_decay"]).sub_(change)
-        if weight.dtype == torch.bfloat16:
-            weight.copy_(rounded(wide, self._noise.of(parameter, group["number"], "weight")))
-        elif wide is not weight:
-            weight.copy_(wide)
+        weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
+        moments = tuple(self._moment(state, name) for name in MOMENTS)
+        rounds = {"exp_avg": moments[0][0], "exp_avg_sq": moments[1][0], "weight": weight}
+        noise = tuple(
+            self._noise.of(parameter, group["number"], what)
+            if held.dtype == torch.bfloat16
+            else None
+            for what, held in rounds.items()
+        )
+        numbers = _numbers(state["step"], group)
+        dense = (weight, gradient, *(one for moment in moments for one in moment[:2]))
+        if self._compiled is not None and all(one is None or one.is_contiguous() for one in dense):
+            self._step_compiled(weight, gradient, moments, noise, numbers, group)
+        else:
+            step_moments(weight, gradient, moments, noise, numbers, group["betas"], group["eps"])
 
-    def _read(self, state: dict[str, Tensor], moment: str) -> Tensor:
-        """A moment in fp32, in memory of its own."""
-        held = local(state[moment])
-        if f"{moment}_scale" not in state:
-            return held.to(torch.float32, copy=True)
-        scale = local(state[f"{moment}_scale"])
-        blocks = self._table(moment, held.device).read(held).unflatten(-1, (scale.shape[-1], -1))
-        return torch.flatten(blocks.mul_(scale.unsqueeze(-1)), -2)
-
-    def _write(
+    def _step_compiled(
         self,
-        parameter: nn.Parameter,
-        state: dict[str, Tensor],
-        moment: str,
-        value: Tensor,
+        weight: Tensor,
+        gradient: Tensor,
+        moments: tuple["Moment", ...],
+        noise: tuple[torch.Generator | None, ...],
+        numbers: tuple[Tensor, Tensor, Tensor],
         group: dict[str, Any],
     ) -> None:
-        held = local(state[moment])
-        if held.dtype == torch.bfloat16:
-            held.copy_(rounded(value, self._noise.of(parameter, group["number"], moment)))
-        elif held.dtype == torch.float32:
-            held.copy_(value)
-        else:
-            scale = local(state[f"{moment}_scale"])
-            blocks = value.unflatten(-1, (scale.shape[-1], -1))
-            scale.copy_(blocks.abs().amax(-1).clamp_(min=1e-12))
-            shares = (blocks / scale.unsqueeze(-1)).flatten(-2)
-            held.copy_(self._table(moment, held.device).codes(shares))
+        """As `step_moments`, a row of each tensor being a block of values that share a scale."""
+        assert self._compiled is not None
+        scale = moments[0][1]
+        length = 1 if scale is None else weight.numel() // scale.numel()
+        random = tuple(
+            None if one is None else drawn(weight.shape, one, weight.device).view(-1, length)
+            for one in noise
+        )
+        rows = tuple(
+            (held.view(weight.numel() // length, -1), None if s is None else s.view(-1, 1), table)
+            for held, s, table in moments
+        )
+        kind = (length, weight.dtype, gradient.dtype, weight.device, group["betas"], group["eps"])
+        self._compiled(
+            kind, weight.view(-1, length), gradient.view(-1, length), rows, random, numbers,
+            group["betas"], group["eps"],
+        )  # fmt: skip
+
+    def _moment(self, state: dict[str, Tensor], name: str) -> "Moment":
+        held = local(state[name])
+        if f"{name}_scale" not in state:
+            return held, None, None
+        return held, local(state[f"{name}_scale"]), self._table(name, held.device)
 
     def _table(self, moment: str, device: torch.device) -> Table:
         signed = MOMENTS[moment]
@@ -168,6 +177,72 @@ class LowAdamW(OwnDtypes):
             bits: Literal[4, 8] = 8 if self._kept == "8bit" else 4
             self._tables[signed, device] = Table(bits, signed, device)
         return self._tables[signed, device]
+
+
+# A moment as it is kept, the scales of its blocks and what its codes stand for, where it has such.
+Moment = tuple[Tensor, Tensor | None, Table | None]
+# Random numbers, or what draws them, for a moment or weight of bf16.
+Randomness = torch.Generator | Tensor | None
+
+
+def step_moments(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: tuple[Moment, ...],
+    noise: tuple[Randomness, ...],
+    numbers: tuple[Tensor, Tensor, Tensor],
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Update a weight and its two moments, in place.
+
+    Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: of both moments and of the weight.
+    `numbers`: see `_numbers`.
+    """
+    rate, root_of_share, kept = numbers
+    gradient = gradient.float()
+    mean = _read(*moments[0]).lerp_(gradient, 1 - betas[0])
+    square = _read(*moments[1]).lerp_(gradient.square(), 1 - betas[1])
+    for moment, value, random in zip(moments, (mean, square), noise[:2], strict=True):
+        _write(*moment, value, random)
+    root = square.sqrt_().div_(root_of_share).add_(eps)
+    change = mean.div_(root).mul_(rate)
+    wide = weight.float()  # the weight itself, where it is fp32
+    wide.mul_(kept).sub_(change)
+    random = noise[2]
+    if random is not None:
+        weight.copy_(rounded(wide, random))
+    elif wide is not weight:
+        weight.copy_(wide)
+
+
+def _numbers(step: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """lr / (1 − β₁ᵗ), √(1 − β₂ᵗ), and what decay leaves of a weight; fp32 on the CPU."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    kept = torch.full_like(step, 1 - lr * group["weight_decay"])
+    return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept
+
+
+def _read(held: Tensor, scale: Tensor | None, table: Table | None) -> Tensor:
+    """A moment in fp32, in memory of its own."""
+    if scale is None or table is None:
+        return held.to(torch.float32, copy=True)
+    blocks = table.read(held).unflatten(-1, (scale.shape[-1], -1))
+    return torch.flatten(blocks.mul_(scale.unsqueeze(-1)), -2)
+
+
+def _write(
+    held: Tensor, scale: Tensor | None, table: Table | None, value: Tensor, random: Randomness
+) -> None:
+    if random is not None:
+        held.copy_(rounded(value, random))
+    elif scale is None or table is None:
+        held.copy_(value)
+    else:
+        blocks = value.unflatten(-1, (scale.shape[-1], -1))
+        scale.copy_(blocks.abs().amax(-1).clamp_(min=1e-12))
+        shares = (blocks / scale.unsqueeze(-1)).flatten(-2)
+        held.copy_(table.codes(shares))
 
 
 def _columns_over(parameter: Tensor) -> int:

@@ -12,17 +12,24 @@ _LOST_BITS = 16  # of fp32's 32, bf16 has the upper ones
 _KEPT = -(1 << _LOST_BITS)
 
 
-def rounded(x: Tensor, noise: torch.Generator) -> Tensor:
+def drawn(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
+    """A uniform number of as many bits as rounding drops, int32, for each value."""
+    return torch.randint(
+        0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
+    )
+
+
+def rounded(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
     """fp32 to bf16, up or down with probabilities that make the expected result `x`.
 
     Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. To round
     towards zero is to drop the lower bits; a uniform number of as many bits is added before, and
-    carries over with the probability that the dropped bits are of the last one kept.
+    carries over with the probability that the dropped bits are of the last one kept. `noise` are
+    these numbers, which are used up, or what draws them.
     """
-    drawn = torch.randint(
-        0, 1 << _LOST_BITS, x.shape, generator=noise, device=x.device, dtype=torch.int32
-    )
-    bits = drawn.add_(x.view(torch.int32)).bitwise_and_(_KEPT)
+    if isinstance(noise, torch.Generator):
+        noise = drawn(x.shape, noise, x.device)
+    bits = noise.add_(x.view(torch.int32)).bitwise_and_(_KEPT)
     return bits.view(torch.float32).bfloat16()
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outpace.nn.mixed import weights_dtype
 from outpace.nn.transformer import Transformer
 from outpace.optim.adafactor import Adafactor
-from outpace.optim.build import begin_step, fill_state, make_optimizer
+from outpace.optim.build import begin_step, fill_state, make_optimizer, steps_together
 from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
 from outpace.planner.optimizer_bytes import optimizer_bytes
 from outpace.records.model import ModelSpec
@@ -129,6 +129,52 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest():
         adamw.step()
     for one, known in zip(found, other.parameters(), strict=True):
         torch.testing.assert_close(one, known.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48)])
+def test_matrices_turned_as_a_batch_are_those_turned_one_by_one(shape):
+    """By the same products in bf16, whose sums may be in another order."""
+    torch.manual_seed(0)
+    alone = [nn.Parameter(torch.randn(shape)) for _ in range(5)]
+    batch = [nn.Parameter(one.detach().clone()) for one in alone]
+    both = [
+        Muon(
+            [{"params": parameters, "weight_decay": 0.1, "orthogonal": True}],
+            lr=1e-2, betas=(0.9, 0.95), together=together,
+        )
+        for parameters, together in ((alone, False), (batch, True))
+    ]  # fmt: skip
+    for _ in range(3):
+        for one, other in zip(alone, batch, strict=True):
+            one.grad = torch.randn(shape)
+            other.grad = one.grad.clone()
+        for optimizer in both:
+            optimizer.step()
+    for one, other in zip(alone, batch, strict=True):
+        buffers = [o.state[p]["momentum_buffer"] for o, p in zip(both, (one, other), strict=True)]
+        torch.testing.assert_close(*buffers)
+        # Orthogonal matrices in bf16, 15 roundings: 15 · 2⁻⁸ of a step of 0.2 · lr · √96 / √48.
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=3 * 1.7e-4)
+
+
+def test_batches_of_matrices_are_few_products():
+    """Three a step of the iteration, whatever the number of matrices."""
+    parameters = [nn.Parameter(torch.randn(32, 64)) for _ in range(6)]
+    groups = [{"params": parameters, "weight_decay": 0.1, "orthogonal": True}]
+    optimizer = Muon(groups, lr=1e-2, betas=(0.9, 0.95), together=True)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["aten::bmm"] + counts["aten::baddbmm"] == 15
+    assert "aten::mm" not in counts and "aten::addmm" not in counts
+
+
+def test_only_parameters_of_a_gpu_are_stepped_together():
+    """A CPU's sums stay as they are, to the last bit."""
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    assert not steps_together([{"params": [parameter]}])
 
 
 def test_master_weights_remember_what_fp16_rounds_away():
