@@ -27,6 +27,7 @@ from outpace.interop.emit import FORMATS, Emitted, Request, dropped, emit
 from outpace.interop.emit.request import folded, hosts
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
+from outpace.records.optimizers import SHARD_DTYPES
 from outpace.records.plan import SPLITS, Plan, PlanFile
 
 DATA = Path(__file__).parent / "data"
@@ -106,6 +107,8 @@ def test_deepspeed_multiplies_to_the_plan(request_: Request) -> None:
     assert config.get("tensor_parallel", {"autotp_size": 1})["autotp_size"] == plan.tp
     assert config.get("sequence_parallel_size", 1) == plan.cp
     assert plan.pp == 1 or config["zero_optimization"]["stage"] < 2
+    if plan.precision in SHARD_DTYPES and request_.stage >= 2:
+        assert config["communication_data_type"] in ("fp32", plan.compress_gradients)
     assert plan.pp == 1 or any(f"num_stages={plan.pp}" in said for said in written.unsaid)
 
 
@@ -418,6 +421,16 @@ def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
     levers = dropped(chunked.lost)
     assert levers == ({} if name == "outpace" else {"loss": "auto"})
     assert plain.commented == (name not in ("deepspeed", "fsdp", "outpace"))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "accelerate"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_what_gradients_of_shards_are_reduced_in_is_said(name: str, precision: str) -> None:
+    """accelerate's configuration of this plan is DeepSpeed's, where HSDP's is FSDP's."""
+    values = {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 2, "precision": precision}
+    request = Request(Plan.parse(values, "test"), LLAMA, 4, SEQ_LEN)
+    said = [s for s in emitted(name, request).unsaid if "reduce_dtype=torch.float32" in s]
+    assert bool(said) == (precision == "bf16")
 
 
 def test_a_small_batch_leaves_ranks_out() -> None:

@@ -120,6 +120,7 @@ def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
         unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)"))
     if plan.strategy == "cp":
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
+    unsaid += levers.reduced_in_16_bits(plan, _TOOL)
     offloads = plan.offload_activations == "cpu"
     if offloads and done.mode == "none":
         unsaid.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")

@@ -5,7 +5,7 @@ from typing import Any
 from outpace.interop.emit import levers
 from outpace.interop.emit.request import Emitted, Note, Request, hosts
 from outpace.interop.emit.texts import as_json
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import SHARD_DTYPES, OptimizerName
 from outpace.records.plan import Plan
 
 _TOOL = "DeepSpeed"
@@ -37,6 +37,8 @@ def write(request: Request) -> Emitted:
         config["zero_allow_untested_optimizer"] = True
     if plan.compress_gradients == "bf16":
         config["communication_data_type"] = "bf16"
+    elif plan.precision in SHARD_DTYPES and request.stage >= 2:
+        config["communication_data_type"] = "fp32"
     unsaid += _pipeline(request)
     unsaid += levers.no_sequence_parallel(plan, _TOOL)
     if plan.compile:

@@ -181,6 +181,7 @@ def _fsdp(request: Request, written: _Written, unsaid: list[str], block: str) ->
         unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)"))
     if plan.strategy == "cp":
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
+    unsaid += levers.reduced_in_16_bits(plan, _TOOL)
     keeps = request.stage in (1, 2) or plan.strategy == "cp"
     every = done.every or (max(1, round(request.spec.layers / done.count)) if done.count else 1)
     own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"

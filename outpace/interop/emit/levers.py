@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outpace.interop.emit.request import Dropped, Note, Request, hosts
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import SHARD_DTYPES, OptimizerName
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan, Strategy
 from outpace.records.settings import TrainSettings
@@ -116,6 +116,22 @@ def checkpointing(request: Request, tool: str, written: str) -> str:
 def precision(plan: Plan, tool: str, written: str) -> str:
     """That another precision is written."""
     return _instead(f"precision {plan.precision}", tool, written)
+
+
+def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
+    """That FSDP gathers and reduces in one dtype where only that can be written."""
+    if plan.precision not in SHARD_DTYPES:
+        return []
+    dtypes = SHARD_DTYPES[plan.precision]
+    torchs = {"bf16": "bfloat16", "fp16": "float16"}[dtypes.gathered]
+    return [
+        Note(
+            f"precision {plan.precision}: {tool} reduces gradients in {dtypes.gathered} as it "
+            f"gathers parameters, outpace in {dtypes.reduced}: in a script of yours torch's "
+            f"MixedPrecisionPolicy(param_dtype=torch.{torchs}, reduce_dtype=torch.float32) for "
+            "Accelerate's FullyShardedDataParallelPlugin."
+        )
+    ]
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
