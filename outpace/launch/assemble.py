@@ -27,10 +27,12 @@ from outpace.launch.tasks import step_costs
 from outpace.launch.utilisation import Recording
 from outpace.launch.weighing import Weighing
 from outpace.nn.compilation import compile_time_s
+from outpace.nn.kernels import without_faulty_kernels
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import parameter_counts
 from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
+from outpace.nn.transformer import hold_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Layout, Request, apply
 from outpace.parallel.batchnorm import require_run_once
@@ -121,6 +123,14 @@ class Prepared:
         return {"first_step_s": first_step_s, "compile_s": compile_s}
 
 
+def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
+    """Where masks may not be given to compiled kernels, or not to torch's choice of a kernel."""
+    if job.settings.compile is False:
+        hold_masks(objective)
+    if job.materials.own is not None and job.device.type == "cuda":
+        stack.enter_context(without_faulty_kernels(torch.backends.cudnn.version()))
+
+
 def assemble(
     job: Job,
     origins: dict[str, str],
@@ -145,6 +155,7 @@ def assemble(
         plan.precision, device, keeps_casts(settings.autocast_cache, own), own, plan.fully_shards
     )
     objective = build_objective(job.materials, settings, plan, mixed.dtype, device)
+    _choose_kernels(job, objective, stack)
     if own and mixed.keeps_masters and plan.world_size > 1:
         make_equal(objective)  # or the masters would be each rank's own
     whole_values = lower_weights(objective, mixed)

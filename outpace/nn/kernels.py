@@ -16,7 +16,8 @@ Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, C head width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -38,6 +39,8 @@ _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = MappingProxyType(
     }
 )
 NARROWEST = 16  # heads that FlexAttention takes
+# cuDNN before this version returns NaN with masks: pytorch#196678, as torch's correction has it.
+_CUDNN_WITH_MASKS = 92600
 # Values of 16 bytes or less are loaded at once: 8 of 16 bits, which is right for 4 of fp32 too.
 _WIDTH_MULTIPLE = 8
 
@@ -57,6 +60,20 @@ def choose_kernel(
     if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
         return "efficient"
     return "flash" if queries == 1 else "any"
+
+
+@contextmanager
+def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
+    """Within, torch takes cuDNN's attention only where it is right with masks.
+
+    For models whose attention is their own: what they give it is not known. `cudnn_version` is as
+    `torch.backends.cudnn.version()` has it.
+    """
+    if cudnn_version is None or cudnn_version >= _CUDNN_WITH_MASKS:
+        yield
+        return
+    with sdpa_kernel(list(_BACKENDS["flash"])):
+        yield
 
 
 def takes_blocks(device: str, head_dim: int, dropout: float) -> bool:

@@ -211,6 +211,13 @@ class Transformer(nn.Module):
             )
 
 
+def hold_masks(module: nn.Module) -> None:
+    """Give transformers within it masks of S × S values, so that nothing is compiled for them."""
+    for part in module.modules():
+        if isinstance(part, Transformer):
+            part.blocks_of_masks = False
+
+
 def stream(seed: int, name: str) -> torch.Generator:
     """A generator of its own for each parameter."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()

@@ -12,7 +12,7 @@ from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.nn.transformer import Transformer
+from outpace.nn.transformer import Transformer, hold_masks
 from outpace.optim.build import begin_step, make_optimizer
 from outpace.parallel import Layout, Pass, Request
 from outpace.parallel.fill import fill, fills_later
@@ -98,6 +98,8 @@ def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
     finally:
         torch.set_default_dtype(before)
     adapt(model, plan, work.settings.seed)
+    if work.settings.compile is False:
+        hold_masks(model)
     return LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
 
 

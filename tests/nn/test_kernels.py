@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from outpace.nn.block import fused_attention
-from outpace.nn.kernels import attend_by, choose_kernel
+from outpace.nn.kernels import attend_by, choose_kernel, without_faulty_kernels
 from outpace.nn.masks import Visibility
 
 LOW = (torch.bfloat16, torch.float16)
@@ -95,6 +95,16 @@ def test_the_choice_is_part_of_one_graph():
 
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled("math"), call("any"))
+
+
+@pytest.mark.parametrize(("version", "taken"), [(91900, False), (92501, False), (92600, True)])
+def test_a_model_of_ones_own_is_kept_from_a_faulty_cudnn(version, taken):
+    flags = torch.backends.cuda
+    before = flags.cudnn_sdp_enabled()
+    with without_faulty_kernels(version):
+        assert flags.cudnn_sdp_enabled() == (taken and before)
+        assert flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()
+    assert flags.cudnn_sdp_enabled() == before
 
 
 @pytest.mark.gpu

@@ -151,12 +151,15 @@ def test_documents_on_a_gpu_need_no_mask():
     """Lists of blocks, and what causal attention keeps: S × S values would be 256 KiB."""
     hopper, plan = ACCELERATORS["H100 SXM"], Plan(precision="bf16", micro_batch=2)
     inside = TrainSettings(lr=1e-3, document_attention=True)
+    uncompiled = inside.model_copy(update={"compile": False})
     # Positions count from each document's start, so that rotary tables are a sample's own.
     tables = 2 * 2 * 256 * 16 * 4
     for accelerator, mask in ((hopper, 0), (None, 2 * 256 * 256)):
         on = {"seq_len": 256, "accelerator": accelerator}
         causal = account(SHALLOW, plan, settings=SETTINGS, **on).peak.nbytes
         documents = account(SHALLOW, plan, settings=inside, **on).peak.nbytes
+        if accelerator is not None:  # then nothing is compiled for masks either
+            assert account(SHALLOW, plan, settings=uncompiled, **on).peak.nbytes > documents + 2**17
         assert mask <= documents - causal < mask + tables + 2 * 256 * 4 + 64 * 1024
 
 
