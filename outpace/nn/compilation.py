@@ -77,6 +77,11 @@ class CompiledForward:
         self._works = torch.is_grad_enabled()
         return output
 
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self._forward
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of the module's copy."""
         return copy.deepcopy(self._forward, memo)

@@ -68,6 +68,10 @@ def run_steps(
     rules.prepare(objective)
     watch.keep(rules.workspaces(), "workspaces")
     apply_levers(objective.model, plan, scratch=scratch)
+    if plan.compile:
+        from outpace.trace.compiled_region import trace_compiled
+
+        trace_compiled(objective.model, plan, watch)
     layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
     if fills_later(plan):
         shapes = parameter_shapes(work.spec)

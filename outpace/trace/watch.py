@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from outpace.trace.device import Rules
 from outpace.trace.inside import FLOPS, Inside
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
+_CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 # Operators that use memory for exchanges between ranks, by their namespaces.
 _EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
 
@@ -157,6 +158,15 @@ class Watch(TorchDispatchMode):
             hook.remove()
         self._pieces.clear()
 
+    @contextmanager
+    def set_aside(self, wanted: bool = True) -> Iterator[None]:
+        """Take no note of operators within, or take note again."""
+        before, self._aside = self._aside, wanted
+        try:
+            yield
+        finally:
+            self._aside = before
+
     def _resizing(self) -> Any:
         resize = torch.UntypedStorage.resize_
 
@@ -173,11 +183,8 @@ class Watch(TorchDispatchMode):
         propagate = getattr(ShardingPropagator, _SHAPES)
 
         def aside(propagator: Any, schema: Any) -> Any:
-            self._aside = True
-            try:
+            with self.set_aside():
                 return propagate(propagator, schema)
-            finally:
-                self._aside = False
 
         return aside
 
@@ -218,7 +225,7 @@ class Watch(TorchDispatchMode):
             piece = Piece(self._rounded(within), self._module)
             for sign in (1, -1):
                 self._now.changes.append(Change(sign, piece, self._operator, self._module))
-        if func is torch.ops.aten._to_copy.default and fresh:
+        if func in _CASTS and fresh:
             self._copied(given[0], fresh[0])
         if func.namespace in _EXCHANGES:
             for tensor in [*given, *outputs]:
@@ -234,10 +241,11 @@ class Watch(TorchDispatchMode):
 
     def _copied(self, source: Tensor, copy: torch.UntypedStorage) -> None:
         """A weight in another dtype is a copy of the weight."""
+        pieces = [self._piece(storage) for storage in _storages(source)]
         if isinstance(source, nn.Parameter):
-            for storage in _storages(source):  # not one that is known: it was gathered
-                piece = self._piece(storage)
+            for piece in pieces:  # not one that is known: it was gathered
                 piece.kind = piece.kind or "unsharded"
+        if any(piece.kind in ("weights", "unsharded") for piece in pieces):
             self._piece(copy).kind = "weight copies"
 
     def _lend(self, tensor: Tensor) -> None:

@@ -1,0 +1,193 @@
+"""Forwards that torch.compile compiles, traced: what Inductor's kernels would keep and make.
+
+The compiler is not run. Its partitioner is, which decides what the forward saves for the backward
+and what the backward computes again (min-cut rematerialization; Horace He, "Min-cut optimal(*)
+recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
+decompositions. The two graphs then run node by node under fake tensors. Of Inductor's fusion one
+rule is taken: what is computed element by element is made in memory only where an operator that is
+not fused reads it (a matrix product, attention), or where the graph gives it back; else it lives in
+registers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from outpace.nn.compilation import CompiledForward
+from outpace.records.plan import Plan
+from outpace.trace.watch import Watch
+
+_ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
+# Element by element, or of the same elements in another order, without the tag that says so.
+_POINTWISE = frozenset(
+    {_ATEN.clone, _ATEN._to_copy, _ATEN.embedding, _ATEN.cat, _ATEN.expand, _ATEN.full,
+     _ATEN.full_like, _ATEN.where, _ATEN.select_scatter, _ATEN.slice_scatter, _ATEN.gather,
+     _ATEN.index, _ATEN.arange, _ATEN.scalar_tensor, _PRIMS.convert_element_type, _PRIMS.iota}
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {_ATEN.sum, _ATEN.mean, _ATEN.var_mean, _ATEN.amax, _ATEN.amin, _ATEN.any, _ATEN.all}
+)
+
+_TENSOR = object()  # in the place of a tensor among arguments
+
+
+def trace_compiled(model: nn.Module, plan: Plan, watch: Watch) -> None:
+    """Let the compiled forwards of a model, and of what is within it, run as they are compiled.
+
+    Where blocks are recomputed, which holds in a compiled forward as in an eager one, where tensors
+    are split, and where products are in fp8, they are traced as if they were eager.
+    """
+    if plan.recomputes or plan.tp > 1 or plan.cp > 1 or plan.precision == "fp8":
+        return
+    for module in model.modules():
+        if isinstance(module.forward, CompiledForward):
+            module.forward = _Partitioned(module, module.forward.eager, watch)
+
+
+class _Partitioned:
+    """A forward by the graphs that a compiler would make of it and of its backward."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], watch: Watch) -> None:
+        self._module, self._forward, self._watch = module, forward, watch
+        self._graphs: dict[Any, Callable[..., Any]] = {}
+        self._counts = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        leaves, shape = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else id(leaf)
+                    for leaf in leaves)  # fmt: skip
+        parameters = dict(self._module.named_parameters())
+        with self._watch.set_aside():
+            if key not in self._graphs:
+                self._graphs[key] = self._made(leaves, shape)
+                # Its first call makes the graphs, and keeps for good what it was given.
+                self._counts = False
+                self._graphs[key](parameters, [_stand_in(tensor) for tensor in tensors])
+            self._counts = True
+            return self._graphs[key](parameters, tensors)
+
+    def _made(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
+        """A function of parameters and tensors, compiled but for the kernels."""
+        from torch._functorch.aot_autograd import aot_function
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        # The function lives on, and must not hold tensors.
+        places = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def run(parameters: dict[str, Tensor], tensors: Sequence[Tensor]) -> Any:
+            given = iter(tensors)
+            all_leaves = [next(given) if leaf is _TENSOR else leaf for leaf in places]
+            args, kwargs = tree_unflatten(all_leaves, shape)
+            with _forward_of(self._module, self._forward):
+                return torch.func.functional_call(self._module, parameters, args, kwargs)
+
+        compiled: Callable[..., Any] = aot_function(
+            run,
+            fw_compiler=self._runner,
+            bw_compiler=self._runner,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table(),
+        )
+        return compiled
+
+    def _runner(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        """Runs a graph; takes its inputs in a list, which it empties as it goes on."""
+        made = frozenset(node for node in graph.graph.nodes if _is_made(node))
+
+        def run(inputs: list[Any]) -> Any:
+            nodes = _Nodes(graph, made if self._counts else frozenset(), self._watch, inputs)
+            return nodes.run()
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module has its own forward for a while."""
+    before = module.forward
+    module.forward = forward
+    try:
+        yield
+    finally:
+        module.forward = before
+
+
+class _Nodes(fx.Interpreter):
+    """Runs a graph's nodes, of which those that are not `made` take no memory that counts.
+
+    It empties the list of its inputs, each of which lives as long as a node still reads it.
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, made: frozenset[fx.Node], watch: Watch, inputs: list[Any]
+    ) -> None:
+        super().__init__(graph)
+        self._made, self._watch = made, watch
+        self._inputs = list(reversed(inputs))
+        inputs.clear()
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The next input."""
+        return self._inputs.pop()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The value of a node."""
+        with self._watch.set_aside(n not in self._made), torch.no_grad():
+            return super().run_node(n)
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Whether a kernel writes what a node gives to memory."""
+    if node.op != "call_function":
+        return False
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is None:
+        return False  # an item of several outputs
+    if not _is_pointwise(node):
+        return True
+    return any(_is_written_for(user) for user in _readers(node))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads a node's values, through views of it."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        yield user
+
+
+def _is_written_for(user: fx.Node) -> bool:
+    """Whether what a node reads has to be in memory."""
+    if user.op == "output":
+        return True
+    packet = getattr(user.target, "overloadpacket", None)
+    fused = packet is None or _is_pointwise(user) or packet in _REDUCTIONS or _is_view(user)
+    return not fused
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    return packet in _POINTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    returns = [one for one in schema.returns if one.alias_info is not None]
+    return bool(returns) and not schema.is_mutable
