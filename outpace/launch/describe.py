@@ -23,7 +23,7 @@ from outpace.train.accounting import OPENING_STEPS
 from outpace.train.callbacks import tell
 from outpace.train.checkpoint import clear_partial
 from outpace.train.held import held
-from outpace.train.precision import shape_hints
+from outpace.train.precision import float8_hints, shape_hints
 from outpace.train.run_dir import RUN_FILE, RunDir
 from outpace.train.schedule import warmup_steps
 
@@ -145,6 +145,7 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
     parameters = record.parameters
     hints = [*job.materials.hints]
     hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
+    hints += float8_hints(job.plan)
     slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
         hints.append(

@@ -12,13 +12,16 @@ from outpace.catalog.links import LINKS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.launch.outlines import find_outline
 from outpace.planner.device import dtype_of
+from outpace.planner.hints import FP8_PARAMETERS
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, network_share, of_catalog, of_probe
 from outpace.planner.networks import read_network
+from outpace.planner.outlines import parameters
 from outpace.planner.space import VARIED, Wanted
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LOW, PURE, Precision
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.units import read_bytes
 
@@ -83,7 +86,7 @@ def job(asked: Asked) -> Job:
             precision=precision,
             most_tp=asked.most_tp,
             keep=keep,
-            vary=_vary(asked, keep, cluster),
+            vary=_vary(asked, keep, cluster, outline),
             trained=asked.trained,
             on_host=cluster.device.kind == "cpu",
         ),
@@ -94,9 +97,13 @@ def job(asked: Asked) -> Job:
     )
 
 
-def _vary(asked: Asked, keep: Mapping[str, Any], cluster: Cluster) -> dict[str, tuple[Any, ...]]:
-    """As asked, and what is searched anyway, in the order of VARIED."""
+def _vary(
+    asked: Asked, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
+) -> dict[str, tuple[Any, ...]]:
+    """As asked, and what is searched anyway, in the order of VARIED; no float8 of small models."""
     found = {**default_vary(cluster, keep), **read_vary(asked.vary, keep, asked.precision, cluster)}
+    if "precision" in found and parameters(outline) < FP8_PARAMETERS:
+        found["precision"] = tuple(one for one in found["precision"] if one != "fp8")
     return {name: found[name] for name in VARIED if name in found}
 
 

@@ -99,9 +99,11 @@ class LanguageModelObjective(nn.Module):
     def passes_on(self, device_type: str) -> Passes:
         """What reads and writes logits on an accelerator; compiled ones are made when first asked.
 
-        A CPU, which has none of them, loads no compiler for them.
+        A CPU, which has none of them, loads no compiler for them. Without gradients, as in
+        evaluations, nothing more is compiled.
         """
-        if not self.compiles or (self.runs_on or device_type) in _CPUS:
+        eager = not self.compiles or not torch.is_grad_enabled()
+        if eager or (self.runs_on or device_type) in _CPUS:
             return EAGER
         if self.passes is None:
             self.passes = compiled_passes()

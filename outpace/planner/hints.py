@@ -19,7 +19,7 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
 )  # fmt: skip
 # Below, scaling takes longer than products save: 1.17 times as fast at about 1 billion, slower at
 # 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
-_FP8_PARAMETERS = 0.9e9
+FP8_PARAMETERS = 0.9e9
 _LEAST = 1.02  # times as fast, to be worth a word
 
 
@@ -63,7 +63,7 @@ def _beside(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, W
                 or "fp8" not in device.best_flops_per_s
             ):
                 continue
-            if parameters(wanted.outline) < _FP8_PARAMETERS:
+            if parameters(wanted.outline) < FP8_PARAMETERS:
                 continue
             axes = axes if best.tp == 1 else {"tp": 1}
         yield name, replace(wanted, keep={**axes, **wanted.keep, name: value})

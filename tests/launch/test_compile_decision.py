@@ -107,6 +107,12 @@ def test_a_plan_for_gpus_searches_compile_and_one_for_cpus_does_not():
     assert not plans(planning_job(kept)).plans[0].plan.compile
 
 
+def test_float8_is_searched_of_models_for_which_it_pays():
+    for model, searched in (("gpt2", False), ("llama-3.2-1b", True)):
+        question = planning_job(Asked(model, "h200-sxm", devices_per_node=1, vary="precision"))
+        assert ("fp8" in question.wanted.vary["precision"]) == searched
+
+
 def test_what_is_compiled_is_kept_unless_the_user_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/own")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -96,3 +96,24 @@ def test_an_interrupted_run_resumes_with_the_same_losses(run):
         run("cut", callbacks=[Stop()], precision="bf16")
     _, resumed = run("cut", precision="bf16", resume=True)
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
+
+
+def test_a_compiled_run_trains_alike_and_compiles_nothing_in_evaluations(run):
+    from torch._dynamo.utils import counters
+
+    values = {"precision": "bf16", "dropout": 0, "micro_batch": 4}
+    _, eager = run("eager", compile=False, **values)
+    torch._dynamo.reset()
+    counters.clear()
+    measured, compiled = run("compiled", compile=True, eval_every=2, **values)
+    for one, other in zip(eager, compiled, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-2)
+    assert 0 < measured.compile_s < measured.first_step_s
+    assert not counters["graph_break"]
+    again, _ = run("again", compile=True, **values)
+    assert again.compile_s <= measured.compile_s
+
+
+def test_a_run_too_short_to_pay_back_is_not_compiled(run):
+    measured, _ = run("short", steps=2)
+    assert measured.compile_s == 0

@@ -298,6 +298,8 @@ def test_the_objective_chooses_by_the_device_and_loads_no_compiler_on_a_cpu(make
     loss, count = objective({"tokens": tokens, "targets": tokens})
     objective.runs_on = "cuda"
     assert objective.passes_on("cpu") is objective.passes is not None
+    with torch.no_grad():  # an evaluation compiles nothing more
+        assert objective.passes_on("cpu") is EAGER
     objective.passes = EAGER
     with Products() as seen:
         same, _ = objective({"tokens": tokens, "targets": tokens})

@@ -10,7 +10,7 @@ from outpace.probe.machine import identify
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
-from outpace.train.precision import default_precision, shape_hints
+from outpace.train.precision import default_precision, float8_hints, shape_hints
 
 
 class CastsOf(TorchDispatchMode):
@@ -109,3 +109,10 @@ def test_shards_are_the_master_weights():
     assert shards.weights is None and not shards.keeps_masters
     with shards.cast():
         assert not torch.is_autocast_enabled("cpu")
+
+
+def test_float8_without_a_compiler_is_said_to_be_slow():
+    (sentence,) = float8_hints(Plan(precision="fp8"))
+    assert "--compile" in sentence and "--precision bf16" in sentence
+    assert not float8_hints(Plan(precision="fp8", compile=True))
+    assert not float8_hints(Plan(precision="bf16"))
