@@ -99,12 +99,12 @@ class _Partitioned:
         )
         return compiled
 
-    def _runner(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Runs a graph; takes its inputs in a list, which it empties as it goes on."""
-        made = frozenset(node for node in graph.graph.nodes if _is_made(node))
+        made = frozenset(node for node in gm.graph.nodes if _is_made(node))
 
         def run(inputs: list[Any]) -> Any:
-            nodes = _Nodes(graph, made if self._counts else frozenset(), self._watch, inputs)
+            nodes = _Nodes(gm, made if self._counts else frozenset(), self._watch, inputs)
             return nodes.run()
 
         run._boxed_call = True  # type: ignore[attr-defined]
