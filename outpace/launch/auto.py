@@ -66,7 +66,6 @@ def settle(
     else:
         file = PlanFile.load(Path(given).expanduser())
         chosen, workload = file.plan, _workload(file, origins)
-        settings = settings.model_copy(update=workload)
         _check_file(chosen, settings, origins, ranks)
     if chosen.untrained is not None:
         raise BadInputError(
@@ -79,11 +78,13 @@ def settle(
         values["nproc"] = None  # they are there; of several hosts each has its own number
     if given != "auto" and settings.expect_step_time_s is None:
         path = Path(given).expanduser()
-        values["expect_step_time_s"] = _promised(path, chosen, settings, say)
+        values["expect_step_time_s"] = _promised(
+            path, chosen, settings.model_copy(update=workload), say
+        )
     where = f"plan {settings.plan}"
     told = {name: where for name in {**values, **workload} if origins.get(name) in (None, DEFAULT)}
     return (
-        settings.model_copy(update={**values, "plan": None}),
+        settings.model_copy(update={**values, **workload, "plan": None}),
         {**origins, **told, "plan": DEFAULT},
     )
 

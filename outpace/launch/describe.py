@@ -98,11 +98,16 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
         )
 
 
-def _base(job: Job) -> Path:
-    """The directory of the weights that adapters are trained beside."""
+def _base(job: Job) -> Path | None:
+    """The directory of the weights that adapters are trained beside; None of random ones."""
     opened = job.materials.opened
-    assert opened is not None and opened.weights is not None
-    return opened.weights
+    assert opened is not None
+    return opened.weights if job.materials.starts_from_stored(job.settings) else None
+
+
+def _base_fingerprint(job: Job) -> str | None:
+    base = None if job.plan.lora_rank is None else _base(job)
+    return None if base is None else fingerprint(base)
 
 
 def run_record(
@@ -124,7 +129,7 @@ def run_record(
         tokenizer=materials.tokenizer.fingerprint if materials.tokenizer else None,
         train_data=materials.train_fingerprint,
         eval_data=materials.eval_fingerprint,
-        base_weights=None if job.plan.lora_rank is None else fingerprint(_base(job)),
+        base_weights=_base_fingerprint(job),
         versions=versions(),
         commit=head,
         uncommitted_changes=dirty,
@@ -154,9 +159,11 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         )
     if job.plan.lora_rank is not None:
         form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
+        base = _base(job)
+        weights = "the random weights" if base is None else f"the weights in {base}"
         hints.append(
             f"LoRA trains {show_count(trained)} of {show_count(parameters)} parameters "
-            f"({trained / parameters:.2%}); the weights in {_base(job)} stay {form}"
+            f"({trained / parameters:.2%}); {weights} stay {form}"
         )
     level = job.settings.precision
     if level is not None and level in MEANS:

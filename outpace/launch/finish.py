@@ -1,6 +1,7 @@
 """The end of a run: the model exported, a sample of its text, the result written."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from outpace.interop.huggingface import write_model
 from outpace.interop.own import write_own
 from outpace.interop.peft import write_adapter
 from outpace.launch.context import Job
+from outpace.launch.materials import initial_model
 from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
@@ -78,9 +80,7 @@ def _export(job: Job, model: nn.Module) -> None:
     if isinstance(model, Transformer):
         save = tokenizer.save if tokenizer else None
         if job.plan.lora_rank is not None:
-            opened = job.materials.opened
-            assert opened is not None and opened.weights is not None
-            write_adapter(directory, model, job.plan, opened.weights, save)
+            write_adapter(directory, model, job.plan, _base_weights(job), save)
             return
         dtype = model.head_weight.dtype  # 16 bits are not made more of
         write_model(directory, model.spec, model.state_dict(), save, dtype)
@@ -88,6 +88,18 @@ def _export(job: Job, model: nn.Module) -> None:
     write_own(directory, model, job.settings.model)
     if tokenizer is not None:
         tokenizer.save(directory)
+
+
+def _base_weights(job: Job) -> Path:
+    """The directory of what adapters were trained beside; random weights are written to the run."""
+    opened, settings = job.materials.opened, job.settings
+    assert opened is not None and job.materials.spec is not None
+    if job.materials.starts_from_stored(settings):
+        assert opened.weights is not None
+        return opened.weights
+    drawn = initial_model(opened, job.materials.spec, settings)
+    write_model(job.run_dir.base, drawn.spec, drawn.state_dict(), None)
+    return job.run_dir.base
 
 
 def _sample(job: Job, model: nn.Module) -> str | None:

@@ -178,11 +178,11 @@ def _require_base(
             f"{asked} is for outpace's and Hugging Face models. In a model of your own, freeze "
             "what is not to be trained (requires_grad)."
         )
-    if not _starts_pretrained(opened, settings):
+    if not _starts_pretrained(opened, settings) and settings.init != "random":
         raise BadInputError(
             f"{asked} trains adapters of weights that were trained before, and {opened.name} "
             "would begin with random ones, which stay as they are. Name a Hugging Face directory "
-            "or a run with --model."
+            "or a run with --model; to measure speed or memory alone, add --init random."
         )
     if opened.adapter is not None:
         raise BadInputError(

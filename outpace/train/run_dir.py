@@ -34,6 +34,7 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.base = path / "base"  # random weights that adapters were trained beside
 
     @property
     def exists(self) -> bool:

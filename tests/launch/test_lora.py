@@ -77,8 +77,19 @@ def test_the_learning_rate_is_one_for_adapters(start):
     assert json.loads((run / "run.json").read_text())["settings"]["lr"] == 2e-4
 
 
+def test_random_weights_are_taken_where_that_is_said(start, tmp_path):
+    """To measure with: the adapter's base is written to the run, so that it can be used."""
+    said = {"model": "outpace-tiny", "init": "random", "lora_rank": 2, "schedule": "constant"}
+    run, measured = start("drawn", steps=4, save_every=2, **said)
+    assert (run / "base" / "model.safetensors").is_file()
+    found = evaluate(run, None, batches=2, batch_size=8, device="cpu")
+    assert found.loss == pytest.approx(measured.final_eval.loss, rel=1e-4)
+    _, further = start("drawn", steps=6, resume=True, **said)
+    assert further.final_eval.loss < measured.final_eval.loss
+
+
 def test_what_is_refused(start, tmp_path):
-    with pytest.raises(BadInputError, match="would begin with random ones"):
+    with pytest.raises(BadInputError, match=r"would begin with random ones.* --init random"):
         start("none", model="outpace-tiny", lora_rank=4)
     assert not (tmp_path / "none").exists()
     run, _ = start("stacked", steps=1, lora_rank=2)
