@@ -179,7 +179,7 @@ def assemble(
         wide_values = fill(
             layout,
             lies_on(plan, device),
-            weights_of(job.materials, settings),
+            weights_of(job.materials, settings, device),
             keeps_wide=mixed.keeps_masters,
         )
     optimizer = _optimizer(job, layout, scratch, mixed, wide_values)

@@ -15,7 +15,7 @@ from outpace.interop.huggingface import write_model
 from outpace.interop.own import write_own
 from outpace.interop.peft import write_adapter
 from outpace.launch.context import Job
-from outpace.launch.materials import initial_model
+from outpace.launch.materials import DrawingPlace, initial_model
 from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
@@ -97,7 +97,7 @@ def _base_weights(job: Job) -> Path:
     if job.materials.starts_from_stored(settings):
         assert opened.weights is not None
         return opened.weights
-    drawn = initial_model(opened, job.materials.spec, settings)
+    drawn = initial_model(opened, job.materials.spec, settings, DrawingPlace())
     write_model(job.run_dir.base, drawn.spec, drawn.state_dict(), None)
     return job.run_dir.base
 

@@ -22,6 +22,7 @@ from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
 from outpace.launch.materials import Materials, gather
 from outpace.launch.micro_batch import TRIAL_STEPS, Try
+from outpace.launch.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.launch.oom import End, Guard, readings
 from outpace.launch.resolve import (
     resolve_device,
@@ -175,7 +176,15 @@ def prepared(
             plan = groups.once(lambda: fitting.settled(plan))
             plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
             if settings.micro_batch == "auto":
-                plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
+                if can_try(plan, settings, device, materials.is_transformer):
+                    assert spec is not None and seq_len is not None
+                    take = device_steps(
+                        spec, seq_len, device, groups.control, fitting.limit.bytes,
+                        settings.memory_limit,
+                    )  # fmt: skip
+                    plan = find_on_device(plan, settings, take, heard)
+                else:
+                    plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
             stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             _require_same(groups, settings, device, plan, total_steps, materials)

@@ -23,13 +23,15 @@ from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt
 from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.mixed import weights_dtype
 from outpace.nn.nf4 import require_nf4
-from outpace.nn.transformer import Transformer, initial_value
+from outpace.nn.transformer import Transformer, drawn_transformer, initial_value
 from outpace.parallel.fill import fills_later
 from outpace.planner.shapes import parameter_shapes
 from outpace.probe.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.optimizers import PURE
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
@@ -275,43 +277,72 @@ def build_objective(
     if materials.own is not None:
         return OwnObjective(materials.own).to(device)
     assert materials.spec is not None and materials.opened is not None
+    place = _drawing_place(plan, device)
     if materials.labels is not None:
         classifier = _initial_classifier(
-            materials.opened, materials.spec, materials.labels, settings
+            materials.opened, materials.spec, materials.labels, settings, place
         )
         return ClassificationObjective(classifier).to(device)
     if materials.is_transformer and fills_later(plan):
         with torch.device("meta"):
             hollow = Transformer(materials.spec)
         return LanguageModelObjective(hollow, plan.loss, compute_dtype, plan.compile)
-    model = initial_model(materials.opened, materials.spec, settings)
+    model = initial_model(materials.opened, materials.spec, settings, place)
     adapt(model, plan, settings.seed, device)
     return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)
 
 
-def weights_of(materials: Materials, settings: TrainSettings) -> Callable[[str], torch.Tensor]:
-    """The weights to start from, whole, by their names: stored ones, or drawn from the seed."""
+def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
+    """Where random weights are drawn, and in what: where they will live, if that is a GPU.
+
+    Weights that are made into 4 bits lie in host memory before.
+    """
+    if device.type != "cuda" or plan.base == "nf4":
+        return DrawingPlace()
+    pure = weights_dtype(plan.precision) if plan.precision in PURE else None
+    return DrawingPlace(device, pure or torch.float32)
+
+
+def weights_of(
+    materials: Materials, settings: TrainSettings, device: torch.device
+) -> Callable[[str], torch.Tensor]:
+    """The weights to start from, whole, by their names: stored ones, or drawn on `device`."""
     spec, opened = materials.spec, materials.opened
     assert spec is not None and opened is not None
     if not _starts_pretrained(opened, settings):
         shapes = parameter_shapes(spec)
-        return lambda name: initial_value(spec, settings.seed, name, shapes[name])
+        return lambda name: initial_value(spec, settings.seed, name, shapes[name], device)
     return stored_weights(opened, spec).pop
 
 
-def initial_model(opened: OpenedModel, spec: ModelSpec, settings: TrainSettings) -> Transformer:
+@dataclass(frozen=True)
+class DrawingPlace:
+    """The device and the dtype that random weights are drawn in."""
+
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
+    dtype: torch.dtype = torch.float32
+
+
+def initial_model(
+    opened: OpenedModel, spec: ModelSpec, settings: TrainSettings, place: DrawingPlace
+) -> Transformer:
     """The model with its stored weights, or with weights drawn from the seed."""
     if not _starts_pretrained(opened, settings):
-        return Transformer(spec, settings.seed)
+        return drawn_transformer(spec, settings.seed, place.device, place.dtype)
     return load_model(opened, spec)
 
 
 def _initial_classifier(
-    opened: OpenedModel, spec: ModelSpec, labels: Sequence[str], settings: TrainSettings
+    opened: OpenedModel,
+    spec: ModelSpec,
+    labels: Sequence[str],
+    settings: TrainSettings,
+    place: DrawingPlace,
 ) -> Classifier:
     """As `initial_model`, with a layer over the labels."""
     if not _starts_pretrained(opened, settings):
-        return Classifier(Transformer(spec, settings.seed), len(labels), settings.seed)
+        model = drawn_transformer(spec, settings.seed, place.device, place.dtype)
+        return Classifier(model, len(labels), settings.seed)
     assert opened.weights is not None
     return read_classifier(opened.weights, spec, labels, settings.seed)
 

@@ -30,7 +30,7 @@ from outpace.train.callbacks import Callback, tell
 # The second step is the first with optimizer state from its beginning.
 TRIAL_STEPS = 2
 # A long run needs a little more than a short one, as free memory falls to pieces.
-_OF_LIMIT = 0.95
+OF_LIMIT = 0.95
 
 # Does two steps with these settings on a port of rank 0's host; the child's exit code and words.
 Try = Callable[[TrainSettings, int], tuple[int, str]]
@@ -106,7 +106,7 @@ def _trial(settings: TrainSettings, plan: Plan) -> TrainSettings:
     return settings.model_copy(
         update={
             "micro_batch": plan.micro_batch,
-            "memory_limit": None if limit is None else round(_OF_LIMIT * limit),
+            "memory_limit": None if limit is None else round(OF_LIMIT * limit),
             "pp_microbatches": plan.pp_microbatches if plan.pp_microbatches > 1 else None,
             "global_batch": plan.samples_per_pass * plan.data_parallel * passes,
             "steps": POWERSGD_LEAST_START + 1 if powersgd else TRIAL_STEPS,

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from outpace.nn.block import Linear, raised
 from outpace.nn.loss import IGNORED
 from outpace.nn.parts import Absent
-from outpace.nn.transformer import INIT_STD, Transformer, stream
+from outpace.nn.random_values import fill_normal
+from outpace.nn.transformer import INIT_STD, Transformer
 from outpace.records.model import ModelSpec
 
 # How tensor parallelism splits the blocks (Shoeybi et al., arXiv 1909.08053, §3).
@@ -34,9 +35,7 @@ _TP_PLAN: Mapping[str, str] = MappingProxyType(
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
     """Of a weight that a transformer has not: as its own N(0, 0.02), each from its own stream."""
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
-    if not name.endswith("bias"):
-        value.normal_(0.0, INIT_STD, generator=stream(seed, name))
-    return value
+    return value if name.endswith("bias") else fill_normal(value, seed, name, INIT_STD)
 
 
 class Classifier(nn.Module):

@@ -15,6 +15,7 @@ from outpace.nn.block import Block, Linear, activate, make_norm
 from outpace.nn.cache import KVCache
 from outpace.nn.kernels import takes_blocks
 from outpace.nn.masks import Visibility, positions_in_documents, visibility
+from outpace.nn.random_values import fill_normal
 from outpace.nn.rotary import rotary_tables
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -72,22 +73,42 @@ class HeadTransform(nn.Module):
         return transformed
 
 
-def initial_value(spec: ModelSpec, seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """A parameter's first value: N(0, 0.02), on the CPU, from the parameter's own stream of `seed`.
+@torch.no_grad()
+def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Tensor:
+    """Give a parameter its first value, in place and where it lies. Returns it.
 
-    So it depends on no device, rank or order. Biases are 0, norms 1, and the projections into the
-    residual stream are divided by √(2·layers) (Radford et al. 2019, §2.3).
+    N(0, 0.02) from the parameter's own stream of `seed`, so that it depends on no device, rank or
+    order. Biases are 0, norms 1, and the projections into the residual stream are divided by
+    √(2·layers) (Radford et al. 2019, §2.3).
     """
     if name.endswith("bias"):
-        return torch.zeros(shape, device="cpu")
+        return parameter.zero_()
     if "norm" in name:
-        return torch.ones(shape, device="cpu")
+        return parameter.fill_(1.0)
     into_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
     std = INIT_STD
     if into_stream and spec.norm_first:
         std /= math.sqrt(2 * spec.layers)
-    drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return drawn.normal_(0.0, std, generator=stream(seed, name))
+    return fill_normal(parameter, seed, name, std)
+
+
+def initial_value(
+    spec: ModelSpec, seed: int, name: str, shape: Sequence[int], device: torch.device | None = None
+) -> Tensor:
+    """A parameter's first value (see `fill_initial`) in fp32, by default in host memory."""
+    room = torch.empty(shape, dtype=torch.float32, device=device or "cpu")
+    return fill_initial(room, spec, seed, name)
+
+
+def drawn_transformer(
+    spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype
+) -> "Transformer":
+    """A transformer of random weights that never lie anywhere else, nor in another dtype."""
+    with torch.device("meta"):
+        hollow = Transformer(spec)
+    model = hollow.to(dtype).to_empty(device=device)
+    model.reset_parameters(seed)
+    return model
 
 
 class Transformer(nn.Module):
@@ -119,9 +140,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Give all weights their `initial_value`."""
+        """Give all weights their first values, where they lie."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(self.spec, seed, name, parameter.shape))
+            fill_initial(parameter, self.spec, seed, name)
 
     @property
     def head_weight(self) -> nn.Parameter:

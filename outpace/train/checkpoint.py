@@ -29,7 +29,7 @@ from outpace.train.past_cache import blocks
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from outpace.train.states import Lent
+    from outpace.train.states import Lent, PinnedCopies
 
 MARKER = "complete.json"
 _LOOKS, _LOOK_AGAIN_S = 20, 0.5
@@ -157,9 +157,10 @@ class Checkpointer:
     since saving goes on in a thread while training uses the other groups. Without `copies` nothing
     is copied first, for a state that is on a disk because memory cannot hold it: `save` returns
     when it is written. With `lends` plain tensors on a CPU are not copied before `before_change`,
-    which has to be called before anything that is saved changes. With `trained_only` frozen
-    parameters are left out: they are where they were read from. With `masters` weights of 16 bits
-    are saved in fp32, by the ranks whose optimizer keeps them so.
+    which has to be called before anything that is saved changes; those of a GPU are copied to
+    pinned memory, which is kept, while it computes on. With `trained_only` frozen parameters are
+    left out: they are where they were read from. With `masters` weights of 16 bits are saved in
+    fp32, by the ranks whose optimizer keeps them so.
     """
 
     def __init__(
@@ -183,7 +184,9 @@ class Checkpointer:
         self._on_trouble = on_trouble
         self._copies = copies
         self._lends = lends
-        self._lent: Lent | None = None
+        self._lent: Lent | PinnedCopies | None = None
+        self._pins = True
+        self._pinned: PinnedCopies | None = None  # whose memory is kept from save to save
         self._trained_only = trained_only
         self._masters = masters
         self._pending: tuple[Future[None], Path] | None = None
@@ -221,14 +224,34 @@ class Checkpointer:
         from outpace.train import states
 
         if self._copies:
-            self._lent = states.Lent() if self._lends and states.can_lend(state) else None
-            return states.begin(state, folder, self._group, self._lent)
+            self._lent = self._lender(state) if self._lends else None
+            try:
+                return states.begin(state, folder, self._group, self._lent)
+            except (RuntimeError, MemoryError) as error:
+                if self._lent is None or self._lent is not self._pinned:
+                    raise
+                self._on_trouble(
+                    "a checkpoint's copy could not be pinned in host memory, so that training "
+                    f"waits while it is made: {reason(error)}"
+                )
+            self._lent, self._pins = None, False
+            return states.begin(state, folder, self._group)
         done: Future[Any] = Future()
         try:
             done.set_result(states.write(state, folder, self._group))
         except states.ERRORS as error:
             done.set_exception(error)
         return done
+
+    def _lender(self, state: dict[str, Any]) -> "Lent | PinnedCopies | None":
+        """What lets training go on while a state is saved from where it lies; None: a copy."""
+        from outpace.train import states
+
+        if states.can_lend(state):
+            return states.Lent()
+        if self._pinned is None and self._pins:
+            self._pinned = states.pinned_copies(state)
+        return self._pinned if self._pins else None
 
     def before_change(self) -> None:
         """Copy what the save going on has still to read: it is about to change."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _FileSystemWriter
@@ -117,10 +118,77 @@ class Lent(AsyncStager):
             self._unread.clear()
 
 
+class CopyStream:
+    """A stream of a GPU that copies beside what the GPU computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._copied: torch.cuda.Event | None = None
+
+    @contextmanager
+    def after_computing(self) -> Iterator[None]:
+        """Copies within begin when the GPU has computed what it was given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+            self._copied = self._stream.record_event()
+
+    def hold_computing(self) -> None:
+        """Let the GPU compute nothing further before the copies are made; the host goes on."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Wait until the copies are made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+class PinnedCopies(AsyncStager):
+    """A GPU's state, copied to pinned host memory while the GPU goes on computing.
+
+    The memory is kept for the next save: pinning it takes longer than the copy. Training waits for
+    the copy only on the device, and only before the optimizer changes what is copied.
+    """
+
+    _synchronize_after_execute = False  # who changes the state calls `give_back` first
+
+    def __init__(self, stager: StateDictStager, stream: CopyStream) -> None:
+        self._stager, self._stream = stager, stream
+        self._state: dict[str, Any] | None = None  # held until it is copied
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state in host memory, which has its values once `read` returns."""
+        self._state = state_dict
+        with self._stream.after_computing():
+            staged: dict[str, Any] = self._stager.stage(state_dict, non_blocking=True)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Nothing is to be waited for here: `read` does."""
+
+    def close(self) -> None:
+        """The memory is kept."""
+
+    def keep(self, wanted: Iterable[Any]) -> None:
+        """All is copied already, or about to be."""
+
+    def read(self, found: Any) -> Any:
+        """What was staged, when it is there."""
+        self._stream.wait()
+        self._state = None
+        return found
+
+    def give_back(self) -> None:
+        """Before the state changes: let the device make the copies first."""
+        self._stream.hold_computing()
+
+
 class _Planner(DefaultSavePlanner):
     """Reads what is lent; of what all ranks have only what this one writes."""
 
-    def __init__(self, lent: Lent) -> None:
+    def __init__(self, lent: Lent | PinnedCopies) -> None:
         super().__init__()
         self._lent = lent
 
@@ -174,8 +242,20 @@ def can_lend(state: dict[str, Any]) -> bool:
     return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
 
 
+def pinned_copies(state: dict[str, Any]) -> PinnedCopies | None:
+    """For a state of which tensors lie on a GPU; None for others."""
+    leaves = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
+    device = next((leaf.device for leaf in leaves if leaf.device.type == "cuda"), None)
+    if device is None:
+        return None
+    return PinnedCopies(StateDictStager(pin_memory=True), CopyStream(device))
+
+
 def begin(
-    state: dict[str, Any], folder: Path, group: dist.ProcessGroup, lent: Lent | None = None
+    state: dict[str, Any],
+    folder: Path,
+    group: dist.ProcessGroup,
+    lent: Lent | PinnedCopies | None = None,
 ) -> Future[Any]:
     """Write in the background, from what is `lent` or from a copy made before this returns."""
     planner = None if lent is None else _Planner(lent)

@@ -12,7 +12,7 @@ from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
-from outpace.nn.transformer import Transformer
+from outpace.nn.transformer import drawn_transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply
 from outpace.parallel.fill import parts_of
@@ -83,7 +83,7 @@ class SyntheticSteps:
             keeps_casts(settings.autocast_cache, False),
             fully_shards=plan.fully_shards,
         )
-        model = Transformer(course.spec, course.seed).to(device)
+        model = drawn_transformer(course.spec, course.seed, device, torch.float32)
         objective = LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)
         whole_values = lower_weights(objective, mixed)
         scratch = Scratch()

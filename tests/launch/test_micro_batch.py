@@ -9,13 +9,17 @@ import pytest
 import torch
 
 import outpace
+from outpace.catalog.models import preset
 from outpace.cli.main import main
-from outpace.launch.micro_batch import find, predicted, sizes
+from outpace.launch import micro_batch_device
+from outpace.launch.micro_batch import TRIAL_STEPS, find, predicted, sizes
+from outpace.launch.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.planner.cost import Cost
 from outpace.records.errors import BadInputError, OutOfMemoryError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.train.synthetic import SyntheticSteps
 
 PLAN = Plan(strategy="ddp", dp_replicate=2, micro_batch=12)
 SETTINGS = TrainSettings(global_batch=24, micro_batch="auto", memory_limit=1000)
@@ -126,3 +130,59 @@ def test_the_largest_that_fits_trains(corpus, token_cache, tmp_path, capsys):
     assert "trying micro-batch 4" in done.stderr
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["plan"]["micro_batch"], record["settings"]["micro_batch"]) == (4, 4)
+
+
+def on_device(monkeypatch, fits, **plan):
+    """The size found where so many samples at once fit, and what was tried: plan and samples."""
+    tried = []
+
+    def take(self):
+        tried.append((self.plan.micro_batch, self.samples))
+        if self.plan.micro_batch > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def made(self, plan, course, ranks, device, control):
+        self.plan, self.samples = plan, course.global_batch
+
+    monkeypatch.setattr(SyntheticSteps, "__init__", made)
+    monkeypatch.setattr(SyntheticSteps, "step", take)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    limits = []
+    monkeypatch.setattr(micro_batch_device, "limit_device", lambda size, _: limits.append(size))
+    spec = preset("outpace-tiny")
+    steps = device_steps(spec, 32, torch.device("cuda"), None, 1000, 900)
+    found = find_on_device(Plan(micro_batch=12, **plan), SETTINGS, steps, ())
+    assert set(limits[::2]) == {950} and set(limits[1::2]) == {900}
+    return found.micro_batch, tried
+
+
+def test_on_a_gpu_sizes_are_tried_in_the_process_itself(monkeypatch):
+    assert on_device(monkeypatch, 12) == (12, [(12, 24)] * TRIAL_STEPS)
+    found, tried = on_device(monkeypatch, 5)
+    assert found == 4 and tried == [(12, 24), (6, 12), (4, 8), (4, 8)]
+    with pytest.raises(OutOfMemoryError, match="not even a micro-batch of 1 sample"):
+        on_device(monkeypatch, 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "device", "here"),
+    [
+        ({}, {}, "cuda", True),
+        ({"checkpointing": "full", "optimizer": "adamw-8bit"}, {}, "cuda", True),
+        ({}, {}, "cpu", False),
+        ({"strategy": "ddp", "dp_replicate": 2}, {}, "cuda", False),
+        ({"lora_rank": 4}, {}, "cuda", False),
+        ({}, {"document_attention": True}, "cuda", False),
+    ],
+)
+def test_what_a_try_in_this_process_would_hold_differently_is_tried_apart(
+    plan, settings, device, here
+):
+    asked = TrainSettings(**settings)
+    assert can_try(Plan(**plan), asked, torch.device(device), True) is here
+
+
+@pytest.mark.gpu
+def test_the_size_is_found_within_some_steps_on_a_gpu(tmp_path):
+    words = ["train", "--model=outpace-tiny", "--steps=1", "--micro-batch=auto", "--json"]
+    assert main([*words, "--device=cuda", "--measure-only", f"--out={tmp_path / 'run'}"]) == 0

@@ -1,13 +1,16 @@
 import json
 import shutil
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.utils._pytree import tree_leaves
 
 from outpace.records.errors import BadInputError
-from outpace.train import past_cache
+from outpace.train import past_cache, states
 from outpace.train.checkpoint import (
     MARKER,
     Checkpointer,
@@ -120,6 +123,76 @@ def test_what_is_lent_is_not_copied_before_it_changes(tmp_path, group, held):
     other, other_optimizer = trained(seed=1)
     saver.load(whole[0], other, other_optimizer)
     assert sum(bool((tensor == 7).all()) for tensor in kept(other, other_optimizer)) > 4
+
+
+class Stream:
+    """In a GPU's place: what is asked of its stream, in order."""
+
+    def __init__(self, fails=False):
+        self.asked, self._fails = [], fails
+
+    @contextmanager
+    def after_computing(self):
+        if self._fails:
+            raise RuntimeError("pinned memory: out of it")
+        self.asked.append("copy")
+        yield
+
+    def hold_computing(self):
+        self.asked.append("hold")
+
+    def wait(self):
+        self.asked.append("wait")
+
+
+@pytest.fixture
+def pinned(monkeypatch):
+    """Checkpoints of tensors that count as a GPU's; gives what copies them."""
+
+    def use(stream):
+        copies = states.PinnedCopies(StateDictStager(), stream)
+        monkeypatch.setattr(states, "can_lend", lambda state: False)
+        monkeypatch.setattr(states, "pinned_copies", lambda state: copies)
+        return copies
+
+    return use
+
+
+def test_a_gpus_state_is_copied_to_memory_that_is_kept(tmp_path, group, pinned, monkeypatch):
+    stream, staged = Stream(), []
+    copies = pinned(stream)
+    stage = copies.stage
+    monkeypatch.setattr(copies, "stage", lambda state: staged.append(stage(state)) or staged[-1])
+    saver, whole, _ = make(tmp_path, group, lends=True)
+    model, optimizer = trained()
+    saved = [tensor.detach().clone() for tensor in kept(model, optimizer)]
+    saver.save(model, optimizer, progress(3))
+    saver.before_change()
+    change(model, optimizer)
+    assert saver.wait()
+    # The host waits for copies where it writes, and for nothing else; the device before a change.
+    assert stream.asked[0] == "copy" and stream.asked.count("hold") == 1
+    assert "wait" in stream.asked
+    other, other_optimizer = trained(seed=1)
+    saver.load(whole[0], other, other_optimizer)
+    loaded = kept(other, other_optimizer)
+    assert all(torch.equal(*both) for both in zip(loaded, saved, strict=True))
+    saver.save(model, optimizer, progress(4))
+    assert saver.wait()
+    places = [[t.data_ptr() for t in tree_leaves(one["model"])] for one in staged]
+    assert places[0] == places[1]
+
+
+def test_without_memory_to_pin_a_copy_is_made_and_that_is_said(tmp_path, group, pinned):
+    pinned(Stream(fails=True))
+    saver, whole, trouble = make(tmp_path, group, lends=True)
+    model, optimizer = trained()
+    for step in (3, 4):
+        saver.save(model, optimizer, progress(step))
+        change(model, optimizer)
+        assert saver.wait()
+    assert len(whole) == 2
+    assert len(trouble) == 1 and "could not be pinned in host memory" in trouble[0]
 
 
 def test_a_save_that_fails_hinders_nobody(tmp_path, group, monkeypatch):

@@ -1,0 +1,73 @@
+"""Normal random values that are a pure function of a seed, a name and an index.
+
+A value is computed from its index alone (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", SC 2011), so that every device, and every rank that holds a part of a tensor, draws the same
+values where they will live. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014, fig. 17): each 16 of its 64 name one of 65,536
+quantiles of the normal distribution, out to 4.3 deviations. All of it is integer arithmetic and a
+look-up, which are the same on all devices.
+"""
+
+import hashlib
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+_QUANTILES, _VALUES = 1 << 16, 4  # of the distribution; values of 64 bits
+# The constants of SplitMix64, as signed numbers.
+_GAMMA, _FIRST, _SECOND = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+# Values that are made at once: on a processor their bits stay in its cache.
+_AT_ONCE_CPU, _AT_ONCE = 1 << 18, 1 << 26
+
+
+def stream_key(seed: int, name: str) -> int:
+    """The key of a stream of its own for each name, 64 bits as a signed number."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+@torch.no_grad()
+def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -> Tensor:
+    """Fill `out` (contiguous) with values `start`, `start` + 1, … of N(0, std²) of a stream.
+
+    In place, on the device where it is, and in fp32 before it is rounded to another dtype. Returns
+    it. What has no values to fill (meta, fake tensors) stays as it is.
+    """
+    if out.is_meta or isinstance(out, FakeTensor):
+        return out
+    key, flat = stream_key(seed, name), out.view(-1)
+    table = _quantiles(out.device) * std
+    at_once = _AT_ONCE_CPU if out.device.type == "cpu" else _AT_ONCE
+    for begin in range(0, flat.numel(), at_once):
+        part = flat[begin : begin + at_once]
+        first, before = divmod(start + begin, _VALUES)
+        words = _words(key, first, -(-(before + part.numel()) // _VALUES), out.device)
+        places = words.view(torch.int16)[before : before + part.numel()].int()
+        part.copy_(table.index_select(0, places.add_(_QUANTILES // 2)))
+    return out
+
+
+def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """(count,) int64: words `first`, `first` + 1, … of SplitMix64 with this state."""
+    state = torch.arange(first + 1, first + 1 + count, device=device).mul_(_GAMMA).add_(key)
+    state = _shifted(state, 30).mul_(_FIRST)
+    state = _shifted(state, 27).mul_(_SECOND)
+    return _shifted(state, 31)
+
+
+def _shifted(state: Tensor, places: int) -> Tensor:
+    """The exclusive or with itself, shifted to the right as an unsigned number."""
+    return state.bitwise_xor_((state >> places).bitwise_and_((1 << (64 - places)) - 1))
+
+
+@cache
+def _quantiles(device: torch.device) -> Tensor:
+    """The normal distribution's quantiles at the middles of equal shares, fp32, ascending."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
+        below = torch.special.ndtri(shares)
+        return torch.cat([below, -below.flip(0)]).float().to(device)
