@@ -351,7 +351,7 @@ def _fits(planned: Planned, settings: TrainSettings, job: Job, say: Callable[[st
     if planned.untrained is not None or limit is None or settings.task == "classify":
         return planned.untrained is None
     try:
-        account = fullest(planned.plan, settings.model, job)
+        account = fullest(planned.plan, settings.model, job, settings.dropout)
         needed = account.needed_bytes + beside_tensors(planned.plan, job)
     except BadInputError as error:
         say(f"not traced ({error}); its memory is the formula's: {planned.title}")

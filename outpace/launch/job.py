@@ -48,7 +48,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
-from outpace.train.guards import StopSignal
+from outpace.train.guards import StopSignal, deterministic_kernels
 from outpace.train.heap import Touching, keep_freed
 from outpace.train.loggers import require_loggers
 from outpace.train.run_dir import STANDSTILL_FILE, RunDir
@@ -131,6 +131,7 @@ def prepared(
         stop = stack.enter_context(StopSignal())
         settings = with_earlier_precision(settings)
         device = resolve_device(settings, ranks)
+        stack.enter_context(deterministic_kernels(settings.deterministic, device, os.environ))
         backend = resolve_backend(settings.backend, device)
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
         machine = identify(find_accelerator)

@@ -36,15 +36,19 @@ def traced(planned: Planned, model: str, job: Job) -> Planned:
     return planned.model_copy(update={"estimate": estimate})
 
 
-def fullest(plan: Plan, model: str, job: Job) -> MemoryAccount:
-    """The traced account of the rank with the most. Raises BadInputError where it cannot be."""
+def fullest(plan: Plan, model: str, job: Job, dropout: float | None = None) -> MemoryAccount:
+    """The traced account of the rank with the most, by default with the model's own dropout.
+
+    Raises BadInputError where it cannot be traced.
+    """
     opened = open_model(model)
     if opened.spec is None:
         raise BadInputError(f"{opened.name} is a model of one's own, which is not traced.")
+    own = opened.spec if dropout is None else opened.spec.model_copy(update={"dropout": dropout})
     wanted = job.wanted
     settings = TrainSettings.parse({"model": model, "precision": plan.precision}, "plan")
     ask = Ask(
-        spec=opened.spec,
+        spec=own,
         plan=plan,
         seq_len=wanted.seq_len,
         accumulation=plan.accumulation(wanted.global_batch),

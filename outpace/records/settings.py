@@ -344,6 +344,12 @@ class TrainSettings(Record):
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
     resume: bool = _field("run", "go on from the newest whole checkpoint in --out", False)
     seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
+    deterministic: bool = _field(
+        "run",
+        "on a GPU, only kernels that give the same bits each time, so that runs and resumed runs "
+        "are equal; slower (a CPU's always do)",
+        False,
+    )
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _field(
         "run", "also log to these, comma-separated", ()
     )

@@ -94,7 +94,7 @@ def recorded(work: Workload, rank: int, rules: Rules, ranks_per_host: int) -> li
     gc.disable()  # when cycles are freed would depend on what ran before
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, hollow(), watch:
-            with host_apart(watch, rules):
+            with host_apart(watch, rules), rules.functions(work.spec, work.plan):
                 run_steps(work, ranks, watch, lay_out, rules, Elsewhere(watch))
             segments = watch.segments
     finally:

@@ -23,16 +23,21 @@ models alike; the following differs:
    attention keeps, and no mask. Within its backward it takes less than rule 3 counts: one fp32 sum
    for each query. Where a mask it is, keys and values are repeated for all heads, and kept.
 8. Turns of a ring are FlashAttention's where it can be taken (parallel.ring_kernels).
+7. Dropout keeps a mask of one byte an element, where the CPU keeps factors in the dtype of its
+   input (torch, `native_dropout`).
 
 What CUDA itself and NCCL take is not seen by torch, and is not known before it is measured.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from outpace.nn.block import Attention, Mixing, fused_attention, suited_attention
 from outpace.nn.head_loss import Passes
@@ -40,6 +45,7 @@ from outpace.nn.kernels import choose_kernel, operands_for
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.records.hardware import Accelerator
+from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
 _MIB = 2**20
@@ -86,6 +92,11 @@ class Rules:
                 mix = fused_attention if module.mix is suited_attention else module.mix
                 module.mix = partial(_as_on_gpu, mix)
 
+    def functions(self, spec: ModelSpec, plan: Plan) -> AbstractContextManager[object]:
+        """Entered around a trace: functions that keep other tensors on the device, rule 9."""
+        drops = spec.dropout > 0 or plan.lora_dropout > 0
+        return _Masks() if drops and self.accelerator is not None else nullcontext()
+
     def within(self, func: Any, args: Any) -> int:
         """What an operator takes and gives back within itself, in bytes."""
         if self.accelerator is None or func not in _ATTENTION_BACKWARDS:
@@ -112,6 +123,23 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
 
 # Rule 5: what compiled passes take and write.
 _IN_PLACE = Passes(_scores, _gradient, _loss_and_gradient)
+
+
+class _Masks(TorchFunctionMode):
+    """Dropout as an accelerator's kernel does it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            return _masked_dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _masked_dropout(
+    x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
 _ATTENTION_BACKWARDS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default,

@@ -1,10 +1,10 @@
-"""What keeps a run in order: signals, random numbers that need no state, non-finite losses."""
+"""What keeps a run in order: signals, random numbers without state, the same bits each time."""
 
 import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outpace.data.seeding import seed_generators
-from outpace.records.errors import InterruptedRunError
+from outpace.records.errors import BadInputError, InterruptedRunError
 
 # The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
 _SAME_SIGNAL_S = 0.5
@@ -96,3 +96,34 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
         torch.cuda.manual_seed(wide)
     elif device.type == "mps":
         torch.mps.manual_seed(wide)
+
+
+@contextmanager
+def deterministic_kernels(
+    wanted: bool, device: torch.device, environ: MutableMapping[str, str]
+) -> Iterator[None]:
+    """Let a GPU compute only by kernels that give the same bits each time, where that is `wanted`.
+
+    cuBLAS needs a workspace of fixed size for it, which is asked for in `environ` (NVIDIA, cuBLAS,
+    "Results Reproducibility"). Raises BadInputError where an operator has no such kernel.
+    """
+    if not wanted or device.type != "cuda":
+        yield
+        return
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    memory = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # All that is read is written first.
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        what = str(error).partition(". ")[0]
+        raise BadInputError(f"--deterministic: {what}. Leave it out for this model.") from None
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

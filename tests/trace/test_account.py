@@ -172,3 +172,17 @@ def test_a_ring_on_a_gpu_is_traced_with_its_kernel(monkeypatch):
         account(SHALLOW, plan, seq_len=64, accelerator=accelerator)
         assert bool(taken) == (accelerator is not None)
         taken.clear()
+
+
+def test_dropout_keeps_a_byte_an_element_on_an_accelerator():
+    """The CPU's keeps factors in the dtype of its input, twice as much in bf16."""
+    dropped = DEEP.model_copy(update={"dropout": 0.1})
+    plan = Plan(micro_batch=8, precision="bf16")
+    rules = Rules(ACCELERATORS["H100 SXM"])
+    kept = [
+        account(spec, plan, seq_len=64, accumulation=1, accelerator=rules.accelerator).peak.by_kind[
+            "activations"
+        ]
+        for spec in (DEEP, dropped)
+    ]
+    assert kept[1] - kept[0] == (2 * DEEP.layers + 1) * 8 * 64 * DEEP.hidden
