@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.launch.group import process_groups
-from outpace.nn import block
+from outpace.nn import block, kept_products
 from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
@@ -105,11 +105,13 @@ class Operators(TorchDispatchMode):
 def as_on_cuda() -> Iterator[None]:
     """Choose no operators that are for CPUs."""
     before = block.suits_operator
-    block.suits_operator = lambda *_: False
+    for module in (block, kept_products):
+        module.suits_operator = lambda *_: False
     try:
         yield
     finally:
-        block.suits_operator = before
+        for module in (block, kept_products):
+            module.suits_operator = before
 
 
 def batches(count: int) -> list[torch.Tensor]:

@@ -127,8 +127,22 @@ class Attention(nn.Module):
         asking = x_BSD
         if read_B is not None:
             asking, sees = at_places(x_BSD, read_B), sees.of_queries(read_B, x_BSD.shape[1])
-        q_BHSC = self._heads(self.q(asking))
-        k_BKSC, v_BKSC = self._heads(self.k(x_BSD)), self._heads(self.v(x_BSD))
+        projected = self.q(asking), self.k(x_BSD), self.v(x_BSD)
+        out: Tensor = self.out(self.mixed(*projected, sees, rotary, cache, read_B))
+        return out
+
+    def mixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sees: Visibility,
+        rotary: Tables | None,
+        cache: LayerCache | None = None,
+        read_B: Tensor | None = None,
+    ) -> Tensor:
+        """From the projections (B, S, H·C) and (B, S, K·C) the heads' values, (B, S, H·C)."""
+        q_BHSC, k_BKSC, v_BKSC = self._heads(q), self._heads(k), self._heads(v)
         dtype = v_BKSC.dtype
         if self.spec.qk_norm:
             q_BHSC, k_BKSC = self.q_norm(raised(q_BHSC)), self.k_norm(raised(k_BKSC))
@@ -140,8 +154,7 @@ class Attention(nn.Module):
             k_BKTC, v_BKTC = cache.extend(k_BKTC, v_BKTC)
         dropout = self.spec.dropout if self.training else 0.0
         mixed_BHSC = self.mix(q_BHSC.to(dtype), k_BKTC, v_BKTC, sees, dropout)
-        out: Tensor = self.out(mixed_BHSC.transpose(1, 2).flatten(2))
-        return out
+        return mixed_BHSC.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.spec.head_dim).transpose(1, 2)

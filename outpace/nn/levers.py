@@ -23,6 +23,7 @@ from outpace.nn.attention import attention
 from outpace.nn.block import Block
 from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp8 import apply_fp8
+from outpace.nn.kept_products import can_keep_products, keep_products
 from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
 from outpace.nn.scratch import Scratch
 from outpace.records.compiled import compiled_region
@@ -69,6 +70,7 @@ def apply_checkpointing(
     module: nn.Module,
     mode: Checkpointing | Sequence[Checkpointing],
     blocks: Sequence[nn.Module] | None = None,
+    by_policy: bool = False,
 ) -> None:
     """Let blocks recompute their activations in the backward instead of keeping them.
 
@@ -78,7 +80,9 @@ def apply_checkpointing(
     output of fused attention. "selective" keeps the outputs of matrix products too, and recomputes
     what is cheap between them (Korthikanti et al., arXiv 2205.05198, §5, with the choice turned
     round: fused attention keeps no scores, so its output is cheap to keep). Random numbers are
-    drawn alike again.
+    drawn alike again. For our own blocks "selective" needs no policy (`kept_products`), which a
+    host asks about each operator; `by_policy` says that it is asked all the same, as offloading
+    wants, which has to see all that is saved.
     """
     if mode == "none":
         return
@@ -86,7 +90,11 @@ def apply_checkpointing(
     modes = [mode] * len(blocks) if isinstance(mode, str) else mode
     for block, own in zip(blocks, modes, strict=True):
         if own != "none":
-            block.forward = partial(_checkpointed, block.forward, _options(own, block))
+            checkpointed = partial(_checkpointed, block.forward, _options(own, block))
+            alone = own == "selective" and not by_policy
+            if alone and isinstance(block, Block) and not _draws(block):
+                checkpointed = partial(_kept_or_checkpointed, block, checkpointed)
+            block.forward = checkpointed
 
 
 def _options(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
@@ -118,6 +126,14 @@ def _checkpointed(
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _kept_or_checkpointed(
+    block: Block, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if torch.is_grad_enabled() and not kwargs and can_keep_products(block, *args):
+        return keep_products(block, *args)
+    return checkpointed(*args, **kwargs)
 
 
 def _keeping(kept: frozenset[Any]) -> Contexts:
@@ -166,7 +182,8 @@ def apply_levers(
         apply_fp8(blocks or find_blocks(module))
     if plan.recomputes:
         blocks = blocks or find_blocks(module)
-        apply_checkpointing(module, plan.modes(len(blocks)), blocks)
+        offloads = plan.offload_activations != "none"
+        apply_checkpointing(module, plan.modes(len(blocks)), blocks, by_policy=offloads)
     if plan.offload_activations != "none":
         on_disk = plan.offload_activations == "disk"
         device = next(module.parameters()).device

@@ -1,0 +1,81 @@
+"""Selective checkpointing without a policy, against the policy."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from outpace.nn import block as blocks
+from outpace.nn import kept_products
+from outpace.nn.levers import apply_checkpointing
+from outpace.nn.loss import LanguageModelObjective
+from outpace.nn.transformer import Transformer
+from outpace.trace.allocations import Allocations
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """No operators that are for CPUs."""
+    for module in (blocks, kept_products):
+        monkeypatch.setattr(module, "suits_operator", lambda *_: False)
+
+
+def _objective(make_spec, family, **values):
+    objective = LanguageModelObjective(Transformer(make_spec(family, **values)), "plain", None)
+    for block in objective.model.blocks:
+        block.attention.mix = blocks.fused_attention
+    return objective
+
+
+def _step(objective, tokens, dtype):
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        loss_sum, _ = objective({"tokens": tokens, "targets": tokens})
+    loss_sum.backward()
+    return {name: p.grad for name, p in objective.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_gradients_and_products_are_those_of_a_plain_backward(
+    make_spec, tokens, as_on_cuda, monkeypatch, family, dtype
+):
+    plain = _objective(make_spec, family)
+    kept = copy.deepcopy(plain)
+    apply_checkpointing(kept.model, "selective")
+    monkeypatch.setattr("outpace.nn.levers.checkpoint", lambda *_, **__: pytest.fail("a policy"))
+    flops = []
+    for objective in (plain, kept):
+        with FlopCounterMode(display=False) as counter:
+            _step(objective, tokens, dtype)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1]
+    for one, other in zip(plain.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_no_more_is_kept_than_by_a_policy(make_spec, as_on_cuda, family):
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    peaks = {}
+    for name in ("none", "policy", "kept"):
+        objective = _objective(make_spec, family)
+        mode = "none" if name == "none" else "selective"
+        apply_checkpointing(objective.model, mode, by_policy=name == "policy")
+        _step(objective, tokens, torch.bfloat16)
+        with Allocations() as allocated:
+            _step(objective, tokens, torch.bfloat16)
+        peaks[name] = allocated.peak_bytes
+    assert peaks["kept"] <= peaks["policy"] < peaks["none"]
+
+
+def test_other_blocks_have_a_policy(make_spec, tokens, as_on_cuda):
+    x = torch.zeros(1, 4, 32)
+    for family, values in (("qwen3", {}), ("bert", {})):
+        block = _objective(make_spec, family, **values).model.blocks[0]
+        assert not kept_products.can_keep_products(block, x)
+    block = _objective(make_spec, "gpt2").model.blocks[0]
+    assert kept_products.can_keep_products(block, x)
+    assert not kept_products.can_keep_products(block, x, None, None, object())
+    block.attention.q.register_forward_pre_hook(lambda *_: None)
+    assert not kept_products.can_keep_products(block, x)
