@@ -132,6 +132,11 @@ UNALIGNED_SOURCE = (
 TRITON_SLOWER = 1.9
 TRITON_SOURCE = "Dao, FlashAttention-2, arXiv 2307.08691, section 4.1"
 
+# FlexAttention, of FlashAttention-2's rate; it computes whole blocks of queries and keys.
+FLEX_BLOCK = 128
+FLEX_FORWARD, FLEX_BACKWARD = 0.90, 0.85
+FLEX_SOURCE = "PyTorch, 'FlexAttention', blog of 7 August 2024: both ways, on an A100"
+
 # Of the memory's bandwidth, by large triads (two reads, one write).
 MEMORY_SHARE: Mapping[Architecture, float] = MappingProxyType(
     {

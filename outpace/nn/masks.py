@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-# Queries and keys in a block of FlexAttention: its default, that its kernels are made for.
-BLOCK = 128
+from outpace.catalog.efficiency import FLEX_BLOCK as BLOCK
+
 # Sample, head, query and key to True where the query sees the key; broadcasts.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -187,14 +187,16 @@ def _attention(
     own = length / cells.cp  # queries; keys are all, in turns
     widths = attention.head_dim + attention.value_dim
     if kernel != "unfused":
-        seen = min(keys, attention.window or keys)
+        seen = _keys_seen(device, attention, keys)
         half = 0.5 if attention.causal and seen == length else 1.0
         flops = 2.0 * cells.samples * heads * own * seen * widths * half
         narrow = device.attention_narrow if attention.head_dim <= 64 else 1.0
         slower = efficiency.TRITON_SLOWER if kernel == "triton" else 1.0
         speed = _attention_rate(device, cells) * narrow / slower
-        ahead = flops / (speed * device.attention_forward)
-        back = 2.5 * flops / (speed * device.attention_backward)
+        by_blocks = device.kind == "cuda" and seen < keys
+        flex = (efficiency.FLEX_FORWARD, efficiency.FLEX_BACKWARD) if by_blocks else (1.0, 1.0)
+        ahead = flops / (speed * device.attention_forward * flex[0])
+        back = 2.5 * flops / (speed * device.attention_backward * flex[1])
         return ahead + device.fixed_s, back + 2 * device.fixed_s
     batch = cells.samples * heads
     s = np.full_like(own, float(keys))
@@ -209,6 +211,17 @@ def _attention(
     back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
     rate = device.memory_bytes_per_s
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
+
+
+def _keys_seen(device: Device, attention: Attention, keys: int) -> int:
+    """Of which scores are computed for a query. On a GPU a window is made of whole blocks."""
+    if attention.window is None:
+        return keys
+    sides = 1 if attention.causal else 2
+    if device.kind != "cuda":
+        return min(keys, sides * (attention.window - 1) + 1)
+    block = efficiency.FLEX_BLOCK
+    return min(keys, block * (1 + sides * -(-(attention.window - 1) // block)))
 
 
 def _attention_rate(device: Device, cells: Cells) -> Floats:
