@@ -100,6 +100,33 @@ def test_a_resumed_run_stays_as_it_was(tmp_path, corpus, token_cache):
         assert decide(again, made, CPU, NO_GPU, Ranks(), 9, None).compile == was
 
 
+def test_a_run_goes_by_the_decision_and_says_it(tmp_path, corpus, token_cache, monkeypatch):
+    """On a CPU, where a plan is made to compile by default as on a GPU."""
+    from outpace.launch import job
+    from outpace.train.callbacks import Callback
+
+    class Heard(Callback):
+        def __init__(self):
+            self.hints = []
+
+        def on_hint(self, sentence):
+            self.hints.append(sentence)
+
+    def compiling(*args, **more):
+        return resolve_plan(*args, **more).model_copy(update={"compile": True})
+
+    monkeypatch.setattr(job, "resolve_plan", compiling)
+    settings = asked(model="outpace-tiny", seq_len=64, global_batch=8, steps=2, eval_batches=1,
+                     data=(str(corpus),), cache_dir=token_cache, sample_tokens=0,
+                     out=tmp_path / "run")  # fmt: skip
+    heard = Heard()
+    done = job.train(settings, ranks=Ranks(), origins={}, command=["test"], callbacks=[heard])
+    assert any(hint.startswith("compile: no; ") and "2" in hint for hint in heard.hints)
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["plan"]["compile"] is False
+    assert done.compile_s == 0 and done.first_step_s > 0
+
+
 def test_a_plan_for_gpus_searches_compile_and_one_for_cpus_does_not():
     question = planning_job(Asked("gpt2", "h200-sxm", devices_per_node=1, global_batch=16))
     assert plans(question).plans[0].plan.compile
