@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _abort_process_group, _world
 from torch.distributed.rendezvous import rendezvous
 
 from outpace.launch.environment import meeting_url
@@ -92,11 +93,22 @@ def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch
     return "cpu:gloo,cuda:nccl" if asked == "nccl" else asked
 
 
-def _join(backend: str, store: Store, ranks: Ranks, timeout: timedelta) -> None:
-    """Make the default process group. Raises BadInputError where MPI counts otherwise."""
+def _join(
+    backend: str, store: Store, ranks: Ranks, timeout: timedelta, device: torch.device
+) -> None:
+    """Make the default process group. Raises BadInputError where MPI counts otherwise.
+
+    NCCL is told its device, so that it connects at once, and not in the first collective, and
+    groups of some ranks are split from this one.
+    """
     if backend != "mpi":
         dist.init_process_group(
-            backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
         )
         return
     dist.init_process_group("mpi", timeout=timeout)
@@ -109,6 +121,17 @@ def _join(backend: str, store: Store, ranks: Ranks, timeout: timedelta) -> None:
     # MPI has no store, and torch keeps an empty one in its place; the gloo groups need this one.
     everyone = dist.group.WORLD
     _world.pg_map[everyone] = ("mpi", store)  # type: ignore[index]
+
+
+def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> None:
+    """Destroy all groups; after a failure NCCL's are aborted.
+
+    They would be waited for: what others were to send does not come any more.
+    """
+    if failure is not None and "nccl" in backend:
+        _abort_process_group()  # destroy_process_group would wait
+    else:
+        dist.destroy_process_group()
 
 
 def _meet(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
@@ -183,9 +206,9 @@ def process_groups(
         store = PrefixStore(f"outpace-{restart}", _meet(ranks, timeout, apart))
     with ExitStack() as stack:
         own = frozenset[str]() if apart else stack.enter_context(staying_on(LOOPBACK))
-        _join(backend, store, ranks, timeout)
+        _join(backend, store, ranks, timeout, device)
         leave_after_gloo()
-        stack.callback(dist.destroy_process_group)
+        stack.push(partial(_leave, backend))
         yield Groups(
             ranks,
             store=store,

@@ -48,6 +48,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.standstill import Standstill
 from outpace.train.callbacks import Callback, tell
+from outpace.train.cuda_allocator import grow_segments
 from outpace.train.guards import StopSignal, deterministic_kernels
 from outpace.train.heap import Touching, keep_freed
 from outpace.train.loggers import require_loggers
@@ -130,6 +131,8 @@ def prepared(
             stack.callback(ahead.end)
         stop = stack.enter_context(StopSignal())
         settings = with_earlier_precision(settings)
+        if settings.device in ("auto", "cuda"):
+            grow_segments(os.environ)  # before anything is on the device
         device = resolve_device(settings, ranks)
         stack.enter_context(deterministic_kernels(settings.deterministic, device, os.environ))
         backend = resolve_backend(settings.backend, device)

@@ -1,0 +1,45 @@
+"""How ranks join and leave: what torch is told, and what happens after a failure."""
+
+import pytest
+import torch
+
+from outpace.launch import group
+from outpace.launch.group import process_groups
+from outpace.records.ranks import Ranks
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """In place of torch.distributed, which has no NCCL here; ranks meet without a store."""
+    seen = []
+
+    def note(name):
+        return lambda *args, **given: seen.append((name, args, given))
+
+    monkeypatch.setattr(group, "_meet", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr(group, "leave_after_gloo", lambda: None)
+    for name in ("init_process_group", "destroy_process_group", "new_group"):
+        monkeypatch.setattr(group.dist, name, note(name))
+    monkeypatch.setattr(group, "_abort_process_group", note("abort"))
+    return seen
+
+
+@pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,cuda:nccl", GPU), ("gloo", None)])
+def test_nccl_is_told_its_device(calls, backend, device):
+    ranks = Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    with process_groups(ranks, GPU, 60.0, 0, backend):
+        pass
+    names = [name for name, _, _ in calls]
+    assert (names[0], names[-1]) == ("init_process_group", "destroy_process_group")
+    assert calls[0][2]["device_id"] == device
+
+
+@pytest.mark.parametrize(("backend", "ends"), [("cpu:gloo,cuda:nccl", "abort"),
+                                               ("gloo", "destroy_process_group")])  # fmt: skip
+def test_after_a_failure_nccl_is_not_waited_for(calls, backend, ends):
+    ranks = Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    with pytest.raises(RuntimeError), process_groups(ranks, GPU, 60.0, 0, backend):
+        raise RuntimeError("a collective failed")
+    assert calls[-1][0] == ends
