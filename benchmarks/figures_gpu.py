@@ -23,7 +23,10 @@ _GIB = 2**30
 def gpu(result: dict[str, Any]) -> str:
     """Targets, throughput beside the hand loop and beside what was predicted, and the rest."""
     sections = result["sections"]
-    parts = [_targets(result["targets"]), _steps(sections), _left(sections), _card(sections)]
+    parts = [
+        _targets(result["targets"]), _steps(sections), _kernels(sections), _levers(sections),
+        _ceilings(sections), _left(sections), _card(sections),
+    ]  # fmt: skip
     return "\n".join(part for part in parts if part) + stand(result)
 
 
@@ -34,18 +37,19 @@ def _targets(judged: list[dict[str, Any]]) -> str:
 
 
 def _steps(sections: dict[str, Any]) -> str:
-    traced = sections.get("traced memory", {}).get("rows", {})
+    traced, probed = _rows(sections, "traced memory"), _rows(sections, "probed time")
     rows = [
         [shape, name, _ms(row.get("step_time_s")), _tokens(row), _speed(row), _share(row),
-         _predicted_time(row), _gib(row.get("peak_bytes")),
+         _predicted_time(row, row.get("predicted")),
+         _predicted_time(row, probed.get(f"{section}: {name}")), _gib(row.get("peak_bytes")),
          _traced(traced.get(f"{section}: {name}"))]
         for section, shape in _THROUGHPUT.items()
-        for name, row in sections.get(section, {}).get("rows", {}).items()
+        for name, row in _rows(sections, section).items()
     ]  # fmt: skip
     if not rows:
         return ""
     head = ["model, batch", "", "step", "tokens/s", "over the hand loop", "MFU, of best product",
-            "predicted step", "memory", "traced"]  # fmt: skip
+            "predicted step, by the catalog", "by the probe", "memory", "traced"]  # fmt: skip
     return table(head, rows)
 
 
@@ -70,11 +74,10 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['mfu']:.0%}, {'n/a' if best is None else f'{best:.0%}'}"
 
 
-def _predicted_time(row: dict[str, Any]) -> str:
-    said = row.get("predicted")
-    if said is None:
+def _predicted_time(row: dict[str, Any], said: dict[str, Any] | None) -> str:
+    if said is None or not measured(row):
         return "–"
-    if not measured(said):
+    if "step_time_s" not in said:
         return "n/a"
     off = said["step_time_s"] / row["step_time_s"] - 1
     inside = said["low_s"] <= row["step_time_s"] <= said["high_s"]
@@ -87,7 +90,57 @@ def _predicted_time(row: dict[str, Any]) -> str:
 def _traced(row: dict[str, Any] | None) -> str:
     if row is None or not measured(row):
         return "–"
-    return f"{_gib(row['traced_bytes'])} ({row['off_signed']:+.1%})"
+    off = f" ({row['off_signed']:+.1%})" if "off_signed" in row else ""
+    return f"{_gib(row['traced_bytes'])}{off}"
+
+
+def _kernels(sections: dict[str, Any]) -> str:
+    """The loss, attention and other optimizers: milliseconds, and what they are beside."""
+    over = {"over_causal": "causal", "over_fused": "adamw-fused"}
+    rows = [
+        [section, name, _ms(row["step_time_s"]), _gib(row.get("peak_bytes")),
+         next((f"{row[key]:.2f} × {what}" for key, what in over.items() if key in row), "–")]
+        for section in ("loss", "attention", "optimizers", "documents")
+        for name, row in _rows(sections, section).items()
+        if measured(row) and "step_time_s" in row
+    ]  # fmt: skip
+    return table(["", "", "time", "memory", "over"], rows) if rows else ""
+
+
+def _levers(sections: dict[str, Any]) -> str:
+    """Losses furthest off the plain run's, and the slowest, in a table of all."""
+    rows = [
+        [name, _ms(row["step_time_s"]), "–" if row["off"] is None else f"{row['off']:.1e}",
+         _gib(row["peak_bytes"])]
+        for name, row in _rows(sections, "levers").items()
+        if measured(row) and "step_time_s" in row
+    ]  # fmt: skip
+    head = ["lever, on a model of 4 layers and width 256", "step", "loss off the plain run's",
+            "memory"]  # fmt: skip
+    return table(head, rows) if rows else ""
+
+
+def _ceilings(sections: dict[str, Any]) -> str:
+    """What the device reaches by itself, what a step waits for, and the first step."""
+    lines = []
+    for name, row in _rows(sections, "first step").items():
+        if measured(row) and row["first_step_s"] is not None:
+            lines.append(f"first step after {row['first_step_s']:.1f} s: {name}")
+    waits = _rows(sections, "waits")
+    if waits.get("waits", {}).get("of_a_step") is not None:
+        places = ", ".join(f"{place} ({count})" for place, count in waits["waits"]["places"])
+        lines.append(f"waits of a step: {waits['waits']['of_a_step']:g} {places}".rstrip())
+    if waits.get("profile", {}).get("busy_share") is not None:
+        lines.append(f"the device is busy for {waits['profile']['busy_share']:.1%} of a step")
+    for name, row in _rows(sections, "first use").items():
+        if measured(row):
+            lines.append(f"`outpace {name}` took {row['took_s']:.1f} s")
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def _rows(sections: dict[str, Any], section: str) -> dict[str, Any]:
+    rows: dict[str, Any] = sections.get(section, {}).get("rows", {})
+    return rows
 
 
 def _left(sections: dict[str, Any]) -> str:
@@ -98,17 +151,16 @@ def _unfinished(sections: dict[str, Any]) -> Iterator[str]:
     for name, told in sections.items():
         if told["status"] != "done":
             yield f"{name}: {told['status']}."
-        for row, value in told.get("rows", {}).items():
+        for row, value in _rows(sections, name).items():
             if isinstance(value, dict) and "failure" in value:
                 yield f"{name}, {row}: {value['failure']}"
 
 
 def _card(sections: dict[str, Any]) -> str:
-    rows = sections.get("environment", {}).get("rows", {})
-    device = rows.get("device")
+    device = _rows(sections, "environment").get("device")
     if device is None:
         return ""
-    best = sections.get("ceilings", {}).get("rows", {}).get("bf16 products", {})
+    best = _rows(sections, "ceilings").get("bf16 products", {})
     rate = best.get("best_flops_per_s")
     product = "" if rate is None else f" Its best product in bf16: {rate / 1e12:.0f} TFLOP/s."
     return (

@@ -44,8 +44,8 @@ class Check:
 
     def at(self, section: str) -> "Check":
         """The same for a section."""
-        slug = section.replace(" ", "-").replace(",", "")
-        return replace(self, section=slug, rows_file=self.folder / "sections" / f"{slug}.json")
+        name = slug(section)
+        return replace(self, section=name, rows_file=self.folder / "sections" / f"{name}.json")
 
     def left_s(self) -> float:
         """Seconds until the section has to end."""
@@ -103,6 +103,11 @@ class Section:
         """Measure, and put rows into `check`. Raises whatever a measurement raises."""
         module, _, name = self.function.partition(".")
         getattr(importlib.import_module(f"gpu.{module}"), name)(check)
+
+
+def slug(name: str) -> str:
+    """A name for a file or a folder."""
+    return name.replace(" ", "-").replace(",", "")
 
 
 def failure(error: BaseException) -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """The loss over a vocabulary, and attention with what it sees, by the package's own functions."""
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from gpu.check import Check, measured
 from gpu.hardware import seconds
 from outpace.nn.block import suited_attention
-from outpace.nn.kernels import takes_blocks
-from outpace.nn.loss import linear_loss_sum
+from outpace.nn.head_loss import EAGER, compiled_passes
+from outpace.nn.kernels import choose_kernel, takes_blocks
+from outpace.nn.loss import LossKind, linear_loss_sum
 from outpace.nn.masks import Visibility, visibility
 
 _LOSSES = ((16384, 2048, 128256), (16384, 768, 50257))
@@ -22,35 +25,40 @@ _ATTENTIONS = {
     "1 × 4,096, 32 heads of 128 over 8": (1, 32, 8, 4096, 128),
 }
 _SMALL_ATTENTIONS = {"1 × 64, 4 heads of 16 over 2": (1, 4, 2, 64, 16)}
-_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+_BLOCKS, _DENSE, _TORCH = "blocks", "dense mask", "torch"
 
 
 def loss(check: Check) -> None:
     """The head's loss with both gradients: milliseconds, FLOP/s and bytes."""
     for tokens, width, vocab in _SMALL_LOSSES if check.small else _LOSSES:
         shape = f"{tokens:,} × {width:,} × {vocab:,}"
-        for name, kind, compiled in (
-            ("eager", "auto", False), ("compiled", "auto", True), ("whole", "plain", False),
-        ):  # fmt: skip
-            if compiled and not check.inductor:
-                continue
-            check.clean()
-            check.row(f"{shape}, {name}", 12.0,
-                      lambda shape=(tokens, width, vocab), kind=kind, compiled=compiled:
-                      _loss(check, shape, kind, compiled))  # fmt: skip
+        kinds: dict[str, tuple[LossKind, bool]] = {
+            "compiled": ("auto", True), "eager": ("auto", False),
+            "compiled, chunked": ("chunked", True),
+        }  # fmt: skip
+        for name, (kind, compiled) in kinds.items():
+            if check.inductor or not compiled:
+                check.clean()
+                make = partial(_loss, check, (tokens, width, vocab), kind, compiled)
+                check.row(f"{shape}, {name}", 8.0, make)
 
 
-def _loss(check: Check, shape: tuple[int, int, int], kind: Any, compiled: bool) -> dict[str, Any]:
+def _loss(
+    check: Check, shape: tuple[int, int, int], kind: LossKind, compiled: bool
+) -> dict[str, Any]:
+    """As training takes it: `compiled` passes over the logits of an accelerator, or eager ones."""
     tokens, width, vocab = shape
     hidden = torch.randn(tokens, width, device=check.device, requires_grad=True)
     weight = (torch.randn(vocab, width, device=check.device) * 0.02).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), device=check.device)
-    loss_sum = torch.compile(linear_loss_sum, dynamic=False) if compiled else linear_loss_sum
+    passes = compiled_passes() if compiled else EAGER
 
     def both_ways() -> None:
         hidden.grad = weight.grad = None
         with torch.autocast(check.device, torch.bfloat16, cache_enabled=False):
-            total = loss_sum(hidden, weight, None, targets, kind, torch.bfloat16)
+            total = linear_loss_sum(
+                hidden, weight, None, targets, kind, torch.bfloat16, passes=passes
+            )
         (total / tokens).backward()
 
     # What the step makes: its gradients, and all between. Inputs lay there before.
@@ -66,18 +74,33 @@ def _loss(check: Check, shape: tuple[int, int, int], kind: Any, compiled: bool) 
 
 
 def attention(check: Check) -> None:
-    """Forward and backward, causal and with masks; and the NaN of pytorch#196678."""
+    """Forward and backward, causal and with what a mask says; and the NaN of pytorch#196678."""
     for name, shape in (_SMALL_ATTENTIONS if check.small else _ATTENTIONS).items():
-        causal = check.row(f"{name}, causal", 4.0, lambda s=shape: _attention(check, s, "causal"))
+        causal = check.row(f"{name}, causal", 4.0, partial(_attention, check, shape, "causal"))
         for sees in ("documents", "window"):
-            row = check.row(f"{name}, {sees}", 4.0, lambda s=shape, w=sees: _attention(check, s, w))
-            if measured(row) and measured(causal):
-                over = row["step_time_s"] / causal["step_time_s"]
-                check.put(f"{name}, {sees}", {**row, "over_causal": over})
-    check.row("queries' gradients with a mask that are not finite", 4.0, lambda: _not_finite(check))
+            for way in _ways(check, shape[-1]):
+                row_name = f"{name}, {sees}" + (", dense mask" if way == _DENSE else "")
+                make = partial(_attention, check, shape, sees, way)
+                row = check.row(row_name, 6.0, make)
+                if measured(row) and measured(causal):
+                    over = row["step_time_s"] / causal["step_time_s"]
+                    check.put(row_name, {**row, "over_causal": over})
+    for way in _ways(check, 64):
+        name = f"queries' gradients that are not finite, {way}"
+        check.row(name, 6.0, partial(_not_finite, check, way))
+    if check.cuda:
+        check.row("the same, by the kernel that torch chooses", 4.0,
+                  partial(_not_finite, check, _TORCH))  # fmt: skip
 
 
-def _attention(check: Check, shape: tuple[int, ...], sees: str) -> dict[str, Any]:
+def _ways(check: Check, width: int) -> tuple[str, ...]:
+    """How masks are given where the package decides, and as S × S values."""
+    return (_BLOCKS, _DENSE) if takes_blocks(check.device, width, 0.0) else (_DENSE,)
+
+
+def _attention(
+    check: Check, shape: tuple[int, ...], sees: str, way: str = _DENSE
+) -> dict[str, Any]:
     samples, heads, kv_heads, length, width = shape
 
     def states(count: int) -> torch.Tensor:
@@ -85,7 +108,8 @@ def _attention(check: Check, shape: tuple[int, ...], sees: str) -> dict[str, Any
         return made.transpose(1, 2).requires_grad_()
 
     q_BHSC, k_BKSC, v_BKSC = states(heads), states(kv_heads), states(kv_heads)
-    seen = _seen(check, sees, samples, length)
+    seen = _seen(check, sees, samples, length, way)
+    mask_times = seconds(check, lambda: _seen(check, sees, samples, length, way), 0.02)
 
     def both_ways() -> None:
         mixed_BHSC = suited_attention(q_BHSC, k_BKSC, v_BKSC, seen, 0.0)
@@ -95,25 +119,24 @@ def _attention(check: Check, shape: tuple[int, ...], sees: str) -> dict[str, Any
     times = seconds(check, both_ways)
     step_s = median(times)
     flops = 7 * samples * heads * length**2 * width  # both ways, of the causal half
-    chosen = torch._fused_sdp_choice(q_BHSC, k_BKSC, v_BKSC, seen.mask, 0.0, seen.is_causal,
-                                     enable_gqa=heads != kv_heads)  # fmt: skip
+    kernel = "flex" if seen.blocks is not None else choose_kernel(
+        check.device, torch.bfloat16, length, heads != kv_heads, seen.mask is not None
+    )  # fmt: skip
     return {"step_time_s": step_s, "times_s": times[:50], "causal_flops_per_s": flops / step_s,
-            "by_blocks": seen.blocks is not None,
-            "kernel_of_sdpa": _KERNELS.get(chosen, str(chosen))}  # fmt: skip
+            "kernel": kernel, "mask_time_s": median(mask_times)}  # fmt: skip
 
 
-def _seen(check: Check, sees: str, samples: int, length: int, by_blocks: bool = True) -> Visibility:
+def _seen(check: Check, sees: str, samples: int, length: int, way: str) -> Visibility:
     documents_BS = None
     if sees == "documents":  # of 300 tokens each
         documents_S = torch.arange(length, device=check.device) // 300
         documents_BS = documents_S.int().expand(samples, length)
     window = length // 4 if sees == "window" else None
     device = torch.device(check.device)
-    blocks = by_blocks and takes_blocks(device.type, 64, 0.0)
-    return visibility(length, length, True, window, documents_BS, None, device, blocks)
+    return visibility(length, length, True, window, documents_BS, None, device, way == _BLOCKS)
 
 
-def _not_finite(check: Check) -> dict[str, int]:
+def _not_finite(check: Check, way: str) -> dict[str, int]:
     """A length of 64 more than a multiple of 128, a mask, rows of low log-sum-exp."""
     length, width = (64, 16) if check.small else (704, 64)
     torch.manual_seed(0)
@@ -123,8 +146,11 @@ def _not_finite(check: Check) -> dict[str, int]:
     q, k = q * 0.1, k * 0.1
     q[..., 0], k[..., 0] = 1.0, -120 * width**0.5
     q.requires_grad_()
-    seen = _seen(check, "documents", 1, length, by_blocks=False)
-    mixed = suited_attention(q, k, v, seen, 0.0)
+    seen = _seen(check, "documents", 1, length, way)
+    if way == _TORCH:
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.mask)
+    else:
+        mixed = suited_attention(q, k, v, seen, 0.0)
     mixed.backward(torch.randn_like(mixed))
     assert q.grad is not None
     return {"values": int((~torch.isfinite(q.grad)).sum()), "of": q.grad.numel()}

@@ -26,6 +26,7 @@ _FORK_REFUSED = 75  # exit code of a forked section that could not use the GPU
 _FAILED = 70  # exit code of a section that raised
 _OUT_OF_TIME = 124
 _LOOK_EVERY_S = 0.05
+_TRIAL = 3.0
 _STACKS_S = 1.0  # for a section that hangs to write where it is
 _LOG_CHARACTERS = 2500
 
@@ -67,12 +68,14 @@ class Runner:
         left_s = self._end_s - time.monotonic()
         if left_s < (1.0 if self._template.small else section.needs_s):
             return {"status": "left out", "reason": f"{max(left_s, 0):.0f} s were left"}
-        limit_s = min(section.limit_s, self._section_limit_s or section.limit_s, left_s)
+        # Cores that others use, too, are no reason to end a trial.
+        own_s = section.limit_s * (_TRIAL if self._template.small else 1.0)
+        limit_s = min(self._section_limit_s or own_s, left_s)
         check = self._check(section.name, limit_s)
         began_s = time.monotonic()
-        code = self._start(section, check)
+        code, host_s = self._start(section, check)
         told = {"status": _status(code), "took_s": round(time.monotonic() - began_s, 2),
-                "limit_s": round(limit_s, 1), "rows": _rows(check),
+                "host_s": host_s, "limit_s": round(limit_s, 1), "rows": _rows(check),
                 "gpu": self._telemetry.since()}  # fmt: skip
         if code != 0:
             told["log"] = _log(check)
@@ -84,15 +87,15 @@ class Runner:
         check.rows_file.unlink(missing_ok=True)
         return check
 
-    def _start(self, section: Section, check: Check) -> int:
-        """Exit code of the section's process: negative is a signal, None of it still running."""
+    def _start(self, section: Section, check: Check) -> tuple[int, float]:
+        """Exit code of the section's process, negative for a signal, and seconds of its cores."""
         if self._fork:
             if not self._loaded:
                 _load_what_all_need()
                 self._loaded = True
-            code = _wait(_forked(section, check), check)
+            code, host_s = _wait(_forked(section, check), check)
             if code != _FORK_REFUSED:
-                return code
+                return code, host_s
             self._fork = False  # an import has touched the GPU: no section can be forked
         write_atomic(check.folder / "earlier.json", json.dumps(check.earlier))
         with _log_file(check).open("ab") as log:
@@ -156,19 +159,20 @@ def _can_compute(check: Check) -> bool:
     return True
 
 
-def _wait(pid: int, check: Check) -> int:
+def _wait(pid: int, check: Check) -> tuple[int, float]:
     """Wait for a section's process, which leads a group, and end all of the group."""
-    while check.left_s() > 0:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            _end_group(pid)
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(_LOOK_EVERY_S)
-    os.kill(pid, signal.SIGUSR1)  # writes the stacks of its threads
-    time.sleep(_STACKS_S)
+    ended, status = 0, 0
+    while not ended and check.left_s() > 0:
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        time.sleep(0 if ended else _LOOK_EVERY_S)
+    if not ended:
+        os.kill(pid, signal.SIGUSR1)  # writes the stacks of its threads
+        time.sleep(_STACKS_S)
+        _end_group(pid)
+        _, _, usage = os.wait4(pid, 0)
     _end_group(pid)
-    os.waitpid(pid, 0)
-    return _OUT_OF_TIME
+    code = os.waitstatus_to_exitcode(status) if ended else _OUT_OF_TIME
+    return code, round(usage.ru_utime + usage.ru_stime, 2)
 
 
 def _end_group(pid: int) -> None:

@@ -26,9 +26,12 @@ _SMALL_SPECS = {
                      "vocab": 512, "max_positions": 64},
 }  # fmt: skip
 # For what is asked whether it runs, not how fast: it takes a GPU no time.
-LITTLE = {"family": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": 1024,
+_LITTLE = {"family": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": 1024,
           "max_positions": 512}  # fmt: skip
+_SMALL_LITTLE = {**_LITTLE, "layers": 1, "hidden": 64}
 _TOKENS, _SMALL_TOKENS = 2_000_000, 30_000
+_SOURCE = Path(__file__).resolve().parents[2] / "outpace"
+_DOCUMENT, _SMALL_TEXT = 1000, 200_000  # characters: some 300 tokens each, and of all
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,16 @@ def shape_of(check: Check, name: str) -> Shape:
     return Shape(spec_file(check, _SMALL_SPECS[shape.model]), config, 32, 2, 512)
 
 
-def spec_file(check: Check, spec: dict[str, Any], **changes: Any) -> str:
+def little(check: Check, **changes: Any) -> str:
+    """A model that takes the device no time, changed so, as a file."""
+    return spec_file(check, {**(_SMALL_LITTLE if check.small else _LITTLE), **changes})
+
+
+def spec_file(check: Check, spec: dict[str, Any]) -> str:
     """A model as outpace's TOML, written once."""
-    values = {**spec, **changes}
-    name = "-".join(str(value) for value in values.values())
+    name = "-".join(str(value) for value in spec.values())
     path = check.folder / f"{name}.toml"
-    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in spec.items()))
     return str(path)
 
 
@@ -83,4 +90,15 @@ def tokens_file(check: Check, vocab: int) -> str:
         count = _SMALL_TOKENS if check.small else _TOKENS
         tokens = np.random.default_rng(0).integers(0, min(vocab, 2**16), count)
         tokens.astype(np.uint16).tofile(path)
+    return str(path)
+
+
+def documents_file(check: Check) -> str:
+    """Short documents of real text, one a line: pieces of this project's own source."""
+    path: Path = check.folder / "documents.jsonl"
+    if not path.exists():
+        text = "".join(file.read_text(encoding="utf-8") for file in sorted(_SOURCE.rglob("*.py")))
+        text = text[: _SMALL_TEXT if check.small else None]
+        pieces = (text[start : start + _DOCUMENT] for start in range(0, len(text), _DOCUMENT))
+        path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
     return str(path)

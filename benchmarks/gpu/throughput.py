@@ -9,12 +9,15 @@ from typing import Any
 
 from gpu.check import Check, measured
 from gpu.hand_loop import HandLoop
-from gpu.shapes import Shape, shape_of
-from gpu.training import Trained, predicted, train_shape
+from gpu.shapes import Shape, documents_file, little, shape_of, spec_file
+from gpu.training import Trained, planned, predicted, train_shape
 from outpace.records.measurement import StepRecord
 from outpace.train.callbacks import Callback
 
 _SETTLING_STEPS = 2  # after a pause: the queue of the device fills again
+# GPT-2's layers, with a vocabulary that little text is enough for.
+_GPT2_OF_8K = {"family": "gpt2", "layers": 12, "hidden": 768, "heads": 12, "vocab": 8192,
+               "max_positions": 1024}  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -84,7 +87,7 @@ def ours(
         told_s.append(median(run.lines[step - 1]["step_time_s"] for step in steps))
     step_s = median(wall_s)
     row: Row = {
-        "settings": dict(settings),
+        "settings": {key: value for key, value in settings.items() if key != "data"},
         "step_time_s": step_s,
         "windows_s": wall_s,
         "tokens_per_s": shape.tokens / step_s,
@@ -92,6 +95,7 @@ def ours(
         "peak_bytes": _peak_bytes(check, run, windows, hand),
         "losses": [run.losses[0], run.losses[-1]],
         "took_s": run.took_s,
+        "plan": planned(run.path),
         "predicted": predicted(run.path),
         **_rates(check, run, step_s),
     }
@@ -153,9 +157,14 @@ def side_by_side(
     theirs = check.row(f"hand loop, {how}", needs_s, build)
     if not in_turn:
         check.clean()
+    trained: set[str] = set()  # precisions: the default's is not measured again by its name
     for name, settings in variants.items():
+        if settings.get("precision") in trained:
+            continue
         make = partial(ours, check, name, shape, loops[0] if loops else None, **settings)
         mine = check.row(name, 15.0, make)
+        if measured(mine):
+            trained.add(mine["plan"]["precision"])
         if measured(mine) and measured(theirs):
             check.put(name, {**mine, **_over(mine, theirs)})
     loops.clear()
@@ -177,7 +186,7 @@ def _over(mine: Row, theirs: Row) -> Row:
 def gpt2(check: Check) -> None:
     """GPT-2, 16 × 1,024: compiled and eager."""
     shape = shape_of(check, "gpt2")
-    side_by_side(check, shape, True, _compiled(check), 60.0)
+    side_by_side(check, shape, True, _precisions(check), 60.0)
     side_by_side(check, shape, False, {"outpace, eager": {"compile": False}}, 20.0)
 
 
@@ -188,7 +197,7 @@ def gpt2_host(check: Check) -> None:
 
 def llama_1b(check: Check) -> None:
     """Llama-3.2-1B, 4 × 2,048."""
-    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, _compiled(check), 70.0)
+    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, _precisions(check), 70.0)
 
 
 def lora_1b(check: Check) -> None:
@@ -212,5 +221,47 @@ def large_gpt2(check: Check) -> None:
     check.row(name, 20.0, partial(ours, check, name, shape, **settings))
 
 
+def _precisions(check: Check) -> dict[str, Row]:
+    """What is chosen by default, and the other of weights in fp32 and in bf16."""
+    named = {f"outpace, compiled, {one}": {"compile": check.inductor, "precision": one}
+             for one in ("bf16", "bf16-master")}  # fmt: skip
+    return {**_compiled(check), **named}
+
+
 def _compiled(check: Check, **settings: Any) -> dict[str, Row]:
     return {"outpace, compiled": {"compile": check.inductor, **settings}}
+
+
+def optimizers(check: Check) -> None:
+    """Llama-3.2-1B, 4 × 2,048: others than fused AdamW in bf16, over it."""
+    shape = shape_of(check, "llama-3.2-1b")
+    fused = None
+    for name, settings in {
+        "adamw-fused": {}, "adamw-8bit": {"optimizer": "adamw-8bit"},
+        "muon": {"optimizer": "muon"}, "fp8": {"precision": "fp8"},
+    }.items():  # fmt: skip
+        if check.small and name == "fp8":
+            continue
+        check.clean()
+        make = partial(ours, check, name, shape, compile=check.inductor, **settings)
+        row = check.row(name, 20.0, make)
+        fused = row if name == "adamw-fused" else fused
+        if measured(row) and measured(fused):
+            over = row["step_time_s"] / fused["step_time_s"]
+            check.put(name, {**row, "over_fused": over})
+
+
+def documents(check: Check) -> None:
+    """GPT-2's layers on real text, attention within documents and across them."""
+    shape = Shape(spec_file(check, _GPT2_OF_8K), {}, 1024, 16, 8192)
+    if check.small:
+        shape = Shape(little(check), {}, 32, 2, 1024)
+    causal, text = None, documents_file(check)
+    for name, within in (("causal", False), ("documents", True)):
+        make = partial(ours, check, name, shape, data=(text,), document_attention=within,
+                       compile=check.inductor)  # fmt: skip
+        row = check.row(name, 20.0, make)
+        causal = causal or row
+        if within and measured(row) and measured(causal):
+            over = row["step_time_s"] / causal["step_time_s"]
+            check.put(name, {**row, "over_causal": over})

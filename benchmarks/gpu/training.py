@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu.check import Check
-from gpu.shapes import LITTLE, Shape, spec_file, tokens_file
+from gpu.check import Check, slug
+from gpu.shapes import Shape, little, tokens_file
 from outpace.launch.job import train
+from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -40,10 +41,9 @@ def train_shape(
     check: Check, name: str, shape: Shape, callbacks: Sequence[Callback] = (), **changes: Any
 ) -> Trained:
     """Train a shape from random weights on random tokens."""
-    return train_run(
-        check, name, callbacks, model=shape.model, data=(tokens_file(check, shape.vocab),),
-        seq_len=shape.seq_len, global_batch=shape.batch, **changes,
-    )  # fmt: skip
+    defaults = {"model": shape.model, "data": (tokens_file(check, shape.vocab),),
+                "seq_len": shape.seq_len, "global_batch": shape.batch}  # fmt: skip
+    return train_run(check, name, callbacks, **{**defaults, **changes})
 
 
 def train_little(
@@ -51,7 +51,7 @@ def train_little(
 ) -> Trained:
     """Train a model that takes a GPU no time."""
     seq_len = 64 if check.small else 256
-    defaults = {"model": spec_file(check, LITTLE), "data": (tokens_file(check, 1024),),
+    defaults = {"model": little(check), "data": (tokens_file(check, 1024),),
                 "seq_len": seq_len, "global_batch": 8, "steps": 6}  # fmt: skip
     return train_run(check, name, callbacks, **{**defaults, **changes})
 
@@ -62,7 +62,7 @@ def train_run(
     """Train by these settings, without evaluations, samples and checkpoints unless they say so."""
     import torch
 
-    out = check.folder / "runs" / check.section / name.replace(" ", "-").replace(",", "")
+    out = run_folder(check, name)
     settings = TrainSettings(
         **{"eval_batches": 0, "sample_tokens": 0, "device": check.device, "dropout": 0.0,
            "init": "random", "measure_only": True, "out": out, "seed": 1,
@@ -89,11 +89,22 @@ def train_run(
     )
 
 
-def predicted(path: Path) -> dict[str, Any]:
-    """What the planner says of a run, by the catalog's rates of the GPU that it ran on."""
-    said = predict(read_run(path).record, 1, None)
+def run_folder(check: Check, name: str) -> Path:
+    """Where a run of a section lies, for as long as the call lasts."""
+    return check.folder / "runs" / check.section / slug(name)
+
+
+def planned(path: Path) -> dict[str, Any]:
+    """The plan that a run trained by, as its record has it."""
+    plan: dict[str, Any] = read_run(path).record.plan.model_dump(mode="json")
+    return plan
+
+
+def predicted(path: Path, machine: Machine | None = None) -> dict[str, Any]:
+    """What the planner says of a run, by a probe or by the catalog's rates of the GPU it ran on."""
+    said = predict(read_run(path).record, 1, machine)
     if isinstance(said, str):
-        return {"failure": said}
+        return {"not_predicted": said}
     estimate = said.planned.estimate
     return {"basis": said.basis, "step_time_s": estimate.step_time_s, "low_s": estimate.low_s,
             "high_s": estimate.high_s, "level": estimate.level,
