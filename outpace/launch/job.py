@@ -36,6 +36,7 @@ from outpace.launch.tasks import check_task
 from outpace.launch.tracing import Tracer
 from outpace.nn.compilation import compiler_cache
 from outpace.nn.fp8 import require_fp8
+from outpace.nn.mixed import fp32_products
 from outpace.parallel import why_not
 from outpace.parallel.offload import require
 from outpace.probe.machine import identify, usable_cores
@@ -149,6 +150,7 @@ def prepared(
                 "cannot be carried, nor MPI be started anew. Give a number, name the model by its "
                 "file, or use gloo or nccl."
             )
+        stack.enter_context(fp32_products(plan.precision, device))
         _require_possible(settings, plan, ranks, device)
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"

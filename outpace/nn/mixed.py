@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from outpace.records.errors import BadInputError
 from outpace.records.optimizers import MASTERS, SCALED, WEIGHTS, Precision
 
 # Of matrix products, None for that of the weights.
 DTYPES: dict[Precision, torch.dtype | None] = {
     "fp64": None,
     "fp32": None,
+    "tf32": None,  # of fp32 operands, rounded on their way into tensor cores
     "bf16": torch.bfloat16,
     "bf16-master": torch.bfloat16,
     "bf16-pure": torch.bfloat16,
@@ -48,6 +50,29 @@ class Mixed:
     def keeps_masters(self) -> bool:
         """Whether the optimizer is to keep the weights in fp32 too."""
         return self.wide_gradients or self.wide_sums
+
+
+@contextmanager
+def fp32_products(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Let CUDA round operands in fp32 to TF32 for their products, where a precision asks for it.
+
+    TF32 has fp32's range and 10 bits of its 23 (NVIDIA, "A100 Tensor Core GPU Architecture", 2020).
+    Raises BadInputError on devices that have no such products.
+    """
+    if precision != "tf32":
+        yield
+        return
+    if device.type != "cuda":
+        raise BadInputError(
+            f"--precision tf32 is how tensor cores of a CUDA device multiply fp32 numbers; the "
+            f"device is {device.type}, which computes fp32 as it is. Use --precision fp32."
+        )
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def weights_dtype(precision: Precision) -> torch.dtype | None:

@@ -69,7 +69,8 @@ class Device:
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of large products; of the next wider dtype where there is none."""
-        for name in (dtype, "fp16" if dtype == "bf16" else "bf16", "tf32", "fp32"):
+        wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
+        for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
                 return self.best_flops_per_s[name]
         raise KeyError(dtype)
@@ -83,7 +84,7 @@ def dtype_of(precision: Precision) -> Dtype:
 
 def items(precision: Ints) -> Floats:
     """Bytes of a number in products, by precision."""
-    sizes = [{"fp64": 8, "fp32": 4}.get(name, 2) for name in PRECISIONS]
+    sizes = [{"fp64": 8, "fp32": 4, "tf32": 4}.get(name, 2) for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
 

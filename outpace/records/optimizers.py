@@ -8,12 +8,13 @@ OptimizerName = Literal[
     "adafactor", "muon", "sgd",
 ]  # fmt: skip
 Precision = Literal[
-    "fp64", "fp32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
+    "fp64", "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure",
+    "fp8",
 ]  # fmt: skip
 # What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
 AskedPrecision = Literal[
-    "fp32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8", "O0",
-    "O1", "O2", "O3",
+    "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
+    "O0", "O1", "O2", "O3",
 ]  # fmt: skip
 
 LEVELS: Mapping[str, Precision] = {

@@ -211,9 +211,9 @@ class TrainSettings(Record):
     precision: AskedPrecision | None = _field(
         "computation",
         "of matrix products (default: bf16 where the device has it, on a GPU bf16-master, else "
-        "fp32); bf16-pure and fp16-pure: of weights too; bf16-master and fp16-master: with fp32 "
-        "copies of weights in the optimizer besides; fp8: in blocks, on hardware that has it; O0 "
-        "to O3: Apex's levels",
+        "fp32); tf32: fp32 rounded for tensor cores; bf16-pure and fp16-pure: of weights too; "
+        "bf16-master and fp16-master: with fp32 copies of weights in the optimizer besides; fp8: "
+        "in blocks, on hardware that has it; O0 to O3: Apex's levels",
     )
     autocast_cache: bool | None = _field(
         "computation",

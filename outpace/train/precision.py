@@ -51,7 +51,7 @@ def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
 
     Tensor cores want multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """
-    if plan.precision in ("fp64", "fp32"):
+    if plan.precision in ("fp64", "fp32", "tf32"):
         return []
     sizes = {"micro-batch × sequence": plan.micro_batch * seq_len, "sequence": seq_len}
     if spec is not None:

@@ -38,6 +38,7 @@ LEVERS: dict[str, list[Any]] = {
     "precision": [
         "bf16",
         "bf16-master",
+        "tf32",
         "fp16",
         "fp64",
         "bf16-pure",

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed import fp32_products, make_mixed
 from outpace.probe.machine import identify
+from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -116,3 +117,15 @@ def test_float8_without_a_compiler_is_said_to_be_slow():
     assert "--compile" in sentence and "--precision bf16" in sentence
     assert not float8_hints(Plan(precision="fp8", compile=True))
     assert not float8_hints(Plan(precision="bf16"))
+
+
+def test_tf32_is_set_for_a_run_on_cuda_alone_and_put_back():
+    before = torch.backends.cuda.matmul.fp32_precision
+    with fp32_products("tf32", torch.device("cuda")):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+    with fp32_products("fp32", torch.device("cpu")):
+        assert torch.backends.cuda.matmul.fp32_precision == before
+    refused = fp32_products("tf32", torch.device("cpu"))
+    with pytest.raises(BadInputError, match="the device is cpu, which computes fp32 as it is"):
+        refused.__enter__()

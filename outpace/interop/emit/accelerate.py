@@ -89,9 +89,9 @@ def _command(request: Request, kind: Kind) -> str:
 
 def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
     name = plan.precision
-    if name == "fp64":
+    if name in ("tf32", "fp64"):
         unsaid.append(levers.precision(plan, _TOOL, "fp32"))
-    if name in ("fp32", "fp64"):
+    if name in ("fp32", "tf32", "fp64"):
         return "no"
     if name in ("bf16-pure", "fp16-pure"):
         unsaid.append(

@@ -139,8 +139,8 @@ def _device(where: str) -> dict[str, Any]:
 
 def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     name = plan.precision
-    if name in ("fp32", "fp64"):
-        if name == "fp64":
+    if name in ("fp32", "tf32", "fp64"):
+        if name in ("tf32", "fp64"):
             unsaid.append(levers.precision(plan, _TOOL, "fp32"))
         return {}
     if name in ("bf16", "fp16"):

@@ -141,7 +141,7 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> str:
 
 def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
     name = plan.precision
-    if name == "fp64":
+    if name in ("tf32", "fp64"):
         unsaid.append(levers.precision(plan, _TOOL, "fp32"))
     elif name in ("bf16-pure", "fp16-pure"):
         unsaid.append(

@@ -190,8 +190,8 @@ def _batch(request: Request) -> list[Argument]:
 
 def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     name = plan.precision
-    if name in ("fp32", "fp64"):
-        if name == "fp64":
+    if name in ("fp32", "tf32", "fp64"):
+        if name in ("tf32", "fp64"):
             unsaid.append(levers.precision(plan, _TOOL, "fp32"))
         return []
     if name in ("bf16", "fp16"):

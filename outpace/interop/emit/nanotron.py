@@ -143,8 +143,8 @@ def _model(request: Request, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _dtype(plan: Plan, unsaid: list[str]) -> str:
-    if plan.precision in ("fp32", "fp64"):
-        if plan.precision == "fp64":
+    if plan.precision in ("fp32", "tf32", "fp64"):
+        if plan.precision in ("tf32", "fp64"):
             unsaid.append(levers.precision(plan, _TOOL, "float32"))
         return "float32"
     if plan.precision == "bf16":

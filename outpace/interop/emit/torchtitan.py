@@ -146,13 +146,13 @@ def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "mixed_precision_param": "bfloat16",
         "mixed_precision_reduce": "float32",
     }
-    if plan.precision in ("fp32", "fp64"):
+    if plan.precision in ("fp32", "tf32", "fp64"):
         values["mixed_precision_param"] = "float32"
     if plan.precision in ("bf16-pure", "fp16-pure"):
         values["dtype"] = "bfloat16"
     if plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
-    elif plan.precision == "fp64":
+    elif plan.precision in ("tf32", "fp64"):
         unsaid.append(levers.precision(plan, _TOOL, "float32"))
     elif plan.precision.startswith("fp16"):
         unsaid.append(levers.precision(plan, _TOOL, "bfloat16"))
