@@ -96,6 +96,10 @@ class LanguageModelObjective(nn.Module):
         )
         return loss_sum, (targets_N != IGNORED).sum()
 
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Whether it lies on an accelerator, or on what stands for one."""
+        return (self.runs_on or tensor.device.type) not in _CPUS
+
     def passes_on(self, device_type: str) -> Passes:
         """What reads and writes logits on an accelerator; compiled ones are made when first asked.
 

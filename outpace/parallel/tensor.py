@@ -278,6 +278,8 @@ class SplitObjective(LanguageModelObjective):
             targets_N,
             first_row(weight),
             self._mesh.get_group(),
+            self.compute_dtype,
+            self.passes_on(hidden_ND.device.type) if self.on_accelerator(hidden_ND) else None,
         )
         return loss_sum, (targets_N != IGNORED).sum()
 
@@ -344,7 +346,10 @@ def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
         )
     stream = Shard(1) if plan.sequence_parallel else Replicate()
     split_model(objective.model, mesh, stream)
-    return SplitObjective(objective.model, mesh, stream)
+    made = SplitObjective(objective.model, mesh, stream)
+    made.compute_dtype, made.compiles = objective.compute_dtype, objective.compiles
+    made.runs_on, made.passes = objective.runs_on, objective.passes
+    return made
 
 
 def apply(request: Request) -> Layout:

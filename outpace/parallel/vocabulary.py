@@ -4,6 +4,10 @@ Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tok
 rows, and has the logits of its own rows. Of the loss only numbers per token cross the wire: the
 largest logit, the sum of exponentials and the target's logit.
 
+On an accelerator it is `nn.head_loss`'s, of this rank's rows: its logits are held once, in the
+dtype of the products, nothing waits for the device, and what crosses the wire is the largest over
+the ranks of log Σ exp of a rank's logits, the sum of their exp, and the target's logit.
+
 Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
 """
 
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.nn.block import raised
+from outpace.nn.head_loss import EAGER, Combine, Passes, whole_loss_sum
 from outpace.nn.loss import IGNORED
 
 
@@ -37,12 +42,29 @@ def split_linear_loss_sum(
     targets_N: Tensor,
     first_row: int,
     group: dist.ProcessGroup,
+    dtype: torch.dtype | None = None,
+    passes: Passes | None = None,
 ) -> Tensor:
     """As `linear_loss_sum`, from this rank's rows of the head. Collective over `group`.
 
     `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
-    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole.
+    gradient of `hidden_ND` is this rank's share: the sum over the group is the whole. `passes` are
+    an accelerator's, None on a CPU; `dtype` is that of its products (None: fp32 at least).
     """
+    if passes is not None:
+        counts_N = targets_N != IGNORED
+        rows_N = targets_N - first_row
+        here_N = counts_N & (rows_N >= 0) & (rows_N < len(weight_PD))
+        return whole_loss_sum(
+            hidden_ND,
+            weight_PD,
+            bias_P,
+            torch.where(here_N, rows_N, -1),
+            counts_N,
+            dtype or torch.promote_types(hidden_ND.dtype, torch.float32),
+            passes if torch.is_grad_enabled() else EAGER,  # no graph of an evaluation's own
+            _over(group),
+        )
     logits_NP = F.linear(hidden_ND, weight_PD, bias_P)
     loss_sum: Tensor = SplitCrossEntropySum.apply(  # type: ignore[no-untyped-call]
         logits_NP, targets_N, first_row, group
@@ -50,8 +72,21 @@ def split_linear_loss_sum(
     return loss_sum
 
 
+def _over(group: dist.ProcessGroup) -> Combine:
+    """Log Σ exp over all ranks' logits, and the target's logit, which one rank has."""
+
+    def combine(lse_N: Tensor, own_N: Tensor) -> tuple[Tensor, Tensor]:
+        largest_N = lse_N.clone()
+        dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+        sums_2N = torch.stack(((lse_N - largest_N).exp(), own_N))
+        dist.all_reduce(sums_2N, group=group)
+        return largest_N + sums_2N[0].log(), sums_2N[1]
+
+    return combine
+
+
 class SplitCrossEntropySum(torch.autograd.Function):
-    """Sum over targets of log Σ exp(logits) − logits[target], in fp32 or fp64."""
+    """On a CPU: sum over targets of log Σ exp(logits) − logits[target], in fp32 or fp64."""
 
     @staticmethod
     def forward(
