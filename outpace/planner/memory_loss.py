@@ -11,11 +11,17 @@ from outpace.planner.places import Place
 from outpace.planner.tape import Tape
 
 _MIB = 2**20
-# nn.loss: rows of a chunk, from how many bytes of fp32 logits chunks are taken, on an accelerator
-# the bytes of a chunk.
+# nn.loss, on a CPU: rows of a chunk, from how many bytes of fp32 logits chunks are taken.
 _CHUNK_ROWS = 512
-_CHUNKS_FROM = {"cpu": 32 * _MIB, "cuda": 512 * _MIB}
-_CHUNK_BYTES = 128 * _MIB
+_CHUNKS_FROM = 32 * _MIB
+# nn.head_loss, on an accelerator: what the vocabulary is padded to, up to how many bytes all logits
+# are made at once, bytes and least rows of a chunk, and of fp32 logits that eager passes have.
+_PADDED_TO = 64
+_WHOLE_BYTES = 4096 * _MIB
+_CHUNK_BYTES = 2048 * _MIB
+_CHUNK_ROWS_ACCELERATOR = 4096
+_BLOCK_BYTES = 256 * _MIB
+_KEPT_OF_TOKEN = 4 + 8 + 1  # log Σ exp, the target's column, whether there is one
 # On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
 # the head that are multiplied at a time.
 _LOW_BYTES = 256 * _MIB
@@ -66,11 +72,17 @@ class Loss(Setup):
         more = np.maximum(losses - 1, 0) * here
         # Where weights stay gathered, the last block's buffer goes as the backward begins.
         last = self.fsdp * self.used * self.elements * ~self.regathers
-        low = self._low() & ~chunked
+        low, accelerated = self._low() & ~chunked, self._accelerated()
         at = _Head(here, rows, vocab, head, more, last)
         self._low_logits(tape, at.of(low))
-        self._whole_logits(tape, at.of(~chunked & ~low))
-        self._in_chunks(tape, at.of(chunked))
+        self._whole_logits(tape, at.of(~chunked & ~low & ~accelerated))
+        self._in_chunks(tape, at.of(chunked & ~accelerated))
+        padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
+        at = replace(at, vocab=padded, elements=padded * self.outline.hidden)
+        whole = accelerated & ~chunked & self._between(rows, padded)
+        copied = (self.s.operand < self.used) | (padded != vocab)
+        self._logits_in_place(tape, at.of(whole), copied)
+        self._chunks_in_place(tape, at.of(accelerated & ~whole), copied)
         tape.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
         self._gradient(tape, here * head)
         tape.pass_over("temporary", self._tied_waits(place))
@@ -84,7 +96,7 @@ class Loss(Setup):
         vocab = np.ceil(self.outline.outputs / c.tp)
         here = place.last * ~self._chunked(s.tokens, vocab)
         copy = here * vocab * self.outline.hidden * s.operand * (s.operand < self.used)
-        return here * s.tokens * vocab * s.operand, copy
+        return here * s.tokens * vocab * s.operand, copy * ~self._accelerated()
 
     def _tied_waits(self, place: Place) -> Floats:
         """A tied head's gradient, which waits for the embedding's where it is not kept as such."""
@@ -103,10 +115,80 @@ class Loss(Setup):
 
     def _chunked(self, rows: Floats, vocab: Floats) -> Bools:
         c = self.columns
-        large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM[self.device])
+        large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
         large = np.where(self._low(), rows > self._low_rows(vocab), large)
+        large = np.where(self._accelerated(), ~self._fits(rows, vocab), large)
         asked: Bools = ((large & ~self._splits()) | c.chunked_loss) & (c.tp == 1)
         return asked & self.habits.chunks_loss
+
+    def _accelerated(self) -> Bools:
+        """Whose loss is `nn.head_loss`: outpace's own, on an accelerator."""
+        own = self.habits.chunks_loss and self.device == "cuda"
+        return np.full(len(self.columns.pp), own)
+
+    def _fits(self, rows: Floats, vocab: Floats) -> Bools:
+        """Whether all logits are made at once by their size."""
+        padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
+        fits: Bools = rows * padded * self.s.operand <= _WHOLE_BYTES
+        return fits
+
+    def _between(self, rows: Floats, padded: Floats) -> Bools:
+        """Whether logits are there between forward and backward; else the forward ends them."""
+        c = self.columns
+        between: Bools = self._splits() | (c.tp > 1) | (c.compile & self._fits(rows, padded))
+        return between
+
+    def _block(self, rows: Floats, padded: Floats) -> Floats:
+        """Logits in fp32 beside the logits, twice; compiled passes have none."""
+        most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(padded, 1))))
+        block: Floats = 2 * FP32 * np.minimum(rows, most) * padded * ~self.columns.compile
+        return block
+
+    def _logits_in_place(self, tape: Tape, at: _Head, copied: Bools) -> None:
+        """All logits, over which the backward writes their gradient."""
+        s, here, rows = self.s, at.here, at.rows
+        states = here * rows * self.outline.hidden
+        logits = here * rows * at.vocab * s.operand
+        kept = logits + states * s.operand * (s.operand < s.stream) + here * rows * _KEPT_OF_TOKEN
+        copy = here * at.elements * s.operand * copied
+        block = here * self._block(rows, at.vocab)
+        tape.pass_over("activations", at.more * kept)
+        tape.pass_over("weight copies", (1 + at.more) * copy)
+        tape.moment("temporary", kept + block + states * s.stream * s.casts)
+        tape.take("activations", kept)
+        tape.drop("communication", at.last)
+        tape.moment("temporary", np.maximum(block, states * (s.operand + s.stream * s.casts)))
+        tape.drop("weight copies", copy)
+        tape.moment("temporary", states * s.stream + here * at.elements * self.used)
+        tape.drop("activations", kept)
+
+    def _chunks_in_place(self, tape: Tape, at: _Head, copied: Bools) -> None:
+        """All logits or some rows of them, whose gradient the forward multiplies."""
+        s, here, rows = self.s, at.here, at.rows
+        row_bytes = np.maximum(at.vocab, 1) * s.operand
+        most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
+        most = np.maximum(_CHUNK_ROWS_ACCELERATOR, most)
+        chunks = np.ceil(rows / most)
+        chunk = np.ceil(rows / np.maximum(chunks, 1) / _PADDED_TO) * _PADDED_TO
+        chunk = np.where(self._fits(rows, at.vocab), rows, chunk)
+        chunk = np.where(self.columns.chunked_loss, _CHUNK_ROWS_ACCELERATOR, chunk)
+        chunk = np.minimum(chunk, rows)
+        hidden = self.outline.hidden
+        states_grad = here * rows * hidden * s.stream
+        weights_grad = here * at.elements * FP32
+        logits = here * chunk * row_bytes + here * chunk * hidden * s.operand * (
+            s.operand < s.stream
+        )
+        copy = here * at.elements * s.operand * copied
+        block = here * self._block(chunk, at.vocab) + weights_grad * (rows > chunk)
+        product = weights_grad + here * chunk * hidden * s.operand * (s.operand < s.stream)
+        tape.pass_over("activations", (1 + at.more) * states_grad + at.more * weights_grad)
+        output = here * rows * hidden * s.stream
+        tape.moment("temporary", logits + copy + output + np.maximum(block, product))
+        tape.pass_over("activations", weights_grad)
+        tape.drop("communication", at.last)
+        tape.moment("temporary", here * at.elements * self.used * (self.used < FP32))
+        tape.drop("activations", states_grad + weights_grad)
 
     def _splits(self) -> Bools:
         return self.columns.scheduled("zb", "zbv", "dualpipev")
@@ -179,37 +261,27 @@ class Loss(Setup):
         tape.drop("activations", read - gathered)
 
     def _in_chunks(self, tape: Tape, at: _Head) -> None:
-        """The gradients of hidden states and head are made in the forward."""
+        """On a CPU: the gradients of hidden states and head are made in the forward."""
         s, hidden = self.s, self.outline.hidden
         here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
         low = self._low()
-        own = (self.device == "cuda") & (s.operand < FP32) | low  # the package's own chunks
-        chunk = np.minimum(_CHUNK_ROWS, rows)
-        large = np.maximum(_CHUNK_ROWS, np.floor(_CHUNK_BYTES / (FP32 * np.maximum(vocab, 1))))
-        large = np.where(low, self._low_rows(vocab), large)
-        chunk = np.where(own & ~(low & self.columns.chunked_loss), np.minimum(large, rows), chunk)
-        states_grad = here * rows * hidden * np.where(own, s.stream, np.maximum(s.operand, FP32))
+        chunk = np.where(
+            low & ~self.columns.chunked_loss, self._low_rows(vocab), float(_CHUNK_ROWS)
+        )
+        chunk = np.minimum(chunk, rows)
+        states_grad = here * rows * hidden * np.where(low, s.stream, np.maximum(s.operand, FP32))
         weights_grad = here * head * np.maximum(FP32, self.used)
-        raised = here * head * FP32 * (self.used < FP32) * ~own
+        raised = here * head * FP32 * (self.used < FP32) * ~low
         tape.pass_over("activations", (1 + at.more) * (states_grad + weights_grad))
         output = here * rows * hidden * s.stream
-        cast = here * head * s.operand * own * (s.operand < self.used)
-        # Of the package's own, a chunk's gradient of the head lives while the next one is made.
+        cast = here * head * s.operand * low * (s.operand < self.used)
+        # In bf16 a chunk's gradient of the head lives while the next one is made.
         grad, before = head * s.operand, rows > chunk
-        inside = np.where(
-            own,
-            np.maximum(12 * chunk * vocab + grad * before, chunk * vocab * s.operand + grad) * here,
-            FP32 * chunk * (vocab + hidden) * here,
-        )
         block = self._low_block(vocab, chunk)
-        on_cpu = (self.device == "cpu") & ~own
-        inside = np.where(on_cpu, FP32 * (chunk + block) * vocab * here, inside)
         softmax = 2 * FP32 * block * vocab
         part = s.operand * np.maximum(np.minimum(vocab, _LOW_HEAD_ROWS), chunk) * hidden
         in_place = s.operand * chunk * vocab + np.maximum(softmax + grad * before, grad + part)
-        inside = np.where(low, in_place * here, inside)
+        inside = here * np.where(low, in_place, FP32 * (chunk + block) * vocab)
         tape.moment("temporary", inside + output + cast + raised)
         tape.drop("communication", at.last)
-        # Before they are scaled, torch's operator makes zeros for the ones that nobody asked for.
-        tape.moment("temporary", np.where(own | on_cpu, 0, states_grad + weights_grad))
         tape.drop("activations", states_grad + weights_grad)
