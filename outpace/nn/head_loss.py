@@ -118,8 +118,14 @@ def _wide(values: Tensor) -> Tensor:
 
 def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     logits_NP[:, vocab:] = -torch.inf
-    parts = [_wide(logits_NP[rows]).logsumexp(1) for rows in _blocks(logits_NP)]
-    return torch.cat(parts), _own(logits_NP, columns_N)
+    own_N = _own(logits_NP, columns_N)
+    parts = []
+    for rows in _blocks(logits_NP):
+        largest_R1 = logits_NP[rows].amax(1, keepdim=True)
+        exps_RP = logits_NP[rows].to(own_N.dtype, copy=True).sub_(largest_R1).exp_()
+        parts.append(exps_RP.sum(1).log_().add_(largest_R1.squeeze(1)))
+        del exps_RP  # before the next one is made
+    return torch.cat(parts), own_N
 
 
 def _eager_gradient(

@@ -80,6 +80,11 @@ _LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
 # an operand (torchao/float8/float8_utils.py, float8_scaling_utils.py).
 _SCALED_EAGERLY = 33 / 5
 _SCALING_OPERATORS = 12
+# On a GPU (nn.head_loss) the vocabulary is padded to a multiple of 64. Compiled, 16-bit logits are
+# read once in the forward, read and written once in the backward; eagerly the largest is sought, an
+# fp32 copy and its softmax are made (read twice and written), and their product with the mask.
+_PADDED_TO = 64
+_EAGER_LOSS = (3, 6)  # times the bytes of a logit, and of a number in fp32
 _CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the other way round
 
 
@@ -397,7 +402,10 @@ def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
     tokens = cells.samples * length / cells.cp
     # Float8 is of the blocks alone.
     cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
-    weight = Weight("head", outline.embedded, outline.outputs, "outputs")
+    outputs = outline.outputs
+    if device.kind == "cuda" and outline.vocab:  # tokens are predicted, not classes
+        outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
+    weight = Weight("head", outline.embedded, outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
     for ahead, back, own in _products(device, cells, outline.head_products, length):
         one, inputs, grads = one + ahead, inputs + back, grads + own
@@ -405,6 +413,10 @@ def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
     low = cells.item < 4
     cast = np.where(low, _CAST, 0.0)
     ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
+    if device.kind == "cuda":
+        tight, eager = cells.compiled > 0, _EAGER_LOSS[0] * cells.item + _EAGER_LOSS[1] * 4.0
+        ahead_bytes = columns * np.where(tight, cells.item, eager)
+        back_bytes = columns * np.where(tight, 2 * cells.item, 0.0)
     rate = device.memory_bytes_per_s
     return Ends(
         one + tokens * ahead_bytes / rate,

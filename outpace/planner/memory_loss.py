@@ -138,10 +138,10 @@ class Loss(Setup):
         between: Bools = self._splits() | (c.tp > 1) | (c.compile & self._fits(rows, padded))
         return between
 
-    def _block(self, rows: Floats, padded: Floats) -> Floats:
-        """Logits in fp32 beside the logits, twice; compiled passes have none."""
+    def _loss_block(self, rows: Floats, padded: Floats) -> Floats:
+        """Logits in fp32 beside the logits; compiled passes have none."""
         most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(padded, 1))))
-        block: Floats = 2 * FP32 * np.minimum(rows, most) * padded * ~self.columns.compile
+        block: Floats = FP32 * np.minimum(rows, most) * padded * ~self.columns.compile
         return block
 
     def _logits_in_place(self, tape: Tape, at: _Head, copied: Bools) -> None:
@@ -151,7 +151,7 @@ class Loss(Setup):
         logits = here * rows * at.vocab * s.operand
         kept = logits + states * s.operand * (s.operand < s.stream) + here * rows * _KEPT_OF_TOKEN
         copy = here * at.elements * s.operand * copied
-        block = here * self._block(rows, at.vocab)
+        block = here * self._loss_block(rows, at.vocab)
         tape.pass_over("activations", at.more * kept)
         tape.pass_over("weight copies", (1 + at.more) * copy)
         tape.moment("temporary", kept + block + states * s.stream * s.casts)
@@ -180,7 +180,9 @@ class Loss(Setup):
             s.operand < s.stream
         )
         copy = here * at.elements * s.operand * copied
-        block = here * self._block(chunk, at.vocab) + weights_grad * (rows > chunk)
+        # Cast for the softmax, and the softmax.
+        block = here * self._loss_block(chunk, at.vocab) * np.where(s.operand < FP32, 2, 1)
+        block = block + weights_grad * (rows > chunk)
         product = weights_grad + here * chunk * hidden * s.operand * (s.operand < s.stream)
         tape.pass_over("activations", (1 + at.more) * states_grad + at.more * weights_grad)
         output = here * rows * hidden * s.stream

@@ -62,6 +62,8 @@ def test_products_are_the_flops_of_the_outline(name):
     ends = [part(FLAT, model, shape, seq_len) for part in (embedding, head)]
     ahead = sum(count * work.forward_s for count, work in found) + sum(e.forward_s for e in ends)
     back = sum(count * work.backward_s for count, work in found) + sum(e.backward_s for e in ends)
+    if model.vocab:  # a GPU's head is padded (nn.head_loss): gpt2's 50,257 are 50,304
+        model = model.model_copy(update={"outputs": -(-model.outputs // 64) * 64})
     flops = forward_flops(model, seq_len, samples)
     assert ahead * RATE == pytest.approx(flops, rel=1e-9)
     assert back * RATE == pytest.approx(2 * flops, rel=1e-9)
