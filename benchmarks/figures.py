@@ -68,6 +68,27 @@ def overhead(result: dict[str, Any]) -> str:
     return table(head, rows) + stand(result)
 
 
+def host_time(result: dict[str, Any]) -> str:
+    """A step's host time against transformers' own."""
+    rows = [
+        [
+            case,
+            f"{r['median_transformers_s'] * 1000:.1f} ms",
+            f"{r['median_outpace_s'] * 1000:.1f} ms",
+            f"{r['ratio']:.2f}",
+            f"{r['low']:.2f} – {r['high']:.2f}",
+            f"{r['operators']['transformers']:,} / {r['operators']['outpace']:,}",
+            "yes" if r["reached"] else "no",
+        ]
+        for case, r in result["cases"].items()
+    ]
+    head = ["case", "transformers", "outpace", "ratio", "95 % interval", "operators",
+            f"≤ {result['targets']['ratio']}"]  # fmt: skip
+    own, most = result["bookkeeping"], result["targets"]["bookkeeping_ms"]
+    said = f"\nBookkeeping of a step: {own['median_s'] * 1000:.3f} ms (asked: ≤ {most}).\n"
+    return table(head, rows) + said + stand(result)
+
+
 def tokenise(result: dict[str, Any]) -> str:
     """Data preparation against datasets.map."""
     tokens = result["tokens"]
@@ -236,6 +257,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "idle": idle,
     "torch_versions": figures_versions.torch_versions,
     "intermediate": intermediate,
+    "host_time": host_time,
     "overhead": overhead,
     "overhead_engines": overhead,
     "quickstart": quickstart,

@@ -23,9 +23,10 @@ from outpace.nn.spread import is_spread
 
 
 class Again:
-    """How to make a tensor again, under the autocast of now. What reads it several times shares it.
+    """How to make a tensor again. What reads it several times shares it.
 
-    `compute` holds what it is made of, detached, or it would keep the graph alive.
+    `compute` holds what it is made of, detached, or it would keep the graph alive; a backward has
+    no autocast.
     """
 
     def __init__(self, tensor: Tensor, compute: Callable[[], Tensor]) -> None:
@@ -33,9 +34,6 @@ class Again:
         self._compute = compute
         self._left = 0
         self._value: Tensor | None = None
-        kind = self._kind = tensor.device.type
-        self._autocast = kind != "meta" and torch.is_autocast_enabled(kind)
-        self._dtype = torch.get_autocast_dtype(kind) if self._autocast else None
 
     def hold(self) -> "Again":
         """It will be taken once more."""
@@ -46,10 +44,7 @@ class Again:
         """The tensor; forgotten when nothing is left to take it."""
         value = self._value
         if value is None:
-            kind, dtype, on = self._kind, self._dtype, self._autocast
-            if kind == "meta":
-                kind = "cpu"
-            with torch.no_grad(), torch.autocast(kind, dtype, enabled=on, cache_enabled=False):
+            with torch.no_grad():
                 value = self._compute()
         self._left -= 1
         self._value = value if self._left > 0 else None
@@ -97,8 +92,11 @@ def _linear(linear: nn.Module, x: Tensor, again: Again | None = None) -> Tensor:
 
 def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Again]:
     """The norm in autocast's dtype, and how to make it again of `x`, which the norm saves."""
-    low, kept = lowered(norm(x)), x.detach()
-    return low, Again(low, lambda: lowered(norm(kept)))
+    normed = norm(x)
+    low, kept, dtype = lowered(normed), x.detach(), normed.dtype
+    low_dtype = low.dtype
+    # Autocast gives norms fp32.
+    return low, Again(low, lambda: norm(kept.to(dtype)).to(low_dtype))
 
 
 def can_keep_products(

@@ -38,6 +38,8 @@ _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = MappingProxyType(
         "math": (SDPBackend.MATH,),
     }
 )
+# Kinds of masks, each with and without gradients, of one length and of any.
+_COMPILED_MOST = 64
 NARROWEST = 16  # heads that FlexAttention takes
 # cuDNN before this version returns NaN with masks: pytorch#196678, as torch's correction has it.
 _CUDNN_WITH_MASKS = 92600
@@ -89,8 +91,11 @@ def attend_by_blocks(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, blocks: Blo
     grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
     if torch.compiler.is_compiling():
         return flex_attention(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
-    with torch.compiler.set_stance("default"):  # also where forwards are called eagerly
-        flex = _compiled_flex_attention()
+    from torch._dynamo import config  # is loaded where something is compiled
+
+    flex = _compiled_flex_attention()
+    # Also where forwards are called eagerly; at torch's own limit it would be an error.
+    with torch.compiler.set_stance("default"), config.patch(recompile_limit=_COMPILED_MOST):
         return flex(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
 
 

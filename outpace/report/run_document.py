@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.play import Timeline
 from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
-from outpace.records.measurement import TimeParts
+from outpace.records.measurement import Measurement, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.report import (
     anatomy,
@@ -125,8 +125,17 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "layout": run.record.plan.mesh,
         "precision": run.record.plan.precision,
         "time in all": None if measured is None else show_seconds(measured.train_runtime),
+        "until the first step": first_step_words(measured),
     }
     return [(name, value) for name, value in found.items() if value]
+
+
+def first_step_words(measured: Measurement | None) -> str | None:
+    """How long it took to come to the end of the first step; None where that is not known."""
+    if measured is None or measured.first_step_s is None:
+        return None
+    compiling = f", of which {show_seconds(measured.compile_s)} compiling"
+    return show_seconds(measured.first_step_s) + (compiling if measured.compile_s else "")
 
 
 def step_time(run: Run) -> float | None:

@@ -105,6 +105,10 @@ def _speed(measurement: Measurement) -> Table:
     table.add_row("steps", f"{measurement.steps:,}")
     table.add_row("tokens", show_whole(measurement.tokens))
     table.add_row("time in all", show_seconds(measurement.train_runtime))
+    if measurement.first_step_s is not None:
+        table.add_row("until step 1", show_seconds(measurement.first_step_s))
+    if measurement.compile_s:
+        table.add_row("of it, compiling", show_seconds(measurement.compile_s))
     if measurement.world_size > 1:
         table.add_row("processes", f"{measurement.world_size:,}")
     if measurement.skipped_steps:

@@ -69,6 +69,12 @@ def test_the_figures_of_the_run_are_all_there() -> None:
     assert "runs/first" in row(text, "Run ")
 
 
+def test_the_time_until_the_first_step_is_shown_and_how_much_was_compiling() -> None:
+    text = shown(summary(measurement(first_step_s=31.0, compile_s=19.0)))
+    assert "31.00 s" in row(text, "until step 1") and "19.00 s" in row(text, "compiling")
+    assert "compiling" not in shown(summary(measurement(first_step_s=4.0)))
+
+
 def test_shares_of_the_time_add_up_and_bars_grow_with_them() -> None:
     text = shown(summary(measurement()))
     rows = [next(ln for ln in text.splitlines() if ln.strip().startswith(part)) for part in PARTS]
