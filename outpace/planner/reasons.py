@@ -32,27 +32,13 @@ def why(job: Job, found: Found, place: int, rank: int) -> str:
             return f"as fast as the next ({against}), and no harder to set up"
         return (
             f"{show_share(theirs / mine - 1)} faster than the next ({against}), which takes "
-            f"{show_seconds(gaps[name])} more for {PARTS[name]}{_stream(found, name, other, place)}"
+            f"{show_seconds(gaps[name])} more for {PARTS[name]}"
         )
     name = min(gaps, key=lambda key: gaps[key])
     if mine / theirs - 1 < _ALIKE:
         return f"as fast as the fastest ({against})"
     more = show_seconds(max(0.0, -gaps[name]))
-    return (
-        f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
-        f"{_stream(found, name, place, other)}"
-    )
-
-
-def _stream(found: Found, part: str, slower: int, faster: int) -> str:
-    """Why memory-bound operations take longer, where one plan's numbers are wider than another's.
-
-    Autocast leaves the residual stream in fp32; weights of 16 bits do not (docs/planner.md).
-    """
-    wide = found.columns.precise("bf16", "fp16", "fp8")
-    if part != "memory_s" or not wide[slower] or wide[faster]:
-        return ""
-    return " (autocast leaves its residual stream in fp32: docs/planner.md)"
+    return f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
 
 
 def _alone(wanted: Wanted) -> str:
@@ -100,7 +86,7 @@ def _passed_over(job: Job, found: Found, name: str) -> Rejected:
         f"{show_seconds(seconds)} at best, with {choices(plan)}; "
         f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
         f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
-        f"{_stream(found, worst, place, int(first))}"
+        f""
     )
     return Rejected(family=name, reason=reason, plan=plan)
 

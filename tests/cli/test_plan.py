@@ -145,9 +145,10 @@ def test_a_change_that_decides_whether_it_fits_is_an_answer(capsys, monkeypatch)
     assert "fits now, and with memory=1GiB it does not" in shown(
         capsys, monkeypatch, *words, "--what-if=memory=1GiB"
     )
-    sentence = refused(capsys, "plan", "--model=llama-3-70b", "--machine=l4",
+    sentence = refused(capsys, "plan", "--model=llama-3.1-405b", "--machine=l4",
                        "--what-if=memory=28GiB")  # fmt: skip
-    assert sentence.startswith("outpace: now: llama-3-70b") and " Then: llama-3-70b" in sentence
+    assert sentence.startswith("outpace: now: llama-3.1-405b")
+    assert " Then: llama-3.1-405b" in sentence
 
 
 def test_plans_that_the_estimate_does_not_tell_apart_are_said_to_be(capsys, monkeypatch):
@@ -179,18 +180,6 @@ def test_a_hosts_memory_limits_what_is_offloaded(capsys):
     words.append("--keep=offload_optimizer=cpu,offload_parameters=cpu")
     sentence = refused(capsys, *words, "--machine=4x-a100-slingshot")
     assert "of a node's 256.00 GiB of host memory" in sentence
-
-
-def test_a_narrower_residual_stream_is_why_ddp_loses(capsys, monkeypatch):
-    words = ["plan", "--model=gpt2", "--machine=hgx-h100", "--global-batch=64",
-             "--count=20", "--keep=compile=false"]  # fmt: skip
-    ranked = said(capsys, *words)["plans"]
-    number = 1 + next(i for i, one in enumerate(ranked) if one["plan"]["strategy"] == "zero1")
-    text = shown(capsys, monkeypatch, *words, f"--explain={number}")
-    why = "memory-bound operations (autocast leaves its residual stream in fp32"
-    assert why in text
-    wide = said(capsys, *words[:-1], "--keep=precision=fp32")["plans"]
-    assert not any("autocast" in one["why"] for one in wide)
 
 
 def test_an_only_kind_is_said_to_be_what_keep_leaves(capsys, monkeypatch):
@@ -237,8 +226,8 @@ def test_dimensions_that_nobody_gave_are_told(capsys, tmp_path):
 
 
 def test_the_plan_that_is_written_is_one_that_can_be_said(capsys):
-    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=8192",
-             "--global-batch=64", "--keep=compile=false", "--emit=torchtitan"]  # fmt: skip
+    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=32768",
+             "--global-batch=16", "--keep=compile=false", "--emit=torchtitan"]  # fmt: skip
     found = said(capsys, *words)
     assert found["plan"] > 1 and not found["lost"] and found["warning"] is None
     assert "the first that torchtitan can say wholly" in found["why"]
@@ -307,7 +296,7 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
         (["--keep=zero=4"], "--keep zero=4: use one of 1, 2, 3."),
         (["--keep=zero=x"], "--keep zero=x: use one of 1, 2, 3."),
         (["--keep=compile=maybe"], "--keep compile=maybe: use true or false."),
-        (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, bf16, bf16-"),
+        (["--keep=precision=int8"], "--keep precision=int8: use one of fp64, fp32, tf32, bf16, "),
         (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
         (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or insist"),
         (["--keep=loss=plain"], "Use one of these"),
