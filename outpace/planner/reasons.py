@@ -86,7 +86,6 @@ def _passed_over(job: Job, found: Found, name: str) -> Rejected:
         f"{show_seconds(seconds)} at best, with {choices(plan)}; "
         f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
         f"{show_seconds(max(0.0, gaps[worst]))} more for {PARTS[worst]}"
-        f""
     )
     return Rejected(family=name, reason=reason, plan=plan)
 
