@@ -3,7 +3,7 @@
 Legend: B batch, S queries, T keys, D hidden width, H query heads, K key/value heads, C head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from outpace.nn.kernels import attend_by, attend_by_blocks, choose_kernel
 from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
 from outpace.nn.rotary import Tables, rotate, tables_at
+from outpace.nn.spread import is_spread
 from outpace.records.model import ModelSpec
 
 # Queries (B, H, S, C), keys and values (B, K, T, C), what is seen, dropout → (B, H, S, C).
@@ -27,6 +28,23 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Leave memory as it is: drawing values here would be thrown away."""
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is a `Linear` and nothing else: not a subclass, split over ranks, hooked."""
+    asked = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is Linear and not asked and not is_spread(module.weight)
+
+
+def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """What each of several linear layers gives of `x`, by one product of all their weights.
+
+    Joining the weights moves far less than `x` and its gradient, which are read and made once.
+    """
+    weight = torch.cat([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    outputs = F.linear(x, weight, torch.cat(biases) if biases else None)
+    return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
@@ -96,10 +114,12 @@ class Attention(nn.Module):
     """Multi-head attention, with fewer key/value heads where the spec says so.
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
-    `mix` computes the values' weighted sums; a strategy may put another in its place.
+    `mix` computes the values' weighted sums; a strategy may put another in its place. `joins`:
+    whether queries, keys and values are one product (None: on an accelerator).
     """
 
     mix: Mixing
+    joins: bool | None = None
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -127,9 +147,17 @@ class Attention(nn.Module):
         asking = x_BSD
         if read_B is not None:
             asking, sees = at_places(x_BSD, read_B), sees.of_queries(read_B, x_BSD.shape[1])
-        projected = self.q(asking), self.k(x_BSD), self.v(x_BSD)
+        if read_B is None and self._can_join(x_BSD):
+            projected = joined_linear(x_BSD, (self.q, self.k, self.v))
+        else:
+            projected = self.q(asking), self.k(x_BSD), self.v(x_BSD)
         out: Tensor = self.out(self.mixed(*projected, sees, rotary, cache, read_B))
         return out
+
+    def _can_join(self, x: Tensor) -> bool:
+        """Whether one product serves: no layer is split, adapted, quantised or listened to."""
+        wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
+        return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
     def mixed(
         self,

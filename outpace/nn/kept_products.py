@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from outpace.nn.block import MLP, Attention, Block, Linear, activate, lowered
+from outpace.nn.block import MLP, Attention, Block, activate, is_plain, lowered
 from outpace.nn.masks import Visibility
 from outpace.nn.norms import suits_operator
 from outpace.nn.rotary import Tables
-from outpace.nn.spread import is_spread
 
 
 class Again:
@@ -122,12 +121,7 @@ def can_keep_products(
     low = x.element_size() == 2 or (kind != "meta" and torch.is_autocast_enabled(kind))
     if not block.norm_first or attention.spec.qk_norm or (low and suits_operator(x)):
         return False
-    return all(_is_plain(part) for part in (*attention.children(), *mlp.children()))
-
-
-def _is_plain(part: nn.Module) -> bool:
-    asked = part._forward_hooks or part._forward_pre_hooks
-    return type(part) is Linear and not asked and not is_spread(part.weight)
+    return all(is_plain(part) for part in (*attention.children(), *mlp.children()))
 
 
 def keep_products(

@@ -1,0 +1,81 @@
+"""Queries, keys and values by one product: the same values and gradients as by three."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outpace.nn.block import Attention
+from outpace.nn.lora import adapt
+from outpace.nn.transformer import Transformer
+from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
+
+GPT2 = ModelSpec(family="gpt2", layers=2, hidden=32, heads=4, vocab=50, max_positions=16, dropout=0)
+LLAMA = ModelSpec(
+    family="llama", layers=2, hidden=32, heads=4, kv_heads=2, vocab=50, max_positions=16
+)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def taken(model, joins):
+    """Hidden states, all gradients, and products of a forward and backward."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.joins = joins
+    tokens = torch.arange(24).view(2, 12) % 50
+    model.zero_grad()
+    with Products() as products:
+        hidden = model(tokens)
+        hidden.square().sum().backward()
+    return hidden, {n: p.grad for n, p in model.named_parameters()}, products.count
+
+
+@pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=lambda spec: spec.family)
+def test_one_product_gives_what_three_give(spec):
+    model = Transformer(spec, seed=1).double()
+    apart, own, many = taken(model, False)
+    joined, gradients, few = taken(model, True)
+    torch.testing.assert_close(joined, apart, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(gradients, own, rtol=1e-11, atol=1e-12)
+    # A layer has two products less forward, and four less backward.
+    assert many - few == 6 * spec.layers
+
+
+def test_it_is_taken_on_an_accelerator_and_only_of_plain_layers():
+    attention = Transformer(GPT2, seed=1).blocks[0].attention
+    here, there = torch.empty(2, 3, 32), torch.empty(2, 3, 32, device="meta")
+    assert not attention._can_join(here) and not attention._can_join(there)
+    with patch.object(type(there), "device", torch.device("cuda")):
+        assert attention._can_join(there)
+    attention.joins = True
+    assert attention._can_join(here)
+    handle = attention.k.register_forward_hook(lambda *_: None)
+    assert not attention._can_join(here)
+    handle.remove()
+    adapted = adapt(Transformer(GPT2, seed=1), Plan(lora_rank=2, lora_targets=("v",)), seed=1)
+    adapted.blocks[0].attention.joins = True
+    assert not adapted.blocks[0].attention._can_join(here)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_it_is_compiled_without_a_break():
+    model = Transformer(LLAMA, seed=1)
+    for block in model.blocks:
+        block.attention.joins = True
+    tokens = torch.arange(24).view(2, 12) % 50
+    wanted = model(tokens)
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(tokens), wanted)
