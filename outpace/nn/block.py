@@ -41,10 +41,10 @@ def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
 
     Joining the weights moves far less than `x` and its gradient, which are read and made once.
     """
-    weight = torch.cat([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    outputs = F.linear(x, weight, torch.cat(biases) if biases else None)
-    return outputs.split([layer.out_features for layer in layers], dim=-1)
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    outputs = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
+    return torch.split(outputs, [len(weight) for weight in weights], dim=-1)
 
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
@@ -148,10 +148,10 @@ class Attention(nn.Module):
         if read_B is not None:
             asking, sees = at_places(x_BSD, read_B), sees.of_queries(read_B, x_BSD.shape[1])
         if read_B is None and self._can_join(x_BSD):
-            projected = joined_linear(x_BSD, (self.q, self.k, self.v))
+            q, k, v = joined_linear(x_BSD, (self.q, self.k, self.v))
         else:
-            projected = self.q(asking), self.k(x_BSD), self.v(x_BSD)
-        out: Tensor = self.out(self.mixed(*projected, sees, rotary, cache, read_B))
+            q, k, v = self.q(asking), self.k(x_BSD), self.v(x_BSD)
+        out: Tensor = self.out(self.mixed(q, k, v, sees, rotary, cache, read_B))
         return out
 
     def _can_join(self, x: Tensor) -> bool:
