@@ -172,20 +172,27 @@ EAGER = Passes(_eager_scores, _eager_gradient, _eager_loss_and_gradient)
 
 
 class CompiledPass:
-    """A pass compiled for the shapes that it meets; eager from then on if the compiler fails."""
+    """A pass compiled for the shapes that it meets; eager from then on if the compiler fails.
+
+    Shapes beyond those that torch compiles one function for (8 by default) are eager, too.
+    """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
         self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
         self._eager = eager
         self._failed = False
+        self._too_many: set[torch.Size] = set()
 
     def __call__(self, *args: Any) -> Any:
         """As the function."""
-        if self._failed:
+        if self._failed or args[0].shape in self._too_many:
             return self._eager(*args)
         try:
             return self._compiled(*args)
         except _compiler_errors() as error:  # before anything is computed
+            if _is_limit(error):
+                self._too_many.add(args[0].shape)
+                return self._eager(*args)
             self._failed = True
             lines = str(error).strip().splitlines() or [""]
             warnings.warn(
@@ -198,9 +205,15 @@ class CompiledPass:
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
     """Asked for once there is an error: it loads the compiler."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return (TorchDynamoException,)
+    return (TorchDynamoException, FailOnRecompileLimitHit)
+
+
+def _is_limit(error: Exception) -> bool:
+    """Whether a function has been compiled for too many shapes; torch 2.13 says it in words."""
+    text = f"{type(error).__name__} {error}".lower()
+    return "recompilelimit" in text or "recompile limit" in text
 
 
 def compiled_passes() -> Passes:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -278,6 +279,19 @@ def test_what_the_compiler_cannot_do_is_done_eagerly_with_one_sentence(monkeypat
         loss = loss_of(operands, targets, "chunked", torch.bfloat16, passes)
         loss_of(operands, targets, "chunked", torch.bfloat16, passes)
     assert torch.equal(loss, eager) and len(told) == 1
+
+
+def test_more_shapes_than_torch_compiles_are_eager(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    passes = compiled_passes()
+    warnings.simplefilter("error", UserWarning)  # it is no failure of the compiler
+    for rows in (64, 128, 64, 128):
+        operands, targets = operands_of(rows=rows)
+        loss = loss_of(operands, targets, "plain", None, passes)
+        grads = torch.autograd.grad(loss, operands)
+        eager = torch.autograd.grad(loss_of(operands, targets, "plain", None), operands)
+        assert all(error(one, other) < 1e-6 for one, other in zip(grads, eager, strict=True))
 
 
 def test_auto_makes_all_logits_of_a_batch_that_is_not_too_large():
