@@ -6,7 +6,7 @@ fp32, and which would make a transformer's residual stream one of 16 bits from i
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +29,22 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
         if embeds and runs_on != "cpu":
             module.register_forward_hook(_raise_output)
         elif embeds or isinstance(module, _NORMS):
-            module.forward = partial(_forward_with_raised, module, module.forward)
+            kind: Any = type(module)
+            module.__class__ = _raising(kind)
+
+
+@cache
+def _raising(kind: type[nn.Module]) -> type[nn.Module]:
+    """A kind of modules whose forward has raised parameters.
+
+    Not a forward of each module's own: a compiler guards those by identity, so that no two layers
+    share what it has compiled, and gives up after a few.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward_with_raised(self, kind.forward, *args, **kwargs)
+
+    return type(f"Raised{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _autocasts(device: torch.device) -> bool:
@@ -52,10 +67,10 @@ def _forward_with_raised(
     own = module._parameters
     low = {name: p for name, p in own.items() if p is not None and p.dtype in _LOW}
     if not low or not _autocasts(next(iter(low.values())).device):
-        return forward(*args, **kwargs)
+        return forward(module, *args, **kwargs)
     try:
         for name, parameter in low.items():
             own[name] = parameter.float()  # type: ignore[assignment]
-        return forward(*args, **kwargs)
+        return forward(module, *args, **kwargs)
     finally:
         own.update(low)

@@ -91,11 +91,18 @@ def _linear(linear: nn.Module, x: Tensor, again: Again | None = None) -> Tensor:
 
 def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Again]:
     """The norm in autocast's dtype, and how to make it again of `x`, which the norm saves."""
-    normed = norm(x)
-    low, kept, dtype = lowered(normed), x.detach(), normed.dtype
-    low_dtype = low.dtype
-    # Autocast gives norms fp32.
-    return low, Again(low, lambda: norm(kept.to(dtype)).to(low_dtype))
+    low, kept = lowered(norm(x)), x.detach()
+    kind, dtype = x.device.type, low.dtype
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
+
+    def compute() -> Tensor:
+        if not autocasts:
+            made: Tensor = norm(kept)
+            return made
+        with torch.autocast(kind, dtype=dtype, cache_enabled=False):
+            return lowered(norm(kept))
+
+    return low, Again(low, compute)
 
 
 def can_keep_products(

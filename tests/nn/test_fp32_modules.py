@@ -1,11 +1,14 @@
 """Norms and embeddings over weights of 16 bits: as over the same weights in fp32."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
+from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp32_modules import compute_in_fp32
 
 CPU = "cpu"
@@ -74,3 +77,33 @@ def test_without_autocast_all_stays_in_16_bits():
     norm = nn.LayerNorm(6).bfloat16()
     compute_in_fp32(norm, CPU)
     assert norm(torch.randn(2, 6).bfloat16()).dtype == torch.bfloat16
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_compiled_layers_share_a_graph(monkeypatch):
+    """Beyond as many graphs as torch compiles of one function, layers would be eager."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    _, low = lowered(nn.Sequential(*(Layer() for _ in range(3))))
+    compute_in_fp32(low, CPU)
+    eager = copy.deepcopy(low)
+    compile_forwards(list(low))
+    x = torch.randn(4, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = eager(x), low(x)
+    assert torch.equal(found, expected)
+    expected.sum().backward(), found.sum().backward()
+    for one, other in zip(eager.parameters(), low.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert all(p.dtype == torch.bfloat16 for p in low.parameters())
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

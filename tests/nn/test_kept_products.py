@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.nn import block as blocks
 from outpace.nn import kept_products
+from outpace.nn.fp32_modules import compute_in_fp32
 from outpace.nn.levers import apply_checkpointing
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer
@@ -50,6 +51,23 @@ def test_gradients_and_products_are_those_of_a_plain_backward(
             _step(objective, tokens, dtype)
         flops.append(counter.get_total_flops())
     assert flops[0] == flops[1]
+    for one, other in zip(plain.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_norms_over_weights_of_16_bits_are_made_again_as_they_were(
+    make_spec, tokens, as_on_cuda, monkeypatch, family
+):
+    """As ranks that split parameters gather them."""
+    plain = _objective(make_spec, family)
+    plain.model.blocks.bfloat16()
+    compute_in_fp32(plain.model.blocks, "cuda")
+    kept = copy.deepcopy(plain)
+    apply_checkpointing(kept.model, "selective")
+    monkeypatch.setattr("outpace.nn.levers.checkpoint", lambda *_, **__: pytest.fail("a policy"))
+    for objective in (plain, kept):
+        _step(objective, tokens, torch.bfloat16)
     for one, other in zip(plain.parameters(), kept.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
