@@ -93,9 +93,10 @@ def run_all(
     arguments: argparse.Namespace, sections: Any, report: Any, folder: Path, began_s: float
 ) -> None:
     """Run the sections one after another, and record each."""
-    from gpu.runner import Runner
+    from gpu.runner import Runner, prepare
 
     check = make_check(arguments, folder, report.folder)
+    prepare(os.environ, check)
     check.earlier.update(report.sections)
     again = [
         sys.executable,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,62 @@ def test_what_there_is_no_time_for_is_left_out_and_added_later(tmp_path):
     assert done.returncode == 0, done.stderr
     statuses = {name: told["status"] for name, told in sections(out).items()}
     assert statuses == {"ceilings": "done", "attention": "left out"}
+
+
+def test_without_what_is_needed_a_sentence_names_it_and_nothing_is_made(tmp_path):
+    root = tmp_path / "checkout"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "gpu-check", root / "scripts")
+    (root / "bin").mkdir()
+    for tool in ("dirname", "sh"):
+        (root / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    # Without site-packages: whatever is not Python's own is missing.
+    bare = root / "bin" / "python3"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    bare.chmod(0o755)
+    before = sorted(root.rglob("*"))
+    done = subprocess.run([root / "scripts" / "gpu-check"], capture_output=True, text=True,
+                          env={"PATH": str(root / "bin"), "PYTHON": "no-such-python"},
+                          check=False, timeout=60)  # fmt: skip
+    assert done.returncode == 2
+    assert "no-such-python is not there" in done.stderr
+    assert "python3 lacks torch, transformers, pydantic, " in done.stderr
+    assert "datasets" not in done.stderr and "plotly" not in done.stderr
+    assert sorted(root.rglob("*")) == before
+
+
+def test_told_time_is_compared_with_the_same_steps_wall_clock():
+    from gpu.throughput import told_over_wall
+
+    # Step 4 was said to take long, and came right after a turn of the hand loop.
+    lines = [{"step_time_s": took_s} for took_s in (9.0, 9.0, 9.0, 5.0, 1.0, 1.0, 2.0)]
+    reported_s = {3: 10.0, 4: 30.0, 5: 31.0, 6: 32.0, 7: 34.0}
+    assert told_over_wall(lines, reported_s, range(4, 8)) == 1.0
+
+
+def test_sections_share_compiled_code_and_a_first_step_shares_none(tmp_path, monkeypatch):
+    import time
+
+    from gpu import commands
+    from gpu.check import COMPILER_CACHES, Check
+    from gpu.runner import prepare
+
+    check = Check("cuda", True, True, tmp_path, tmp_path, time.monotonic() + 60)
+    environ = {"TRITON_CACHE_DIR": "/own"}
+    prepare(environ, check)
+    assert environ["TRITON_CACHE_DIR"] == "/own"
+    assert environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
+    if sys.platform.startswith("linux"):
+        assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    # In the place of the command: says which of the variables it sees, in its log.
+    says = f"import os; print([n for n in {COMPILER_CACHES!r} if n in os.environ]); exit(3)"
+    monkeypatch.setattr(commands, "_OUTPACE", (sys.executable, "-c", says))
+    commands.first_step(check)
+    assert {"not compiled", "compiled, empty cache", "compiled, again"} == set(check.rows)
+    for row in check.rows.values():
+        assert row["failure"].endswith("exit code 3: []")
 
 
 @pytest.mark.parametrize("kind", BROKEN)

@@ -13,6 +13,8 @@ from typing import Any
 
 from outpace.records.base import write_atomic
 
+# Where inductor and Triton keep what they compiled.
+COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _FRAMES = 5  # of a failure, from where it was raised
 
 

@@ -9,11 +9,12 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gpu.check import Check, slug
+from gpu.check import COMPILER_CACHES, Check, slug
 from gpu.shapes import Shape, little, shape_of, tokens_file
 from outpace.launch.environment import free_port
 
@@ -63,6 +64,7 @@ def first_use(check: Check) -> None:
     steps, budget = ("6", "5") if check.small else ("30", "40")
     run = [*_OUTPACE]
     sections = ["matmul", "memory", *([] if check.small else ["steps"])]
+    page = "report.md" if find_spec("plotly") is None else "report.html"
     for name, limit_s, words in (
         ("doctor", 40.0, ["doctor"]),
         ("probe", 80.0, ["probe", *sections, "--quick", "--budget", budget,
@@ -71,7 +73,7 @@ def first_use(check: Check) -> None:
                          *what, *length, "--steps", steps, "--out", "tuning"]),
         ("train", 60.0, ["train", *what, "--plan", "tuning/plan.json", "--steps", steps,
                          "--out", "run"]),
-        ("report", 30.0, ["report", "run", "tuning/tuning.json", "--out", "report.html"]),
+        ("report", 30.0, ["report", "run", "tuning/tuning.json", "--out", page]),
     ):  # fmt: skip
         check.row(name, 10.0, partial(command, check, [*run, *words], limit_s))
     machine = check.folder / MACHINE_FILE
@@ -99,9 +101,12 @@ def _first_step(check: Check, shape: Shape, name: str, flag: str, cache: Path) -
              "--cache-dir", str(cache), "--out", str(out)]  # fmt: skip
     log = out.parent / f"{out.name}.log"
     log.parent.mkdir(exist_ok=True)
+    # Not the sections' cache: the command's own, below --cache-dir, which is empty at first.
+    environ = {key: value for key, value in os.environ.items() if key not in COMPILER_CACHES}
     began_s = time.perf_counter()
     with log.open("wb") as said:
-        process = subprocess.Popen(words, stdout=said, stderr=said, cwd=check.folder)
+        process = subprocess.Popen(words, stdout=said, stderr=said, cwd=check.folder,
+                                   env=environ)  # fmt: skip
     metrics, first_s = out / "metrics.jsonl", None
     while process.poll() is None and check.left_s() > 2:
         if first_s is None and metrics.is_file() and metrics.stat().st_size:

@@ -11,7 +11,10 @@ from gpu.training import train_little
 _PLAIN = "plain"
 _LEVERS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
+    "tf32": {"precision": "tf32"},
     "fp16": {"precision": "fp16"},
+    "bf16-master": {"precision": "bf16-master"},
+    "bf16-master, accumulation": {"precision": "bf16-master", "micro_batch": 2},
     "bf16-pure": {"precision": "bf16-pure"},
     "fp16-master": {"precision": "fp16-master"},
     "O2": {"precision": "O2"},
@@ -41,6 +44,7 @@ _LEVERS: dict[str, dict[str, Any]] = {
     "adafactor": {"optimizer": "adafactor"},
     "muon": {"optimizer": "muon"},
     "sgd": {"optimizer": "sgd"},
+    "sgd, fp16": {"optimizer": "sgd", "precision": "fp16"},
     "optimizer in backward": {"optimizer_in_backward": True, "clip": 0.0},
     "empty cache": {"empty_cache": True},
     "workers 2": {"workers": 2},
@@ -49,6 +53,7 @@ _LEVERS: dict[str, dict[str, Any]] = {
     "memory snapshot": {"memory_snapshot": True},
     "profile": {"profile": True},
     "evaluation and sample": {"measure_only": False, "eval_batches": 2, "sample_tokens": 8},
+    "checkpoints": {"measure_only": False, "save_every": 2},  # with later steps in flight
     "lora": {"lora_rank": 8},
     "qlora": {"lora_rank": 8, "base": "nf4"},
 }  # fmt: skip
@@ -57,7 +62,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "window": {"family": "mistral", "sliding_window": 32},
     "gpt2 family": {"family": "gpt2", "kv_heads": 4},
 }
-_ON_A_CPU = ("fp32", "accumulation", "checkpointing full", "muon", "lora", "evaluation and sample")
+_ON_A_CPU = ("fp32", "bf16-master", "bf16-master, accumulation", "accumulation",
+             "checkpointing full", "muon", "lora", "evaluation and sample",
+             "checkpoints")  # fmt: skip
 
 
 def levers(check: Check) -> None:

@@ -47,8 +47,11 @@ def _beside_a_cpu(check: Check) -> dict[str, Any]:
 
 
 def _repeated(check: Check, deterministic: bool) -> dict[str, Any]:
-    """At a length of several blocks of keys, where sums may come in another order."""
-    settings = {"measure_only": False, "steps": 6, "precision": "bf16", "compile": False,
+    """At a length of several blocks of keys, where sums may come in another order.
+
+    Steps are in flight while earlier ones are reported: the signal of step 3 is heard some later.
+    """
+    settings = {"measure_only": False, "steps": 10, "precision": "bf16", "compile": False,
                 "seq_len": 64 if check.small else 512, "deterministic": deterministic}  # fmt: skip
     whole = train_little(check, f"whole {deterministic}", **settings).losses
     again = train_little(check, f"again {deterministic}", **settings).losses

@@ -13,14 +13,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpu.check import Check, Section, failure
+from gpu.check import COMPILER_CACHES, Check, Section, failure
 from gpu.telemetry import Telemetry
 from outpace.records.base import write_atomic
+from outpace.train.cuda_allocator import grow_segments
 
 _FORK_REFUSED = 75  # exit code of a forked section that could not use the GPU
 _FAILED = 70  # exit code of a section that raised
@@ -105,6 +106,18 @@ class Runner:
                 start_new_session=True, stdout=log, stderr=log,
             )  # fmt: skip
         return _wait(process.pid, check)
+
+
+def prepare(environ: MutableMapping[str, str], check: Check) -> None:
+    """Set up what all sections find, before any of them begins or CUDA is used.
+
+    What is compiled is kept in one folder, the hand loop's and outpace's, and memory on a GPU grows
+    as it does for who types a command.
+    """
+    for name in COMPILER_CACHES:
+        environ.setdefault(name, str(check.folder / name.lower()))
+    if check.cuda:
+        grow_segments(environ)
 
 
 def run_here(section: Section, check: Check) -> int:
