@@ -106,9 +106,12 @@ def _build(
         together = steps_together(groups)
         # One launch for all parameters; DTensor has no rule for it.
         fused = together and not any(is_spread(p) for group in groups for p in group["params"])
-        return torch.optim.SGD(
+        sgd = torch.optim.SGD(
             groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=together and not fused
         )
+        if fused:  # a first step that fp16 skips would leave what lay in memory as the momentum
+            fill_state(sgd)
+        return sgd
     return AdamW(
         groups, lr=lr, betas=betas, fused=name == "adamw-fused", foreach=name == "adamw-foreach"
     )

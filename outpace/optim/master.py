@@ -4,12 +4,13 @@ Micikevicius et al., "Mixed Precision Training", ICLR 2018, §3.1.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outpace.nn.spread import as_spread, local
+from outpace.nn.spread import as_spread, is_spread, local
 from outpace.optim.rounding import Noise
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import MASTER_PIECE_BYTES
@@ -22,7 +23,14 @@ class MasterWeights(OwnDtypes):
     A copy is a part of its parameter's state, "master". `values` are the parts of fp32 weights on
     this rank from which training begins, by the parameters' names in `noise`; a copy of others
     begins as its weight is. They become the copies, and are taken out of `values`.
+
+    `factor` multiplies the copies' gradients in the next step, and is forgotten then. Where the
+    other optimizer is fused, it skips the steps that fp16 has to skip, as torch.amp.GradScaler
+    lets it by `grad_scale` and `found_inf`: no host waits to know.
     """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
     def __init__(
         self,
@@ -45,6 +53,8 @@ class MasterWeights(OwnDtypes):
             [{**group, "params": [self._masters[p] for p in group["params"]]} for group in groups]
         )
         self._inner_state = initial_state
+        self.factor: Tensor | None = None
+        self._step_supports_amp_scaling = _skips_by_itself(self._inner)
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({name: inner[name] for name in inner if name != "params"})
 
@@ -56,16 +66,35 @@ class MasterWeights(OwnDtypes):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step the copies, and round the weights from them, in pieces."""
+        factor, self.factor = self.factor, None
+        with self._scaling():
+            self._step(factor)
+
+    def _step(self, factor: Tensor | None) -> None:
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
             for piece in _pieces(stepped):
                 masters = [self._prepared(parameter, group) for parameter in piece]
                 _give_gradients(piece, masters)
+                if factor is not None:
+                    _multiply(masters, factor)
                 self._inner.param_groups = [{**group, "params": masters}]
                 self._inner.step()
                 for master in masters:
                     master.grad = None
                 _copy(map(local, masters), map(local, piece))
+
+    @contextmanager
+    def _scaling(self) -> Iterator[None]:
+        """What a GradScaler has told this optimizer, the inner one knows, too."""
+        told = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
+        for name, value in told.items():
+            setattr(self._inner, name, value)
+        try:
+            yield
+        finally:
+            for name in told:
+                delattr(self._inner, name)
 
     def _prepared(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
         """A parameter's copy, its state being the parameter's."""
@@ -118,11 +147,34 @@ def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Par
     _copy(narrow, wide)
 
 
+def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the copies' gradients, all by one operator."""
+    gradients = [local(master.grad) for master in masters if master.grad is not None]
+    torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+
+
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernels skip a step as a GradScaler's tensor says.
+
+    Of parameters beside that tensor: from another device, torch would copy it without waiting.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return not any(is_spread(p) for p in held) and len({p.device for p in held}) == 1
+
+
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
     """Copy tensors into those of another dtype, in one pass over all of them."""
     into, of = list(targets), list(sources)
     if into:
         torch._foreach_copy_(into, of)
+
+
+def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | None:
+    """An optimizer with master weights, also within torch's ZeroRedundancyOptimizer."""
+    within = getattr(optimizer, "optim", optimizer)
+    return within if isinstance(within, MasterWeights) else None
 
 
 def rounded_from(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Tensor]:

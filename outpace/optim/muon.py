@@ -103,7 +103,8 @@ class Muon(torch.optim.Optimizer):
         matrices = [
             whole(as_spread(one, tuple(shape), p)) for one, p in zip(ahead, parameters, strict=True)
         ]
-        made = orthogonalised(torch.stack(matrices)).to(parameters[0].dtype)
+        # Of tall matrices it is a transposed view, to which no one kernel adds all weights.
+        made = orthogonalised(torch.stack(matrices)).to(parameters[0].dtype).contiguous()
         updates = [part_like(one, p) for one, p in zip(made, parameters, strict=True)]
         weights = [local(p) for p in parameters]
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build, step_alone
-from outpace.optim.master import rounded_from
+from outpace.optim.master import masters_within, rounded_from
 from outpace.parallel.tensors import local, raise_to, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -227,14 +227,21 @@ class Layout:
         """The 2-norm of the whole model's gradient, each parameter counted once. Collective."""
         return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
-    def clip(self, limit: float) -> Tensor:
+    def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their norm is at most `limit`; 0 leaves them.
 
-        Returns the norm before. Collective.
+        Those of 16 bits, of which an `optimizer` with master weights makes fp32 ones, are scaled
+        there, in its next step. Returns the norm before. Collective.
         """
         norm = self.total_norm()
-        if limit > 0:
-            self.scale_gradients((limit / (norm + CLIP_EPS)).clamp(max=1.0))
+        if limit <= 0:
+            return norm
+        factor = (limit / (norm + CLIP_EPS)).clamp(max=1.0)
+        masters = masters_within(optimizer)
+        if masters is not None and any(one.itemsize == 2 for one in self.local_gradients()):
+            masters.factor = factor
+        else:
+            self.scale_gradients(factor)
         return norm
 
     def scale_gradients(self, factor: Tensor) -> None:

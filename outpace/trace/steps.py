@@ -127,7 +127,7 @@ def _step(
     if mixed.wide_gradients:
         layout.widen_gradients()
     watch.mark("communication")
-    layout.clip(work.settings.clip)
+    layout.clip(work.settings.clip, optimizer)
     optimizer.step()
     watch.call(states(optimizer), "optimizer state")
     optimizer.zero_grad(set_to_none=True)

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from outpace.optim.build import fill_state
 from outpace.optim.master import rounded_from
@@ -45,6 +45,7 @@ from outpace.train.restricted import Planner, Reader
 
 # What saving and loading raise: DCP wraps the ranks' errors in a BaseException.
 ERRORS = (Exception, CheckpointException)
+SMALL_BYTES = 8  # torch's stager pins nothing for storages below 5
 _STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
 
 
@@ -145,6 +146,37 @@ class CopyStream:
             self._copied.synchronize()
 
 
+def is_small_on_gpu(tensor: Tensor) -> bool:
+    """Whether torch's stager may not pin memory for a copy of this tensor by itself."""
+    return tensor.is_cuda and tensor.nbytes < SMALL_BYTES
+
+
+@torch.no_grad()
+def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
+    """The state with all small tensors of a device and dtype in one, of which they are views.
+
+    Copies to memory that is not pinned make the host wait for all copies before them, and fused
+    optimizers have a small tensor, "step", for each parameter. `memory` is kept from call to call.
+    """
+    leaves, structure = tree_flatten(state)
+    alike: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.numel() and is_small_on_gpu(leaf):
+            alike.setdefault((leaf.device, leaf.dtype), []).append(place)
+    for kind, places in alike.items():
+        parts = [leaves[place] for place in places]
+        sizes = [part.numel() for part in parts]
+        total = sum(sizes)
+        if kind not in memory or memory[kind].numel() != total + SMALL_BYTES:
+            memory[kind] = parts[0].new_empty(total + SMALL_BYTES)  # never small itself
+        joined = memory[kind][:total]
+        torch.cat([part.reshape(-1) for part in parts], out=joined)
+        for place, part, view in zip(places, parts, joined.split(sizes), strict=True):
+            leaves[place] = view.view(part.shape)
+    joined_state: dict[str, Any] = tree_unflatten(leaves, structure)
+    return joined_state
+
+
 class PinnedCopies(AsyncStager):
     """A GPU's state, copied to pinned host memory while the GPU goes on computing.
 
@@ -157,12 +189,14 @@ class PinnedCopies(AsyncStager):
     def __init__(self, stager: StateDictStager, stream: CopyStream) -> None:
         self._stager, self._stream = stager, stream
         self._state: dict[str, Any] | None = None  # held until it is copied
+        self._joined: dict[Any, Tensor] = {}  # of small tensors, by device and dtype
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state in host memory, which has its values once `read` returns."""
         self._state = state_dict
         with self._stream.after_computing():
-            staged: dict[str, Any] = self._stager.stage(state_dict, non_blocking=True)
+            joined = join_small(state_dict, self._joined)
+            staged: dict[str, Any] = self._stager.stage(joined, non_blocking=True)
         return staged
 
     def synchronize_staging(self) -> None:

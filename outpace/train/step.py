@@ -191,7 +191,8 @@ class Stepper:
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.take()
-        self._own_time.add(marks)
+        if self._world_size > 1:  # by itself it tells nobody, and would hold all steps' marks
+            self._own_time.add(marks)
         freed = None if self._freer is None else self._freer.take()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
@@ -254,7 +255,7 @@ class Stepper:
         """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:
-            norm = self._layout.clip(self._clip)
+            norm = self._layout.clip(self._clip, optimizer)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             return norm, {}
@@ -266,7 +267,7 @@ class Stepper:
         for found_inf in found.values():
             self._layout.agree(found_inf)
         seen |= {f"overflow on {device}": found_inf for device, found_inf in found.items()}
-        norm = self._layout.clip(self._clip)
+        norm = self._layout.clip(self._clip, optimizer)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.mixed import weights_dtype
 from outpace.nn.transformer import Transformer
+from outpace.optim import build
 from outpace.optim.adafactor import Adafactor
 from outpace.optim.build import begin_step, fill_state, make_optimizer, steps_together
 from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
@@ -175,6 +177,63 @@ def test_only_parameters_of_a_gpu_are_stepped_together():
     """A CPU's sums stay as they are, to the last bit."""
     parameter = nn.Parameter(torch.zeros(2, 2))
     assert not steps_together([{"params": [parameter]}])
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_a_first_step_that_fp16_skips_leaves_no_momentum(monkeypatch, master):
+    """Fused SGD's, which on a GPU all parameters are stepped by."""
+    monkeypatch.setattr(build, "steps_together", lambda groups: True)
+    model = nn.Linear(8, 4)
+    model.half() if master else None
+    optimizer = make_optimizer(model.named_parameters(), "sgd", SETTINGS, master_weights=master)
+    known = {p: nn.Parameter(p.detach().float()) for p in model.parameters()}
+    first = torch.optim.SGD(known.values(), lr=1e-2, momentum=SETTINGS.beta1)
+    for group in first.param_groups:
+        group["weight_decay"] = 0.0
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    for skips in (True, False, False):
+        for parameter in model.parameters():
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.randn(parameter.shape)
+            known[parameter].grad = parameter.grad / scaler.get_scale()
+        if skips:
+            next(model.parameters()).grad[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if skips:
+            assert all(map(torch.equal, model.parameters(), before))
+            assert not any(s["momentum_buffer"].any() for s in optimizer.state.values())
+        else:
+            first.step()
+    for parameter, fine in known.items():
+        found = optimizer.state[parameter].get("master", parameter)
+        torch.testing.assert_close(found.detach(), fine.detach())
+        assert torch.equal(parameter, found.to(parameter.dtype))
+
+
+def test_updates_of_tall_matrices_are_as_their_weights_lie():
+    """Of others torch adds one at a time on a GPU."""
+    parameters = [nn.Parameter(torch.randn(64, 32)) for _ in range(3)]
+    groups = [{"params": parameters, "weight_decay": 0.1, "orthogonal": True}]
+    optimizer = Muon(groups, lr=1e-2, betas=(0.9, 0.95), together=True)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    strides = []
+
+    class Added(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._foreach_add_.List:
+                strides.extend(update.stride() for update in args[1])
+            return function(*args, **(kwargs or {}))
+
+    with Added():
+        optimizer.step()
+    assert strides == [(32, 1)] * 3
 
 
 def test_master_weights_remember_what_fp16_rounds_away():

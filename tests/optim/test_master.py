@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outpace.optim.master
 from outpace.optim.build import begin_step, make_optimizer, step_alone
+from outpace.parallel.api import Layout
 from outpace.records.settings import TrainSettings
 
 SHAPES = ((300, 20), (20,), (50, 8), (64, 64))
@@ -128,3 +129,63 @@ def test_gradients_in_fp32_are_taken_as_they_are():
     optimizer.step()
     for name, parameter in found.items():
         assert torch.equal(optimizer.state[parameter]["master"], known[name])
+
+
+def fused_step(found_inf):
+    """One step of fused AdamW from the same weights and gradients."""
+    found = named(torch.bfloat16)
+    optimizer = optimizer_of(found, "adamw-fused")
+    give_gradients(found, 1)
+    if found_inf is not None:
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
+    optimizer.step()
+    return found, optimizer
+
+
+def test_a_fused_optimizer_skips_by_itself_what_a_scaler_skips():
+    before = named(torch.bfloat16)
+    for found_inf, known in ((1.0, before), (0.0, fused_step(None)[0])):
+        found, optimizer = fused_step(found_inf)
+        assert all(map(torch.equal, found.values(), known.values()))
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        assert steps == {1.0 - found_inf}
+        assert not hasattr(optimizer._inner, "found_inf")
+
+
+@pytest.mark.parametrize(("name", "skips"), [("adamw-fused", True), ("adamw-foreach", False)])
+def test_only_fused_optimizers_are_told_what_a_scaler_knows(name, skips):
+    assert optimizer_of(named(torch.float16), name)._step_supports_amp_scaling is skips
+
+
+class Model(nn.Module):
+    def __init__(self, parameters):
+        super().__init__()
+        self.model = nn.ParameterDict(parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_are_clipped_in_fp32(dtype):
+    """As those of fp32 weights are; 16 bits are not rounded again, and one operator does it."""
+    found, known = named(torch.bfloat16), named()
+    values = {n: p.detach().clone() for n, p in known.items()}
+    optimizer = optimizer_of(found, "adamw-fused", wide_values=values)
+    first = make_optimizer(known.items(), "adamw-fused", SETTINGS)
+    layout = Layout(Model(found))
+    for step in (1, 2):
+        for parameters in (found, known):
+            if parameters is found:
+                for parameter in found.values():
+                    parameter.grad = None
+                    parameter.grad_dtype = dtype
+            give_gradients(parameters, step, dtype if parameters is found else None)
+        norm = layout.clip(0.1, optimizer)
+        with Count() as count:
+            optimizer.step()
+        # Of two groups, with decay and without.
+        multiplied = [name for name in count.found if "mul" in name]
+        assert multiplied == ["aten._foreach_mul_.Tensor"] * (2 if dtype == torch.bfloat16 else 0)
+        torch.testing.assert_close(norm, Layout(Model(known)).clip(0.1))
+        first.step()
+    for name, parameter in found.items():
+        torch.testing.assert_close(optimizer.state[parameter]["master"], known[name].detach())
+    assert optimizer.factor is None  # the next step is not scaled by it

@@ -183,6 +183,38 @@ def test_a_gpus_state_is_copied_to_memory_that_is_kept(tmp_path, group, pinned, 
     assert places[0] == places[1]
 
 
+def test_small_tensors_are_copied_as_one(tmp_path, group, pinned, monkeypatch):
+    monkeypatch.setattr(states, "is_small_on_gpu", lambda tensor: tensor.nbytes < 8)
+    copies = pinned(Stream())
+    state = {
+        "a": [torch.tensor(i, dtype=torch.float32) for i in range(5)],
+        "b": {"one": torch.tensor([7], dtype=torch.int16), "large": torch.ones(9), "n": 3},
+    }
+    places = []
+    for change in (0, 10):
+        for tensor in state["a"]:
+            tensor += change
+        staged = copies.stage(state)
+        assert [float(one) for one in staged["a"]] == [change + i for i in range(5)]
+        assert staged["b"]["one"].tolist() == [7] and staged["b"]["n"] == 3
+        assert torch.equal(staged["b"]["large"], state["b"]["large"])
+        storages = {one.untyped_storage().data_ptr() for one in staged["a"]}
+        assert len(storages) == 1 and staged["a"][0].untyped_storage().nbytes() >= 8
+        places.append(storages)
+    assert places[0] == places[1]  # the memory is kept
+    saver, whole, _ = make(tmp_path, group, lends=True)
+    model, optimizer = trained()
+    saved = [float(one["step"]) for one in optimizer.state.values()]
+    saver.save(model, optimizer, progress(3))
+    saver.before_change()
+    assert saver.wait()
+    other, other_optimizer = trained(seed=1)
+    for one in other_optimizer.state.values():
+        one["step"] += 5
+    saver.load(whole[0], other, other_optimizer)
+    assert [float(one["step"]) for one in other_optimizer.state.values()] == saved
+
+
 def test_without_memory_to_pin_a_copy_is_made_and_that_is_said(tmp_path, group, pinned):
     pinned(Stream(fails=True))
     saver, whole, trouble = make(tmp_path, group, lends=True)

@@ -1,5 +1,6 @@
 """Figures and clocks of a device that computes behind its host, which a stand-in does here."""
 
+import gc
 import math
 from dataclasses import dataclass, field
 
@@ -8,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.loss import LanguageModelObjective
-from outpace.nn.mixed import make_mixed
+from outpace.nn.mixed import lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Request, apply
@@ -117,8 +118,12 @@ def train(group, tmp_path):
                            "optimizer": "adamw-fused", "micro_batch": 2}, "test")  # fmt: skip
         mixed = make_mixed(plan.precision, CPU, True)
         objective = LanguageModelObjective(Transformer(SPEC, 0), "plain", mixed.dtype)
+        wide = lower_weights(objective, mixed)
         layout = apply(Request(objective, plan, Ranks(), CPU))
-        optimizer = make_optimizer(layout.named_parameters(), plan.optimizer, settings)
+        optimizer = make_optimizer(
+            layout.named_parameters(), plan.optimizer, settings,
+            master_weights=mixed.keeps_masters, wide_values=wide,
+        )  # fmt: skip
         stepper = Stepper(
             layout=layout, optimizer=optimizer, mixed=mixed, plan=plan, clip=1.0, device=CPU,
             control=group, expected_targets=COURSE.targets, targets_known=True, queue=queue,
@@ -218,7 +223,7 @@ def test_an_evaluation_is_of_no_step(train):
     assert max(record.step_time_s for record in seen.records) < 0.1
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master", "fp16", "fp16-master"])
 def test_a_step_reads_nothing_from_the_device(train, precision):
     loop, seen = train(Behind(), 4, precision=precision)
     steps = loop.iterate()
@@ -229,8 +234,17 @@ def test_a_step_reads_nothing_from_the_device(train, precision):
     for _ in steps:
         pass
     assert [record.loss_scale for record in seen.records] == (
-        [65536.0] * 4 if precision == "fp16" else [None] * 4
+        [65536.0] * 4 if precision.startswith("fp16") else [None] * 4
     )
+
+
+def test_one_process_holds_no_events_of_steps_that_were_told(train):
+    loop, _ = train(Behind(), 8)
+    held = []
+    for _ in loop.iterate():
+        gc.collect()
+        held.append(sum(type(one) is BehindMark for one in gc.get_objects()))
+    assert held[6] == held[3]  # of steps before the last one, at which all are read
 
 
 def test_a_figure_is_read_when_it_has_arrived():
