@@ -161,7 +161,7 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return not any(is_spread(p) for p in held) and len({p.device for p in held}) == 1
+    return not any(is_spread(p) for p in held) and len({p.device for p in held}) <= 1
 
 
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:

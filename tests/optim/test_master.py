@@ -189,3 +189,10 @@ def test_gradients_are_clipped_in_fp32(dtype):
     for name, parameter in found.items():
         torch.testing.assert_close(optimizer.state[parameter]["master"], known[name].detach())
     assert optimizer.factor is None  # the next step is not scaled by it
+
+
+def test_a_rank_without_parameters_is_told_as_the_others_are():
+    """Or it would skip steps, and what ranks do together after them, by itself."""
+    found = named(torch.float16)
+    none = optimizer_of(found, "adamw-fused", place=lambda groups, made: made([{"params": []}]))
+    assert none._step_supports_amp_scaling
