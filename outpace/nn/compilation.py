@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
+
+# Kinds of inputs that one function is compiled for; beyond torch's own 8 it would run eagerly.
+_COMPILED_MOST = 64
 
 
 class Compilation:
@@ -58,9 +62,10 @@ class CompiledForward:
         """What the module's own forward gives."""
         if self._compilation.failure is not None:
             return self._forward(*args, **kwargs)
-        if self._works:
-            return self._compiled(*args, **kwargs)
-        return self._try(*args, **kwargs)
+        with _for_many_shapes():
+            if self._works:
+                return self._compiled(*args, **kwargs)
+            return self._try(*args, **kwargs)
 
     def _try(self, *args: Any, **kwargs: Any) -> Any:
         from torch._dynamo.exc import TorchDynamoException
@@ -103,6 +108,34 @@ def compile_forwards(
 def is_compiled(module: nn.Module) -> bool:
     """Whether a forward of the module, or of one within it, is compiled."""
     return any(isinstance(part.forward, CompiledForward) for part in module.modules())
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function that torch.compile counts apart from others of the same code.
+
+    torch counts how often code is compiled, whoever asks for it, and gives up after a few.
+    """
+    assert isinstance(function, FunctionType)
+    return FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+@contextmanager
+def _for_many_shapes() -> Iterator[None]:
+    """As `config.patch`, which takes 15 µs or more a call."""
+    from torch._dynamo import config
+
+    limit = config.recompile_limit
+    config.recompile_limit = max(limit, _COMPILED_MOST)
+    try:
+        yield
+    finally:
+        config.recompile_limit = limit
 
 
 @contextmanager

@@ -32,7 +32,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from outpace.nn.compilation import with_own_code
 from outpace.nn.low_loss import IGNORED
+from outpace.nn.torch_versions import add_wide_product
 
 PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
 # All logits are made at once up to here: 2³¹ of 16 bits, which kernels still count in 32 bits, and
@@ -178,7 +180,7 @@ class CompiledPass:
     """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
-        self._compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        self._compiled = torch.compile(with_own_code(function), fullgraph=True, dynamic=False)
         self._eager = eager
         self._failed = False
         self._too_many: set[torch.Size] = set()
@@ -506,7 +508,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         return total.addmm_(left, right)
     if not _multiplies_wide(left):
         return total.addmm_(left.float(), right.float())
-    return torch.addmm(total, left, right, out_dtype=wide, out=total)
+    return add_wide_product(total, left, right)
 
 
 def _multiplies_wide(operand: Tensor) -> bool:

@@ -48,6 +48,17 @@ def reduce_scatter_single(
     return dist.reduce_scatter_tensor(output, whole, group=group, async_op=async_op)
 
 
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add the product of two tensors of 16 bits to `total` in fp32, within cuBLAS's product.
+
+    Fake tensors, of which nothing is added up, have no such operator before torch 2.13: they take
+    the product alone, of the same work and memory.
+    """
+    if torch_release() < (2, 13) and type(total) is not Tensor:
+        return torch.mm(left, right, out_dtype=torch.float32, out=total)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
 def fsdp_param_groups(state: Any) -> list[Any]:
     """The groups of parameters that a module's FSDP state gathers; a list since torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):

@@ -7,12 +7,13 @@ are of them is dynamic, so a model has few kinds.
 
 import warnings
 from collections.abc import Callable, Hashable
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from outpace.nn.compilation import with_own_code
 
 
 class CompiledStep:
@@ -42,7 +43,7 @@ class CompiledStep:
         for tensor in tree_leaves(arguments):
             if isinstance(tensor, Tensor) and tensor.ndim and tensor.shape[0] > 1:
                 maybe_mark_dynamic(tensor, 0)
-        self._compiled[kind] = torch.compile(_copy(self._function), fullgraph=True)
+        self._compiled[kind] = torch.compile(with_own_code(self._function), fullgraph=True)
         try:
             self._compiled[kind](*arguments)  # compiles before it changes anything
         except TorchDynamoException as error:
@@ -54,15 +55,3 @@ class CompiledStep:
                 stacklevel=2,
             )
             self._function(*arguments)
-
-
-def _copy(function: Callable[..., None]) -> Callable[..., None]:
-    """With code of its own: torch counts how often code is compiled, and gives up after a few."""
-    assert isinstance(function, FunctionType)
-    return FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )

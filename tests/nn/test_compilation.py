@@ -160,6 +160,15 @@ class Own(nn.Module):
         return self.outs(x * float(x.sum() > 0))
 
 
+def test_a_run_of_many_shapes_stays_compiled(graphs):
+    model = nn.Linear(8, 2)
+    compile_forwards([model])
+    for rows in range(2, 12):
+        model(torch.rand(rows, 8)).sum().backward()
+    assert graphs() == 10
+    assert torch._dynamo.config.recompile_limit == 8
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_model_on_which_the_compiler_fails_is_trained_eagerly(graphs, monkeypatch, where):
     """Also where only its backward fails, which is known before anything was computed."""

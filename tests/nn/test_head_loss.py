@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn import head_loss
-from outpace.nn.head_loss import EAGER, chunk_rows, compiled_passes, padded_width
+from outpace.nn.head_loss import EAGER, CompiledPass, chunk_rows, compiled_passes, padded_width
 from outpace.nn.loss import LanguageModelObjective, linear_loss_sum
 from outpace.nn.transformer import Transformer
 
@@ -281,9 +282,9 @@ def test_what_the_compiler_cannot_do_is_done_eagerly_with_one_sentence(monkeypat
     assert torch.equal(loss, eager) and len(told) == 1
 
 
-def test_more_shapes_than_torch_compiles_are_eager(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_more_shapes_than_torch_compiles_are_eager():
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     passes = compiled_passes()
     warnings.simplefilter("error", UserWarning)  # it is no failure of the compiler
     for rows in (64, 128, 64, 128):
@@ -292,6 +293,17 @@ def test_more_shapes_than_torch_compiles_are_eager(monkeypatch):
         grads = torch.autograd.grad(loss, operands)
         eager = torch.autograd.grad(loss_of(operands, targets, "plain", None), operands)
         assert all(error(one, other) < 1e-6 for one, other in zip(grads, eager, strict=True))
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_each_objectives_shapes_are_counted_apart(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    for rows in (64, 128):
+        scores = compiled_passes().scores
+        assert isinstance(scores, CompiledPass)
+        monkeypatch.setattr(scores, "_eager", lambda *_: pytest.fail("not compiled"))
+        scores(torch.zeros(rows, VOCAB), torch.zeros(rows, dtype=torch.long), VOCAB)
 
 
 def test_auto_makes_all_logits_of_a_batch_that_is_not_too_large():
