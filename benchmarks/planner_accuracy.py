@@ -218,7 +218,8 @@ def titans() -> tuple[dict[str, Any], dict[str, float]]:
         plan = Plan.parse({"strategy": strategy, "dp_replicate": 2, "micro_batch": 4}, "seeds")
         columns = of_plans([plan], 8, model.layers)
         asked = Question(model, 1024, cluster.device, cluster.fabric,
-                         published.FRAMEWORKS["transformers"].kernel)  # fmt: skip
+                         published.FRAMEWORKS["transformers"].kernel,
+                         other_program=True)  # fmt: skip
         took[name] = _short(float(estimate(asked, columns).step_s[0]) * 200)
     base = "DDP, NVLink"
     off = [

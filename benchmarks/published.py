@@ -279,7 +279,7 @@ def question(row: Row) -> Question:
     cluster = of_catalog(each, max(nodes, 2), network)
     return Question(
         outline(row), row.number("seq"), cluster.device, cluster.fabric, kernel(row),
-        casts_shards=True,
+        other_program=True,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def step(
     cluster = of_catalog(
         find_node(machine, ACCELERATORS), nodes, read_network(network) if network else None
     )
-    question = Question(of, seq_len, cluster.device, cluster.fabric, kernel, casts_shards=True)
+    question = Question(of, seq_len, cluster.device, cluster.fabric, kernel, other_program=True)
     columns = of_plans([Plan.parse(dict(plan), "seeds")], global_batch, of.layers)
     times = played(question, columns, estimate(question, columns), np.array([0]))
     parts = {f.name: float(getattr(times, f.name)[0]) for f in fields(times)}

@@ -392,8 +392,13 @@ class Ends(NamedTuple):
     operators: Floats
 
 
-def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
-    """The head and its loss, and the operators of either direction."""
+def head(
+    device: Device, outline: Outline, cells: Cells, seq_len: int, own_loss: bool = True
+) -> Ends:
+    """The head and its loss, and the operators of either direction.
+
+    `own_loss`: on a GPU by `nn.head_loss`, not as other programs take it.
+    """
     zero = np.zeros_like(cells.samples)
     if not outline.outputs:
         return Ends(zero, zero, zero, zero, zero)
@@ -403,7 +408,8 @@ def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
     # Float8 is of the blocks alone.
     cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     outputs = outline.outputs
-    if device.kind == "cuda" and outline.vocab:  # tokens are predicted, not classes
+    own_loss = own_loss and device.kind == "cuda"
+    if own_loss and outline.vocab:  # tokens are predicted, not classes
         outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
     weight = Weight("head", outline.embedded, outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
@@ -413,7 +419,7 @@ def head(device: Device, outline: Outline, cells: Cells, seq_len: int) -> Ends:
     low = cells.item < 4
     cast = np.where(low, _CAST, 0.0)
     ahead_bytes, back_bytes = columns * (cast + _LOSS_AHEAD), columns * (cast + _LOSS_BACK)
-    if device.kind == "cuda":
+    if own_loss:
         tight, eager = cells.compiled > 0, _EAGER_LOSS[0] * cells.item + _EAGER_LOSS[1] * 4.0
         ahead_bytes = columns * np.where(tight, cells.item, eager)
         back_bytes = columns * np.where(tight, 2 * cells.item, 0.0)

@@ -1,6 +1,7 @@
 """Seconds of a micro-batch's passes through a layer, the embedding and the head, on one rank."""
 
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 
@@ -83,7 +84,7 @@ class Passes(Setup):
         """Embedding and head, forward and backward."""
         zero = np.zeros(len(self.c))
         found = []
-        for part in (embedding, head):
+        for part in (embedding, partial(head, own_loss=not self.q.other_program)):
             work = part(self.device, self.outline, self.cells, self.q.seq_len)
             for seconds, products, share in (
                 (work.forward_s, work.products_s, 1.0),

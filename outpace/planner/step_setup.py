@@ -21,9 +21,10 @@ FP32 = 4.0
 class Question:
     """A model on a machine, and the attention kernel there.
 
-    `loader_tokens_per_s` is what a node loads beside computing. `casts_shards`: ranks that split
-    parameters have their residual stream in 16 bits whatever keeps the weights, as other programs'
-    (torch's FSDP without autocast, Megatron-LM); outpace's is fp32 under autocast.
+    `loader_tokens_per_s` is what a node loads beside computing. `other_program`: it is
+    not outpace that trains. Ranks that split parameters have their residual stream in 16 bits
+    whatever keeps the weights (torch's FSDP without autocast, Megatron-LM), where outpace's is fp32
+    under autocast; and the loss is taken eagerly, of a vocabulary that is not padded.
     """
 
     outline: Outline
@@ -32,7 +33,7 @@ class Question:
     fabric: Fabric
     kernel: Kernel = "fused"
     loader_tokens_per_s: float = math.inf
-    casts_shards: bool = False
+    other_program: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Setup:
         replicas = c.dp_replicate * c.dp_shard * c.cp
         splits = c.of("zero2", "zero3", "hsdp") | (c.of("3d") & (replicas > 1))
         splits = splits | (c.offload_parameters > 0)
-        casts = self.q.casts_shards & c.of("zero2", "zero3", "hsdp", "3d")
+        casts = self.q.other_program & c.of("zero2", "zero3", "hsdp", "3d")
         autocast = c.precise("bf16", "fp16", "fp8") & ~casts
         self.wide = np.where(autocast, FP32, self.item)
         # Weights are cast for products by autocast, or where they lie before they are gathered.

@@ -43,7 +43,7 @@ def test_fp8_is_traced_for_a_machine_that_has_it(tmp_path):
     model = tmp_path / "model.toml"
     model.write_text(described)
     settings = TrainSettings(
-        model=str(model), precision="fp8", seq_len=64, micro_batch=1, strategy="zero3"
+        model=str(model), precision="fp8", seq_len=64, micro_batch=1, strategy="ddp"
     )
     with pytest.raises(BadInputError, match="which A100 SXM 80 GB has not"):
         question(settings, DEFAULTS, find_node("dgx-a100", ACCELERATORS), 1)
