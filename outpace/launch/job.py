@@ -181,6 +181,7 @@ def prepared(
                 ahead.hand_over()
             plan = groups.once(lambda: fitting.settled(plan))
             plan = _with_compile(groups, settings, plan, device, machine, total_steps, spec, heard)
+            stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             if settings.micro_batch == "auto":
                 if can_try(plan, settings, device, materials.is_transformer):
                     assert spec is not None and seq_len is not None
@@ -192,7 +193,6 @@ def prepared(
                 else:
                     plan = micro_batch.find(plan, settings, fitting, groups, attempt, heard)
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
-            stack.enter_context(compiler_cache(os.environ, cache_dir, plan.compile))
             _require_same(groups, settings, device, plan, total_steps, materials)
             run_dir = RunDir(groups.once(lambda: resolve_out(settings, materials.name)))
             doing.kept = partial(_keep, run_dir, explain)

@@ -63,12 +63,16 @@ def device_steps(
 def find_on_device(
     plan: Plan, settings: TrainSettings, take: Steps, callbacks: Sequence[Callback]
 ) -> Plan:
-    """The plan with the largest micro-batch that fits. Raises OutOfMemoryError where none does."""
+    """The plan with the largest micro-batch that fits. Raises OutOfMemoryError where none does.
+
+    Tries are eager: each size would be compiled anew, and what is compiled needs no more memory.
+    """
     for size in sizes(plan):
         tell(callbacks, "on_stage", f"trying micro-batch {size}")
         sized = with_size(plan, size)
         passes = min(2, sized.accumulation(settings.global_batch))
-        fits = _fits(take, sized, sized.samples_per_pass * passes)
+        eager = sized.model_copy(update={"compile": False})
+        fits = _fits(take, eager, sized.samples_per_pass * passes)
         # What failed is held by nothing now, but for cycles and the allocator's cache.
         gc.collect()
         if torch.cuda.is_initialized():

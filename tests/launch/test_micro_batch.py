@@ -142,6 +142,7 @@ def on_device(monkeypatch, fits, **plan):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     def made(self, plan, course, ranks, device, control):
+        assert not plan.compile  # each size would be compiled anew
         self.plan, self.samples = plan, course.global_batch
 
     monkeypatch.setattr(SyntheticSteps, "__init__", made)
@@ -151,7 +152,8 @@ def on_device(monkeypatch, fits, **plan):
     monkeypatch.setattr(micro_batch_device, "limit_device", lambda size, _: limits.append(size))
     spec = preset("outpace-tiny")
     steps = device_steps(spec, 32, torch.device("cuda"), None, 1000, 900)
-    found = find_on_device(Plan(micro_batch=12, **plan), SETTINGS, steps, ())
+    found = find_on_device(Plan(micro_batch=12, compile=True, **plan), SETTINGS, steps, ())
+    assert found.compile
     assert set(limits[::2]) == {950} and set(limits[1::2]) == {900}
     return found.micro_batch, tried
 
