@@ -87,7 +87,9 @@ def fused_attention(
     """softmax(q·kᵀ/√C)·v by torch's kernels."""
     if sees.blocks is not None:
         if q_BHSC.dtype != torch.float64:
-            return attend_by_blocks(q_BHSC, k_BKTC, v_BKTC, sees.blocks)
+            mixed_BHSC = attend_by_blocks(q_BHSC, k_BKTC, v_BKTC, sees.blocks)
+            if mixed_BHSC is not None:
+                return mixed_BHSC
         sees = sees.as_mask()
     kernel = choose_kernel(
         q_BHSC.device.type,
@@ -108,6 +110,17 @@ def suited_attention(
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
         return mixed
     return fused_attention(q_BHSC, k_BKTC, v_BKTC, sees, dropout)
+
+
+class HeadNorm(nn.RMSNorm):
+    """nn.RMSNorm of each head, with its weight in the dtype of what is normalised.
+
+    That is fp32, also over weights of 16 bits; torch has one kernel where both are the same.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, C) to (…, C)."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -131,8 +144,8 @@ class Attention(nn.Module):
         self.v = Linear(spec.hidden, kv_width, bias=spec.qkv_bias)
         self.out = Linear(query_width, spec.hidden, bias=spec.out_bias)
         if spec.qk_norm:
-            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
-            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
+            self.q_norm = HeadNorm(spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = HeadNorm(spec.head_dim, eps=spec.norm_eps)
 
     def forward(
         self,

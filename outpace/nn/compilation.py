@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outpace.nn.transformer import hold_masks
+
 # Kinds of inputs that one function is compiled for; beyond torch's own 8 it would run eagerly.
 _COMPILED_MOST = 64
 
@@ -76,6 +78,9 @@ class CompiledForward:
                 output = self._compiled(*args, **kwargs)
         except (TorchDynamoException, AssertionError, NotImplementedError) as error:
             self._compilation.failure = _reason(error)
+            owner = getattr(self._forward, "__self__", None)
+            if isinstance(owner, nn.Module):
+                hold_masks(owner)  # blocks of masks are for a compiled kernel
             output = self._forward(*args, **kwargs)  # raises what is the model's own fault
             self._compilation.say_failure()
             return output

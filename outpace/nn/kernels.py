@@ -16,11 +16,12 @@ Left to itself, torch takes some calls to a kernel that is wrong or wasteful:
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, C head width.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -83,27 +84,55 @@ def takes_blocks(device: str, head_dim: int, dropout: float) -> bool:
     return device == "cuda" and head_dim >= NARROWEST and dropout == 0
 
 
-def attend_by_blocks(q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, blocks: BlockMask) -> Tensor:
+def attend_by_blocks(
+    q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, blocks: BlockMask
+) -> Tensor | None:
     """softmax(q·kᵀ/√C)·v over what is seen, (B, H, S, C), by FlexAttention.
 
-    It is a kernel only where it is compiled: with what is around it, or else by itself.
+    It is a kernel only where it is compiled: with what is around it, or else by itself. None where
+    the compiler fails on it.
     """
     grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
     if torch.compiler.is_compiling():
         return flex_attention(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
-    from torch._dynamo import config  # is loaded where something is compiled
-
     flex = _compiled_flex_attention()
-    # Also where forwards are called eagerly; at torch's own limit it would be an error.
-    with torch.compiler.set_stance("default"), config.patch(recompile_limit=_COMPILED_MOST):
-        return flex(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
+    return flex(q_BHSC, k_BKSC, v_BKSC, block_mask=blocks, enable_gqa=grouped)
+
+
+class _CompiledFlexAttention:
+    """Compiled once for each kind of mask; for all lengths from the second one on."""
+
+    def __init__(self, compiled: Callable[..., Tensor]) -> None:
+        self._compiled = compiled
+        self._fails = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As FlexAttention; None from then on where the compiler fails, which is said once."""
+        if self._fails:
+            return None
+        from torch._dynamo import config  # is loaded where something is compiled
+        from torch._dynamo.exc import TorchDynamoException
+
+        # Also where forwards are called eagerly; at torch's own limit it would be an error.
+        with torch.compiler.set_stance("default"), config.patch(recompile_limit=_COMPILED_MOST):
+            try:
+                made: Tensor = self._compiled(*args, **kwargs)
+            except TorchDynamoException as error:
+                self._fails = True
+                inner = getattr(error, "inner_exception", None) or error
+                lines = str(inner).strip().splitlines() or [""]
+                warnings.warn(
+                    f"torch.compile fails on FlexAttention ({type(inner).__name__}: "
+                    f"{lines[0][:200]}), so masks of all queries and keys are used.",
+                    stacklevel=2,
+                )
+                return None
+        return made
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    """Compiled once for each kind of mask; for all lengths from the second one on."""
-    compiled: Callable[..., Tensor] = torch.compile(flex_attention, fullgraph=True)
-    return compiled
+def _compiled_flex_attention() -> _CompiledFlexAttention:
+    return _CompiledFlexAttention(torch.compile(flex_attention, fullgraph=True))
 
 
 def attend_by(

@@ -79,3 +79,12 @@ def test_it_is_compiled_without_a_break():
     wanted = model(tokens)
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True, dynamic=False)
     torch.testing.assert_close(compiled(tokens), wanted)
+
+
+def test_norms_of_heads_have_weights_of_their_inputs_dtype():
+    """torch warns of others, which are an error here, and leaves its own kernel."""
+    spec = LLAMA.model_copy(update={"qk_norm": True})
+    model = Transformer(spec).bfloat16()
+    model(torch.zeros(1, 8, dtype=torch.long)).float().sum().backward()
+    grad = model.blocks[0].attention.q_norm.weight.grad
+    assert grad is not None and grad.dtype == torch.bfloat16

@@ -1,5 +1,8 @@
 """Masks as blocks of FlexAttention, beside the masks that they stand for."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
@@ -27,7 +30,9 @@ def blocks_on_cpu(monkeypatch):
     monkeypatch.setattr("outpace.nn.transformer.takes_blocks",
                         lambda _, *model: kernels.takes_blocks("cuda", *model))  # fmt: skip
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-    compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    compiled = kernels._CompiledFlexAttention(
+        torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    )
     monkeypatch.setattr(kernels, "_compiled_flex_attention", lambda: compiled)
     torch._dynamo.reset()
 
@@ -174,7 +179,9 @@ def test_evaluations_take_the_kernel_too(make_model, blocks_on_cpu, monkeypatch)
         used.append(graph)
         return graph.forward
 
-    compiled = torch.compile(flex_attention, fullgraph=True, backend=backend)
+    compiled = kernels._CompiledFlexAttention(
+        torch.compile(flex_attention, fullgraph=True, backend=backend)
+    )
     monkeypatch.setattr(kernels, "_compiled_flex_attention", lambda: compiled)
     model = make_model(max_positions=512, head_dim=16)
     compile_forwards([model])
@@ -185,6 +192,29 @@ def test_evaluations_take_the_kernel_too(make_model, blocks_on_cpu, monkeypatch)
         for length in range(BLOCK, BLOCK + 12):  # more than torch compiles by its own limit
             model.spec = model.spec.model_copy(update={"sliding_window": length - 100})
             model(batch["tokens"][:, :length], batch["documents"][:, :length])
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+@pytest.mark.parametrize("whole", [True, False])
+def test_where_the_compiler_fails_masks_are_used(make_model, blocks_on_cpu, monkeypatch, whole):
+    def fails(*_):
+        raise OSError("no Triton")
+
+    tried, said = [], []
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
+    flexible = torch.compile(flex_attention, fullgraph=True)
+    compiled = kernels._CompiledFlexAttention(lambda *a, **k: tried.append(1) or flexible(*a, **k))
+    monkeypatch.setattr(kernels, "_compiled_flex_attention", lambda: compiled)
+    model = make_model(max_positions=512, head_dim=16)
+    plain = copy.deepcopy(model)
+    plain.blocks_of_masks = False
+    compile_forwards([model] if whole else list(model.blocks), said.append)
+    batch = _batch("documents")
+    for _ in range(2):
+        found = model(batch["tokens"], batch["documents"])
+        found.sum().backward()
+    assert torch.equal(found, plain(batch["tokens"], batch["documents"]))
+    assert len(said) == 1 and len(tried) == (not whole)
 
 
 @pytest.mark.gpu
