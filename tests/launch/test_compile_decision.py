@@ -116,6 +116,8 @@ def test_a_run_goes_by_the_decision_and_says_it(tmp_path, corpus, token_cache, m
         return resolve_plan(*args, **more).model_copy(update={"compile": True})
 
     monkeypatch.setattr(job, "resolve_plan", compiling)
+    # What others in this process have compiled is none of the run's.
+    monkeypatch.setattr("outpace.launch.assemble.compile_time_s", lambda: 7.0)
     settings = asked(model="outpace-tiny", seq_len=64, global_batch=8, steps=2, eval_batches=1,
                      data=(str(corpus),), cache_dir=token_cache, sample_tokens=0,
                      out=tmp_path / "run")  # fmt: skip
