@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from outpace.trace.device import masked_dropout
 from outpace.trace.reserve import reserved
 from outpace.trace.tracker import Tracker
 
@@ -67,7 +68,7 @@ class CudaRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
-            return _dropout(*args, **kwargs)
+            return masked_dropout(*args, **kwargs)
         if self._low is not None:
             if func in _LOWERED:
                 args = [self._lowered(arg) for arg in args]
@@ -94,10 +95,6 @@ class CudaRules(TorchFunctionMode):
 
 def _is(value: Any, dtype: torch.dtype | None) -> bool:
     return isinstance(value, Tensor) and value.dtype == dtype
-
-
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 Legend: B batch, S sequence, D hidden width, V vocabulary.
 """
 
-import hashlib
 import math
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from outpace.nn.block import Block, Linear, activate, make_norm
 from outpace.nn.cache import KVCache
 from outpace.nn.kernels import takes_blocks
 from outpace.nn.masks import Visibility, positions_in_documents, visibility
-from outpace.nn.random_values import fill_normal
+from outpace.nn.random_values import fill_normal, stream_key
 from outpace.nn.rotary import rotary_tables
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -243,5 +242,4 @@ def hold_masks(module: nn.Module) -> None:
 
 def stream(seed: int, name: str) -> torch.Generator:
     """A generator of its own for each parameter."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.Generator("cpu").manual_seed(stream_key(seed, name) % (1 << 64) >> 1)

@@ -130,13 +130,14 @@ class _Masks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.dropout:
-            return _masked_dropout(*args, **(kwargs or {}))
+            return masked_dropout(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _masked_dropout(
+def masked_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
+    """`F.dropout` that keeps a mask of one byte an element: rule 7."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
