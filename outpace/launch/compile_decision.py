@@ -35,7 +35,7 @@ class Decision:
     sentence: str | None = None
 
 
-def compile_time_s(layers: int, region: Region) -> float:
+def expected_compile_s(layers: int, region: Region) -> float:
     """Seconds that compiling takes at most: equal blocks share their code, a whole has all."""
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
@@ -67,7 +67,7 @@ def decide(
     times = _step_times_s(settings, plan, device, machine, ranks)
     if times is None:
         return _of_unknown(total_steps)
-    return by_times(*times, compile_time_s(layers, compiled_region(plan)), total_steps)
+    return by_times(*times, expected_compile_s(layers, compiled_region(plan)), total_steps)
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
