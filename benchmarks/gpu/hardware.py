@@ -73,6 +73,20 @@ def seconds(check: Check, call: Callable[[], object], for_s: float = 0.15, warm:
     return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
 
 
+def device_seconds(check: Check, call: Callable[[], object], calls: int = 5) -> float | None:
+    """What the kernels of a call take, added up; None without a GPU. Launches are not in it."""
+    if not check.cuda:
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in seen.key_averages()) / calls / 1e6
+
+
 def rate(check: Check, amount: float, call: Callable[[], object]) -> dict[str, Any]:
     """`amount` (bytes or FLOPs) a second: the median, and every duration."""
     times = seconds(check, call)

@@ -16,7 +16,9 @@ from outpace.records.measurement import StepRecord
 from outpace.train.callbacks import Callback
 from outpace.train.threads import set_threads
 
-_SETTLING_STEPS = 2  # after a pause: the queue of the device fills again
+# After a pause, until reports come as far behind the device as they then stay.
+_SETTLING_STEPS = 5
+_LAST_STEPS = 4  # of a run: their reports come sooner, as no further step is waited for
 # GPT-2's layers, with a vocabulary that little text is enough for.
 _GPT2_OF_8K = {"family": "gpt2", "layers": 12, "hidden": 768, "heads": 12, "vocab": 8192,
                "max_positions": 1024}  # fmt: skip
@@ -34,7 +36,7 @@ class Windows:
     @property
     def total(self) -> int:
         """Steps of the whole run."""
-        return self.warm + self.count * (_SETTLING_STEPS + self.steps)
+        return self.warm + self.count * (_SETTLING_STEPS + self.steps) + _LAST_STEPS
 
     def pauses(self) -> list[int]:
         """Steps after which the other one has its turn."""
@@ -46,7 +48,7 @@ class Windows:
         return range(first, first + self.steps)
 
 
-WINDOWS = Windows(warm=8, steps=8, count=3)
+WINDOWS = Windows(warm=8, steps=12, count=3)
 LONG_WINDOWS = Windows(warm=6, steps=5, count=3)  # of steps that take long
 SMALL_WINDOWS = Windows(warm=4, steps=3, count=2)
 
@@ -199,15 +201,16 @@ def _over(mine: Row, theirs: Row) -> Row:
 
 
 def gpt2(check: Check) -> None:
-    """GPT-2, 16 × 1,024: compiled and eager."""
+    """GPT-2, 16 × 1,024: compiled, without CUDA graphs, and eager."""
     shape = shape_of(check, "gpt2")
-    side_by_side(check, shape, True, _precisions(check), 60.0)
+    side_by_side(check, shape, True, {**_precisions(check), **_without_graphs(check)}, 60.0)
     side_by_side(check, shape, False, {"outpace, eager": {"compile": False}}, 20.0)
 
 
 def gpt2_host(check: Check) -> None:
     """GPT-2 with 4,096 tokens: the host limits it."""
-    side_by_side(check, shape_of(check, "gpt2 batch 4"), True, _compiled(check), 60.0)
+    variants = {**_compiled(check), **_without_graphs(check)}
+    side_by_side(check, shape_of(check, "gpt2 batch 4"), True, variants, 60.0)
 
 
 def llama_1b(check: Check) -> None:
@@ -241,6 +244,11 @@ def _precisions(check: Check) -> dict[str, Row]:
     named = {f"outpace, compiled, {one}": {"compile": check.inductor, "precision": one}
              for one in ("bf16", "bf16-master")}  # fmt: skip
     return {**_compiled(check), **named}
+
+
+def _without_graphs(check: Check) -> dict[str, Row]:
+    settings = {"compile": check.inductor, "cuda_graphs": False}
+    return {"outpace, compiled, kernel by kernel": settings}
 
 
 def _compiled(check: Check, **settings: Any) -> dict[str, Row]:

@@ -20,7 +20,11 @@ from outpace.launch.finish import finish
 from outpace.launch.materials import build_objective, weights_of
 from outpace.launch.oom import Guard
 from outpace.launch.promise import Promised
-from outpace.launch.resolve import DEFAULT_EVAL_BATCHES, peak_flops_per_s
+from outpace.launch.resolve import (
+    DEFAULT_EVAL_BATCHES,
+    peak_flops_per_s,
+    takes_cuda_graphs,
+)
 from outpace.launch.shared import require_shared
 from outpace.launch.stragglers import Stragglers
 from outpace.launch.tasks import step_costs
@@ -174,7 +178,12 @@ def assemble(
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
     say = partial(tell, job.callbacks, "on_hint")
     apply_levers(objective.model, plan, scratch=scratch, on_failure=say)
-    layout = apply(Request(objective, plan, job.ranks, device, scratch=scratch))
+    layout = apply(
+        Request(
+            objective, plan, job.ranks, device, scratch=scratch,
+            cuda_graphs=takes_cuda_graphs(settings, plan, device, own), on_failure=say,
+        )
+    )  # fmt: skip
     wide_values = parts_of(layout, whole_values)
     del whole_values
     if job.materials.is_transformer and fills_later(plan):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.models import names_code
 from outpace.launch import micro_batch
 from outpace.launch.alive import Doing, watched
 from outpace.launch.answer import Answer
@@ -30,6 +31,7 @@ from outpace.launch.resolve import (
     resolve_out,
     resolve_plan,
     resolve_steps,
+    takes_cuda_graphs,
     with_powersgd_start,
 )
 from outpace.launch.tasks import check_task
@@ -151,7 +153,8 @@ def prepared(
                 "file, or use gloo or nccl."
             )
         stack.enter_context(fp32_products(plan.precision, device))
-        _require_possible(settings, plan, ranks, device)
+        own_model = model is not None or names_code(settings.model)
+        _require_possible(settings, plan, ranks, device, own_model)
         tell(heard, "on_stage", "preparing data")
         cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
         materials = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
@@ -247,10 +250,11 @@ def _keep(run_dir: RunDir, explain: Explain | None, found: Standstill) -> None:
 
 
 def _require_possible(
-    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device
+    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, own_model: bool
 ) -> None:
     """Refuse what cannot be before the data is prepared, which may take long."""
     check_task(settings, plan)
+    takes_cuda_graphs(settings, plan, device, own_model)
     require(plan, device)
     if plan.precision == "fp8":
         require_fp8(device)

@@ -10,7 +10,7 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
-from outpace.records.compiled import COMPILED
+from outpace.records.compiled import COMPILED, graph_obstacle
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Machine
@@ -141,6 +141,26 @@ def _compiled(plan: Plan) -> Plan:
         return Plan.parse({**plan.model_dump(), "compile": True}, "plan")
     except BadInputError:
         return plan
+
+
+def takes_cuda_graphs(
+    settings: TrainSettings, plan: Plan, device: torch.device, own_model: bool
+) -> bool:
+    """Whether passes are to be replayed as CUDA graphs: as asked, else where all is compiled.
+
+    Graphs hold memory of their own, so within a limit of it they have to be asked for. Raises
+    BadInputError where they are asked for and cannot be.
+    """
+    obstacle = graph_obstacle(plan)
+    if device.type != "cuda":
+        obstacle = f"the device is {device.type}"
+    elif own_model:
+        obstacle = "a model of your own may do something else each time"
+    if settings.cuda_graphs is None:
+        return obstacle is None and plan.compile and settings.memory_limit is None
+    if settings.cuda_graphs and obstacle is not None:
+        raise BadInputError(f"--cuda-graphs: {obstacle}. Leave it out.")
+    return settings.cuda_graphs
 
 
 def resolve_precision(

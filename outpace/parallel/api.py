@@ -43,7 +43,8 @@ class Request:
 
     Of a person's own model: `blocks` are the names of its repeated parts, or lists of names, one
     for each stage of a pipeline (None: found); `layouts` says by names which matrices are split.
-    `scratch` takes the parameters of a plan that offloads them to disk.
+    `scratch` takes the parameters of a plan that offloads them to disk. `cuda_graphs`: passes of
+    `single` are to be replayed as CUDA graphs; `on_failure` is told why they are not after all.
     """
 
     objective: nn.Module
@@ -53,6 +54,8 @@ class Request:
     blocks: Sequence[str] | Sequence[Sequence[str]] | None = None
     layouts: Mapping[str, str] | None = None
     scratch: Scratch | None = None
+    cuda_graphs: bool = False
+    on_failure: Callable[[str], None] | None = None
 
     @property
     def runs_on(self) -> str:
@@ -65,7 +68,8 @@ def _total_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _totals(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
+def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
+    """The numbers of a pass in one tensor, in which those of passes and ranks can be added up."""
     dtype = _total_dtype(loss_sum.device)
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
@@ -81,6 +85,7 @@ class Layout:
 
     averages: int = 1
     computes_on: torch.device | None = None
+    shares_casts: bool = True  # whether micro-batches may use one cast of the weights
 
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
@@ -193,7 +198,7 @@ class Layout:
             loss_sum, count = self.module(batch)
         given.mark("forward")
         self._backward(given.scale(loss_sum), given)
-        return _totals(loss_sum.detach(), count)
+        return totals_of(loss_sum.detach(), count)
 
     def _backward(self, loss: Tensor, given: Pass) -> None:
         loss.backward()
@@ -213,7 +218,7 @@ class Layout:
         """
         with given.cast():
             loss_sum, count, *sums = self.objective(batch)
-        return _totals(loss_sum, count, *sums)
+        return totals_of(loss_sum, count, *sums)
 
     def local_gradients(self) -> list[Tensor]:
         """The parts of all gradients that lie on this rank."""

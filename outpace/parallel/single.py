@@ -1,8 +1,12 @@
 """The baseline: one process, nothing exchanged."""
 
 from outpace.parallel.api import Layout, Request
+from outpace.parallel.cuda_graphs import CudaRecorder, GraphedLayout
 
 
 def apply(request: Request) -> Layout:
     """Use the objective as it is."""
+    if request.cuda_graphs:
+        recorder = CudaRecorder(request.device)
+        return GraphedLayout(request.objective, recorder, request.on_failure)
     return Layout(request.objective)

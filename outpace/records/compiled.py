@@ -77,3 +77,19 @@ def compiled_region(plan: Plan) -> Region:
     by_block = plan.optimizer_in_backward or plan.offload_parameters != "none"
     known = COMPILED.get(plan.strategy)
     return "blocks" if by_block or known is None else known.region
+
+
+def graph_obstacle(plan: Plan) -> str | None:
+    """What of a plan keeps its forwards and backwards from being CUDA graphs; None where nothing.
+
+    A graph does the same each time, and all of it at once.
+    """
+    if plan.strategy != "single":
+        return f"strategy {plan.strategy} exchanges between its kernels"
+    for name in ("offload_activations", "offload_parameters", "offload_optimizer"):
+        if getattr(plan, name) != "none":
+            return f"{name} {getattr(plan, name)} copies between its kernels"
+    for name in ("optimizer_in_backward", "empty_cache"):
+        if getattr(plan, name):
+            return f"{name} does something between its kernels"
+    return None

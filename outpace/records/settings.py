@@ -263,6 +263,11 @@ class TrainSettings(Record):
     compile: bool | None = _field(
         "computation", "torch.compile the forward (default: on CUDA, if it pays back in the run)"
     )
+    cuda_graphs: bool | None = _field(
+        "computation",
+        "replay forward and backward of one CUDA device as graphs, so that the host does not "
+        "launch each kernel (default: with compile, where memory suffices)",
+    )
     loss: Literal["auto", "plain", "chunked"] = _field(
         "computation", "cross-entropy over the vocabulary, whole or in chunks", "auto"
     )

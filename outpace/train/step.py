@@ -141,6 +141,7 @@ class Stepper:
         # From micro-batch to micro-batch, where weights stay as they are and a backward needs their
         # casts anyway: at the end of a forward the memory is the same.
         whole = plan.strategy in ("single", "ddp", "zero1") and plan.offload_parameters == "none"
+        whole = whole and layout.shares_casts
         self._keeps_casts = whole and not plan.recomputes and not plan.optimizer_in_backward
         self.on_mark: Callable[[str], None] = lambda part: None  # a part of a step is done
         # The loss is a sum over local targets; what averages gradients divides it by the ranks

@@ -1,0 +1,261 @@
+"""Forward and backward of one process, replayed as CUDA graphs.
+
+A host launches the kernels of a step one by one, each in some microseconds; where kernels are short
+the device waits for it. A CUDA graph launches all of a forward, or of a backward, at once (NVIDIA,
+"CUDA C++ Programming Guide", §CUDA Graphs). Its kernels read and write the same addresses each
+time: a batch is copied to where the graph reads it, and gradients lie where the graph writes them.
+
+What a graph is captured from must not wait for the device and must do the same each time, so this
+is for the package's own models, whose shapes are static. A pass that waits, or a capture that
+fails, ends it: passes are launched kernel by kernel from there on.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outpace.parallel.api import Batch, Layout, Pass, totals_of
+
+# Passes of a shape before it is captured: compilers, libraries and allocators settle in the first,
+# and the last is watched for waits.
+WARMUP_PASSES = 3
+# Shapes that are captured; each has its graphs' memory until the run ends.
+MOST_SHAPES = 8
+
+
+class Recorder(Protocol):
+    """What captures work of a device. `CudaRecorder` is one."""
+
+    def warm_up(self) -> AbstractContextManager[None]:
+        """Entered around passes before a capture, which then finds everything of its stream."""
+
+    def refuse_waits(self) -> AbstractContextManager[None]:
+        """Let whatever waits for the device raise RuntimeError."""
+
+    def has_room(self) -> bool:
+        """Whether memory suffices for what graphs hold beside what everything else needs."""
+
+    def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
+        """Capture `work`; what is returned does it again into the tensors that `work` returned.
+
+        The work itself is not done. Raises RuntimeError where it cannot be captured.
+        """
+
+
+class CudaRecorder:
+    """Of a CUDA device. All graphs share one pool of memory, as they never run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """On the stream of captures."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    @contextmanager
+    def refuse_waits(self) -> Iterator[None]:
+        """By torch's own watch."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def has_room(self) -> bool:
+        """Twice what passes took up to now: once for graphs, once for what runs without them."""
+        now_bytes = torch.cuda.memory_allocated(self._device)
+        taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        cached_bytes = torch.cuda.memory_reserved(self._device) - now_bytes
+        return free_bytes + cached_bytes > 2 * taken_bytes
+
+    def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
+        """A graph, whose replay is queued in the current stream."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as a loader's, may go on to ask the driver for memory.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            work()
+        if self._pool is None:
+            self._pool = graph.pool()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+@dataclass
+class CapturedPass:
+    """The graphs of a forward and a backward of one shape, and the tensors that they use."""
+
+    inputs: Mapping[str, Tensor]
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+    totals: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    adds_to: Tensor | None  # the first gradient that was there before
+
+    def run(self, batch: Mapping[str, Tensor], given: Pass) -> Tensor:
+        """As `Layout._forward_backward`; the totals are written over by the next run."""
+        for name, tensor in self.inputs.items():
+            tensor.copy_(batch[name])
+        self.forward()
+        given.mark("forward")
+        self.backward()
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        given.mark("backward")
+        return self.totals
+
+
+@dataclass
+class _Shape:
+    """What is known of the passes of one shape."""
+
+    passes: int = 0
+    captured: CapturedPass | None = None
+
+
+@dataclass
+class _Work:
+    """A pass that is being captured: what its forward leaves to its backward."""
+
+    loss: Tensor | None = None
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+class GraphedLayout(Layout):
+    """One process whose passes are captured after `WARMUP_PASSES` of each shape, then replayed.
+
+    Gradients of the first micro-batch of a step and of those that add to it are different graphs.
+    `on_failure` is told, once, why passes are not captured.
+    """
+
+    shares_casts = False  # each graph makes its own, at addresses that only it uses
+
+    def __init__(
+        self,
+        objective: nn.Module,
+        recorder: Recorder,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(objective)
+        self._recorder = recorder
+        self._on_failure = on_failure or warnings.warn
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._works = True
+
+    @property
+    def replays(self) -> bool:
+        """Whether any pass has been captured."""
+        return any(shape.captured is not None for shape in self._shapes.values())
+
+    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+        key = self._key(batch) if self._works else None
+        if key is None:
+            return super()._forward_backward(batch, given)
+        shape = self._shapes.setdefault(key, _Shape())
+        held = self._held_gradient()
+        if shape.captured is None and shape.passes >= WARMUP_PASSES and self._adds_in_place(held):
+            shape.captured = self._capture(batch, given)
+        if shape.captured is not None and shape.captured.adds_to is held:
+            return shape.captured.run(batch, given)
+        shape.passes += 1
+        with self._recorder.warm_up():
+            if shape.passes == WARMUP_PASSES and held is None:
+                return self._watched(batch, given)
+            return super()._forward_backward(batch, given)
+
+    def _key(self, batch: Batch) -> Hashable | None:
+        """What a graph is made for; None where passes are not to be captured.
+
+        Whoever watches operators sees none of a graph's.
+        """
+        if torch._C._len_torch_dispatch_stack() > 0 or not isinstance(batch, Mapping):
+            return None
+        if not all(isinstance(tensor, Tensor) for tensor in batch.values()):
+            return None
+        trained = self._first_trained()
+        if trained is None:
+            return None
+        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
+        key = (shapes, trained.grad is None, trained.grad_dtype)
+        return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
+
+    def _first_trained(self) -> nn.Parameter | None:
+        return next((p for p in self._parameters() if p.requires_grad), None)
+
+    def _held_gradient(self) -> Tensor | None:
+        """The gradient that a pass adds to, of the first parameter; None where it makes one."""
+        trained = self._first_trained()
+        return None if trained is None else trained.grad
+
+    def _adds_in_place(self, held: Tensor | None) -> bool:
+        """Whether gradients lie where a graph left them, so that another can add to them there."""
+        made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
+        return held is None or any(held is gradient for gradient in made)
+
+    def _watched(self, batch: Batch, given: Pass) -> Tensor:
+        """A step's first pass, which is done anew, and ends all of this, if it waits."""
+        try:
+            with self._recorder.refuse_waits():
+                return super()._forward_backward(batch, given)
+        except RuntimeError as error:
+            self._give_up(error)
+        for parameter in self._parameters():
+            parameter.grad = None
+        return super()._forward_backward(batch, given)
+
+    def _capture(self, batch: Mapping[str, Tensor], given: Pass) -> CapturedPass | None:
+        if not self._recorder.has_room():
+            self._give_up("their memory would be more than is free")
+            return None
+        inputs = {name: tensor.clone() for name, tensor in batch.items()}
+        before = [parameter.grad for parameter in self._parameters()]
+        adds_to, work = self._held_gradient(), _Work()
+
+        def forward() -> list[Tensor]:
+            with given.cast():
+                loss_sum, count = self.module(inputs)
+            work.loss = given.scale(loss_sum)
+            work.outputs = [totals_of(loss_sum.detach(), count)]
+            return work.outputs
+
+        def backward() -> list[Tensor]:
+            assert work.loss is not None
+            work.loss.backward()
+            work.loss = None
+            return [p.grad for p in self._parameters() if p.grad is not None]
+
+        try:
+            replay_forward = self._recorder.record(forward)
+            (totals,) = work.outputs
+            replay_backward = self._recorder.record(backward)
+        except RuntimeError as error:
+            work.loss = None
+            for parameter, gradient in zip(self._parameters(), before, strict=True):
+                parameter.grad = gradient
+            self._give_up(error)
+            return None
+        gradients = [(p, p.grad) for p in self._parameters() if p.grad is not None]
+        return CapturedPass(inputs, replay_forward, replay_backward, totals, gradients, adds_to)
+
+    def _give_up(self, why: Exception | str) -> None:
+        self._works = False
+        lines = str(why).strip().splitlines() or [type(why).__name__]
+        self._on_failure(
+            f"CUDA graphs are not used ({lines[0][:200]}), so each kernel is launched by itself. "
+            "Leave the attempt out with --no-cuda-graphs."
+        )
