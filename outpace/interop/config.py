@@ -1,16 +1,20 @@
 """config.json of a Hugging Face model directory, read into a ModelSpec."""
 
+import logging
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from outpace.records.base import keep_memo, read_object
-from outpace.records.errors import BadInputError, clipped, nearest
+from outpace.interop.config_check import ReadValues, left_out, reading_notes, require_consistent
+from outpace.records.base import Record, keep_memo, read_object
+from outpace.records.content import misplaced_content
+from outpace.records.errors import BadInputError, clipped
 from outpace.records.model import Family, ModelSpec
 
 CONFIG_FILE = "config.json"
@@ -42,8 +46,40 @@ def read_config(directory: Path) -> dict[str, Any]:
             )
         raise BadInputError(
             f"{directory} is no Hugging Face model directory: it has no config.json"
+            f"{other_form(directory)}"
         )
+    require_text(path)
     return read_object(path)
+
+
+def other_form(directory: Path) -> str:
+    """What a directory without a config.json holds instead, for an error; often ''."""
+    if (directory / "params.json").is_file():
+        return (
+            ". Its params.json is the model in the form of its makers (Meta's or Mistral's own). "
+            "Fetch the same model in Hugging Face's form, which has a config.json"
+        )
+    if next(directory.glob("*.gguf"), None) is not None:
+        return ". It holds GGUF files, which are for inference: fetch the model they were made from"
+    return ""
+
+
+def require_text(path: Path) -> None:
+    """Refuse a JSON file of a model that is a pointer, a page or in another encoding."""
+    try:
+        with path.open("rb") as file:
+            found = misplaced_content(file.read(256))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    if found is not None:
+        raise BadInputError(f"{path} is no config: {found}.")
+
+
+class ConfigReading(Record):
+    """A config.json as a spec, with what you should know of how it was understood."""
+
+    spec: ModelSpec
+    notes: tuple[str, ...] = ()
 
 
 def spec_from_hf(directory: Path) -> ModelSpec:
@@ -52,67 +88,103 @@ def spec_from_hf(directory: Path) -> ModelSpec:
     A spec has one dropout: GPT-2's and BERT's is that of the residual stream, the others' that
     of attention. Raises BadInputError for an architecture or a feature that is not supported.
     """
+    return read_spec_with_notes(directory).spec
+
+
+def read_spec_with_notes(directory: Path) -> ConfigReading:
+    """As `spec_from_hf`, with notes on defaults taken and keys passed over."""
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
     model_type = values.get("model_type")
     if model_type == OWN_TYPE:
-        return ModelSpec.parse(values.get("spec") or {}, where)
+        return ConfigReading(spec=ModelSpec.parse(values.get("spec") or {}, where))
     if not isinstance(model_type, str):
-        raise BadInputError(
-            f"{where} has no model_type, so the architecture is unknown; add one of "
-            f"{', '.join(FAMILIES)}"
-        )
+        raise no_model_type(values, where)
     if model_type not in FAMILIES:
         raise BadInputError(
-            f"{where}: the architecture {model_type!r} is not supported."
-            f"{nearest(model_type, FAMILIES)} Supported: {', '.join(FAMILIES)}. "
-            "Any other model can be trained through file.py:build."
+            f"{where}: outpace does not train the architecture {model_type!r}, only "
+            f"{', '.join(FAMILIES)}. Any other model can be trained through a Python function that "
+            "builds it: --model file.py:build."
         )
-    return spec_from_config(load_config(directory, where), where)
+    config = ReadValues(load_config(directory, values, strict=True))
+    spec = spec_from_config(config, where)
+    return ConfigReading(spec=spec, notes=reading_notes(values, config, where))
 
 
-def remembered_spec(directory: Path, cache_dir: Path | None) -> ModelSpec:
-    """As `spec_from_hf`, by what is kept in `cache_dir` of an equal config.json.
+def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
+    """The error of a config.json that does not say what it is of."""
+    architectures = values.get("architectures")
+    hint = f" (architectures: {clipped(str(architectures))})" if architectures else ""
+    return BadInputError(
+        f"{where} has no model_type, so the architecture is unknown{hint}. Fetch config.json again "
+        "from where the model came from; a model of your own goes through --model file.py:build."
+    )
+
+
+def remembered_config(directory: Path, cache_dir: Path | None) -> ConfigReading:
+    """As `read_spec_with_notes`, by what is kept in `cache_dir` of an equal config.json.
 
     transformers takes half a second to load, and says the same each time.
     """
     if cache_dir is None:
-        return spec_from_hf(directory)
+        return read_spec_with_notes(directory)
     digest = blake2b(digest_size=16)
     try:
         config = (directory / CONFIG_FILE).read_bytes()
-        for part in (config, version("transformers").encode(), *_own_sources()):
+        place = str(directory).encode(errors="surrogateescape")  # which the notes name
+        for part in (config, place, version("transformers").encode(), *_own_sources()):
             digest.update(part + b"\0")
     except (OSError, PackageNotFoundError):
-        return spec_from_hf(directory)  # which says what is wrong
+        return read_spec_with_notes(directory)  # which says what is wrong
     kept = cache_dir / "specs" / f"{digest.hexdigest()}.json"
     with suppress(BadInputError):
-        return ModelSpec.load(kept)
-    spec = spec_from_hf(directory)
-    keep_memo(kept, spec.model_dump_json())
-    return spec
+        return ConfigReading.load(kept)
+    reading = read_spec_with_notes(directory)
+    keep_memo(kept, reading.model_dump_json())
+    return reading
 
 
 def _own_sources() -> Iterator[bytes]:
     """What reads a config and what is made of it: where they change, nothing is remembered."""
-    for module in (sys.modules[__name__], sys.modules[ModelSpec.__module__]):
-        yield Path(str(module.__file__)).read_bytes()
+    for name in (__name__, ModelSpec.__module__, ReadValues.__module__):
+        yield Path(str(sys.modules[name].__file__)).read_bytes()
 
 
-def load_config(directory: Path, where: str) -> Any:
+def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
     """The config as transformers understands it, every default filled in.
 
-    `where` names it in the error. Raises BadInputError.
+    `values` are those of config.json, which has to say one model only (`require_consistent`, which
+    takes `strict`) and no dimension below 1. Raises BadInputError.
     """
+    where = str(directory / CONFIG_FILE)
+    require_consistent(values, where, strict=strict)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False
-        )
+        with quiet_transformers():
+            return AutoConfig.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:
         said = clipped(" ".join(str(error).split()), 1000)
-        raise BadInputError(f"{where} is not understood by transformers: {said}") from None
+        raise BadInputError(
+            f"{where} is not understood by transformers: {said}{left_out(values)}"
+        ) from None
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' own remarks on a config from the user; errors are raised all the same."""
+    from transformers.utils import logging as hf_logging
+
+    earlier = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf_logging.set_verbosity(earlier)
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:

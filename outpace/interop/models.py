@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outpace.catalog.models import PRESETS, preset
-from outpace.interop.config import CONFIG_FILE, FAMILIES, remembered_spec, spec_from_hf
+from outpace.interop.config import (
+    CONFIG_FILE,
+    FAMILIES,
+    other_form,
+    read_spec_with_notes,
+    remembered_config,
+)
 from outpace.interop.own import OWN_FILE, read_own
 from outpace.interop.own_file import load_function
 from outpace.interop.peft import ADAPTER_CONFIG, base_of
 from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
-from outpace.records.errors import BadInputError, nearest, shown
+from outpace.records.errors import BadInputError, nearest_model, shown
 from outpace.records.model import ModelSpec
 
 _RUN_FILE = "run.json"
@@ -27,7 +33,8 @@ class OpenedModel:
     """A model that was named. `spec` is None and `build` given for a person's own.
 
     `weights`, `tokenizer` and `adapter`: the directories that hold them, None where there are none.
-    An adapter belongs to the `weights`.
+    An adapter belongs to the `weights`. `folder` is the Hugging Face directory that the spec was
+    read from, `notes` what you should know of how it was understood.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -37,6 +44,8 @@ class OpenedModel:
     build: Callable[[], Any] | None
     name: str
     adapter: Path | None = None
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 def names_code(reference: str) -> bool:
@@ -70,7 +79,7 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
             f"{path} is neither a spec (.toml, .json) nor a Python file (file.py:build)"
         )
     raise BadInputError(
-        f"no preset, directory or file named {reference!r}.{nearest(reference, PRESETS)} "
+        f"no preset, directory or file named {reference!r}.{nearest_model(reference, PRESETS)} "
         f"Presets: {', '.join(PRESETS)}"
     )
 
@@ -94,10 +103,14 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
     if not (path / CONFIG_FILE).is_file():
         raise BadInputError(
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
+            f"{other_form(path)}"
         )
     weights = path if has_weights(path) else None
-    spec = remembered_spec(path, cache_dir)
-    return OpenedModel("huggingface", spec, weights, _tokenizer(path), None, path.name)
+    read = remembered_config(path, cache_dir)
+    return OpenedModel(
+        "huggingface", read.spec, weights, _tokenizer(path), None, path.name, folder=path,
+        notes=read.notes,
+    )  # fmt: skip
 
 
 def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
@@ -112,15 +125,20 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
             f"the run {path} holds no finished model (in {model}); let it reach its end first, "
             "with --resume"
         )
-    spec = remembered_spec(model, cache_dir)
-    return OpenedModel("run", spec, model, _tokenizer(model), None, path.name)
+    read = remembered_config(model, cache_dir)
+    return OpenedModel(
+        "run", read.spec, model, _tokenizer(model), None, path.name, folder=model, notes=read.notes
+    )
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
     """An adapter, with the weights that it names."""
     base = base_of(path)
     tokenizer = _tokenizer(path) or _tokenizer(base)
-    return OpenedModel(kind, spec_from_hf(base), base, tokenizer, None, name, path)
+    read = read_spec_with_notes(base)
+    return OpenedModel(
+        kind, read.spec, base, tokenizer, None, name, path, folder=base, notes=read.notes
+    )
 
 
 def _tokenizer(directory: Path) -> Path | None:

@@ -16,31 +16,18 @@ from outpace.interop.config import (
     FAMILIES,
     OWN_TYPE,
     load_config,
+    no_model_type,
     read_config,
     spec_from_config,
     spec_from_hf,
 )
+from outpace.interop.config_check import ReadValues, reading_notes
 from outpace.planner.outlines import outline
 from outpace.records.base import explain
-from outpace.records.errors import BadInputError, nearest, shown
+from outpace.records.errors import BadInputError, shown
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
 
-# What a transformer's config has to say at least, by the names that most have for it.
-_NEEDED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-    "max_position_embeddings",
-)  # fmt: skip
-# How else they may be named.
-_OTHERS = (
-    "n_embd", "n_layer", "n_head", "n_heads", "n_layers", "d_model", "d_ff", "d_kv",
-    "num_layers", "num_heads", "num_key_value_heads",
-)  # fmt: skip
-# Of experts, by the names of those architectures that have them.
-_OF_EXPERTS = (
-    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
-    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-)  # fmt: skip
 # More is a slip of the pen.
 _MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
@@ -111,62 +98,37 @@ def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
         own = spec_from_hf(directory)
         return outline(own, directory.name), own
     if not isinstance(model_type, str):
-        raise BadInputError(
-            f"{where} has no model_type, so the architecture is unknown; add one of "
-            f"{', '.join(READERS)}"
-        )
+        raise no_model_type(values, where)
     if model_type not in READERS:
-        raise _unknown(model_type, values, where)
-    for name in (key for key, value in values.items() if _is_dimension(key) and value == 0):
-        raise BadInputError(f"{where}: {name} = 0; it has to be a whole number, at least 1")
-    config = load_config(directory, where)
+        raise _unknown(model_type, where)
+    config = ReadValues(load_config(directory, values, strict=model_type in FAMILIES))
+    _restore_tied(config, values)
     found, spec = _outlined(config, where)
-    notes = _taken(values, config, where)
+    notes = reading_notes(values, config, where, planned=True)
     return found.model_copy(update={"name": directory.name, "notes": notes}), spec
 
 
 def outline_from_config(config: Any, where: str) -> Outline:
     """The outline of a `transformers` config. Raises BadInputError."""
     if config.model_type not in READERS:
-        raise _unknown(config.model_type, config.to_dict(), where)
+        raise _unknown(config.model_type, where)
     return _outlined(config, where)[0]
 
 
-def _taken(values: Mapping[str, Any], config: Any, where: str) -> tuple[str, ...]:
-    """What is said of dimensions that config.json leaves out and transformers has defaults for."""
-    if isinstance(values.get("text_config"), dict):
-        values, config = values["text_config"], config.text_config
-    aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
-    given = {other for pair in aliases.items() if set(pair) & set(values) for other in pair}
-    usual = type(config)()  # another value came by a name of old, as BLOOM's n_embed
-    found = {
-        name: getattr(config, name, None)
-        for name in (*_NEEDED, *_OF_EXPERTS)
-        if name not in {*values, *given}
-        and getattr(config, name, None) == getattr(usual, name, None)
-    }
-    taken = [f"{name} {value}" for name, value in found.items() if isinstance(value, int)]
-    if not taken:
-        return ()
-    return (
-        f"{where} leaves out dimensions, for which transformers' defaults are taken: "
-        f"{', '.join(taken)}. If the model is another, write its own there.",
-    )
+def _restore_tied(config: ReadValues, values: Mapping[str, Any]) -> None:
+    """Put back what the file says of a tied head: transformers 5 ties every T5's."""
+    tied = values.get("tie_word_embeddings")
+    if isinstance(tied, bool):
+        for part in (config.config, getattr(config.config, "text_config", None)):
+            if part is not None:
+                part.tie_word_embeddings = tied
 
 
-def _is_dimension(key: str) -> bool:
-    return key in _NEEDED or key in _OTHERS
-
-
-def _unknown(model_type: str, values: Mapping[str, Any], where: str) -> BadInputError:
-    there = [name for name in _NEEDED if values.get(name) is not None]
-    lacking = [name for name in _NEEDED if name not in there]
-    lacks = f", of which this one lacks {', '.join(lacking)}" if lacking else ", which this one has"
+def _unknown(model_type: str, where: str) -> BadInputError:
     return BadInputError(
-        f"{where}: outpace does not know how the layers of the architecture {model_type!r} are "
-        f"made.{nearest(model_type, READERS)} Known: {', '.join(READERS)}. If its layers are those "
-        f"of one of these, write that one's model_type; llama's needs {', '.join(_NEEDED)}{lacks}. "
-        "Any other model can be traced: name file.py:build."
+        f"{where}: outpace does not know how the layers of the architecture {shown(model_type)} "
+        f"are made. Known: {', '.join(READERS)}. Any other model can be traced, through a Python "
+        "function that builds it: --model file.py:build."
     )
 
 

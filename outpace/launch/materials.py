@@ -127,7 +127,7 @@ def gather(
         return Materials(
             name, opened, own, spec, found.tokenizer, found.train, found.held_out,
             found.train_fingerprint, found.eval_fingerprint, None, found.seq_len, found.labels,
-            found.hints,
+            (*_reading_notes(opened), *found.hints),
         )  # fmt: skip
     seq_len = resolve_seq_len(settings, positions)
     objective = "causal" if spec is None else spec.objective
@@ -152,6 +152,7 @@ def gather(
     return Materials(
         name, opened, own, spec, tokenizer, train, held_out,
         corpora[0].fingerprint, corpora[1].fingerprint, corpora[1], seq_len,
+        hints=_reading_notes(opened),
     )  # fmt: skip
 
 
@@ -168,6 +169,11 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
         gather(settings, None, cache_dir, usable_cores(), callbacks)
     finally:
         tell(callbacks, "close")
+
+
+def _reading_notes(opened: OpenedModel | None) -> tuple[str, ...]:
+    """What should be known of how the model's config was understood."""
+    return () if opened is None else opened.notes
 
 
 def _require_base(

@@ -6,7 +6,7 @@ from typing import Any
 from outpace.catalog.models import PRESETS, preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.outlines import outline, parameters
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, nearest_model
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 
@@ -32,7 +32,7 @@ def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
     if not path.exists() and not reference.rpartition(":")[0].endswith(".py"):
         known = (*PRESETS, *OUTLINES)
         raise BadInputError(
-            f"no preset, directory or file named {reference!r}.{nearest(reference, known)} "
+            f"no preset, directory or file named {reference!r}.{nearest_model(reference, known)} "
             f"Presets: {', '.join(known)}"
         )
     return _opened(reference, path)

@@ -75,6 +75,32 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
 
 
+def nearest_model(word: str, names: Iterable[str]) -> str:
+    """As `nearest`, of models: those of the same family, generation and size, otherwise spelt.
+
+    Mixtral is no slip for Mistral, nor Llama 4 for Llama 3: of such none is named.
+    """
+    by_family: dict[str, list[str]] = {}
+    for name in names:
+        by_family.setdefault(_letters(name), []).append(name)
+    close = difflib.get_close_matches(_letters(word), by_family, n=1, cutoff=0.6)
+    alike = [name for family in close for name in by_family[family] if _same_numbers(name, word)]
+    return f" Did you mean {' or '.join(map(repr, alike[:3]))}?" if alike else ""
+
+
+def _same_numbers(one: str, other: str) -> bool:
+    """Whether two names have the same generation and size; BLOOM-175B is said of 176B, too."""
+    mine, theirs = (list(map(int, re.findall(r"\d{1,6}", name))) for name in (one, other))
+    return len(mine) == len(theirs) and all(
+        abs(a - b) <= max(a, b) / 100 for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _letters(name: str) -> str:
+    """What a model's name begins with: "llama-3-8b" -> "llama"."""
+    return re.split(r"[^a-z]", name.lower().lstrip("./"), maxsplit=1)[0]
+
+
 def harmless(text: str) -> str:
     """A text for a terminal, without what would command it."""
     return _CONTROL.sub("\ufffd", text)

@@ -221,7 +221,7 @@ def test_dimensions_that_nobody_gave_are_told(capsys, tmp_path):
     assert not any("defaults" in note for note in said(capsys, *words)["notes"])
     del given["intermediate_size"], given["vocab_size"]
     config.write_text(json.dumps(given))
-    told = "transformers' defaults are taken: intermediate_size 11008, vocab_size 32000"
+    told = "transformers' defaults are taken: vocab_size 32000, intermediate_size 11008"
     assert any(told in note for note in said(capsys, *words)["notes"])
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.catalog.models import PRESETS
-from outpace.interop.config import CONFIG_FILE, remembered_spec
+from outpace.interop.config import CONFIG_FILE, ConfigReading, remembered_config
 from outpace.interop.huggingface import hf_config, spec_from_config, spec_from_hf
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -126,8 +126,6 @@ def test_older_spelling_of_rotary_settings(tmp_path: Path) -> None:
 
 
 def test_older_window_settings_of_qwen(tmp_path: Path) -> None:
-    ignored = write(tmp_path, model_type="llama", num_hidden_layers=4, sliding_window=16)
-    assert spec_from_hf(ignored).sliding_window is None  # as transformers' own Llama
     common = {"model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 16}
     off = spec_from_hf(write(tmp_path, **common, use_sliding_window=False))
     assert off.sliding_window is None
@@ -146,7 +144,8 @@ LLAMA = {"model_type": "llama"}
         ({**LLAMA, "hidden_act": "relu"}, "activation 'relu' is not supported; supported: gelu"),
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "weights are quantized"),
         ({**LLAMA, "num_attention_heads": 6}, "config.json"),
-        ({**LLAMA, "hidden_size": "many"}, "not understood by transformers"),
+        ({**LLAMA, "hidden_size": "many"}, "hidden_size = 'many'; it has to be a whole number"),
+        ({**LLAMA, "rms_norm_eps": "many"}, "not understood by transformers"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
         ({"model_type": "bert", "is_decoder": True}, "is_decoder = True is not supported"),
@@ -155,8 +154,8 @@ LLAMA = {"model_type": "llama"}
             {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
             "layer_types has chunked_attention",
         ),
-        ({"model_type": "gemma"}, "architecture 'gemma' is not supported"),
-        ({"model_type": "lama"}, "Did you mean 'llama'"),
+        ({"model_type": "gemma"}, "does not train the architecture 'gemma'"),
+        ({"model_type": "lama"}, "does not train the architecture 'lama'"),
         ({"hidden_size": 8}, "has no model_type"),
     ],
 )
@@ -179,19 +178,20 @@ def test_what_was_read_is_remembered_until_the_config_is_another(tmp_path: Path)
     model.mkdir()
     config = {"model_type": "gpt2", "n_layer": 3}
     (model / CONFIG_FILE).write_text(json.dumps(config))
-    read = remembered_spec(model, cache)
-    assert read == spec_from_hf(model)
+    read = remembered_config(model, cache)
+    assert read.spec == spec_from_hf(model) and "n_embd 768" in read.notes[0]
     (kept,) = (cache / "specs").iterdir()
-    ModelSpec.load(kept).model_copy(update={"layers": 5}).save(kept)  # to see that it is this
-    assert remembered_spec(model, cache).layers == 5
-    assert remembered_spec(model, None).layers == 3
+    other = read.spec.model_copy(update={"layers": 5})
+    ConfigReading(spec=other, notes=("kept",)).save(kept)  # to see that it is this
+    assert remembered_config(model, cache) == ConfigReading(spec=other, notes=("kept",))
+    assert remembered_config(model, None).spec.layers == 3
     kept.write_text("{")
-    assert remembered_spec(model, cache).layers == 3
+    assert remembered_config(model, cache).spec.layers == 3
     (model / CONFIG_FILE).write_text(json.dumps({**config, "n_layer": 4}))
-    assert remembered_spec(model, cache).layers == 4
+    assert remembered_config(model, cache).spec.layers == 4
     (model / CONFIG_FILE).write_text(json.dumps({"model_type": "gpt3"}))
-    with pytest.raises(BadInputError, match="not supported"):
-        remembered_spec(model, cache)
+    with pytest.raises(BadInputError, match="does not train the architecture 'gpt3'"):
+        remembered_config(model, cache)
     (tmp_path / "file").touch()  # a cache that cannot be written
     (model / CONFIG_FILE).write_text(json.dumps(config))
-    assert remembered_spec(model, tmp_path / "file").layers == 3
+    assert remembered_config(model, tmp_path / "file").spec.layers == 3

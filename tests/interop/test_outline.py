@@ -206,8 +206,8 @@ def test_published_sizes(name: str, tmp_path: Path) -> None:
         digits = len(stated.partition("e")[0].replace(".", ""))
         assert float(f"{parameters(read):.{digits - 1}e}") == float(stated)
     if name in OUTLINES:
-        source = {"source": OUTLINES[name].source}
-        assert read.model_copy(update=source) == OUTLINES[name]
+        kept = {"source": OUTLINES[name].source, "notes": ()}  # notes are of the file
+        assert read.model_copy(update=kept) == OUTLINES[name]
 
 
 def test_every_outline_of_the_catalog_is_published() -> None:
@@ -250,9 +250,8 @@ def test_the_text_of_a_model_that_also_sees(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     said = refusal(write(tmp_path, model_type="mixtrl", hidden_size=32, vocab_size=61))
-    assert "how the layers of the architecture 'mixtrl' are made. Did you mean 'mixtral'" in said
-    assert "Known: gpt2, llama" in said and "file.py:build" in said
-    assert "lacks num_hidden_layers, num_attention_heads, intermediate_size" in said
+    assert "how the layers of the architecture 'mixtrl' are made. Known: gpt2, llama" in said
+    assert "file.py:build" in said
     assert "has no model_type, so the architecture is unknown" in refusal(write(tmp_path))
     with pytest.raises(BadInputError, match="architecture 'falcon'"):
         outline_from_config(transformers.AutoConfig.for_model("falcon"), "x")

@@ -1,0 +1,343 @@
+"""Checks of a config.json against its model_type: contradictions are refused, the rest is named.
+
+transformers takes any key and passes over those that the model's code does not read. A config of
+another model, relabelled, loads without a word and computes something else.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from outpace.records.errors import BadInputError, clipped, shown
+
+_OWN_MODEL = "Any other model can be trained or planned for through a Python function that builds "
+_OWN_MODEL += "it: --model file.py:build."
+# Keys of transformers' base class, of its releases 3 to 5, and of tools that write into configs.
+# None of them changes what a model computes.
+_NEUTRAL_KEYS = frozenset(
+    """
+    model_type architectures transformers_version torch_dtype dtype auto_map name_or_path tags
+    library_name license language is_llama_config use_cache output_attentions output_hidden_states
+    output_past output_scores return_dict return_dict_in_generate torchscript use_bfloat16
+    pruned_heads chunk_size_feed_forward is_encoder_decoder cross_attention_hidden_size
+    tie_encoder_decoder tie_word_embeddings max_length min_length do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens finetuning_task id2label
+    label2id num_labels problem_type tokenizer_class prefix task_specific_params
+    decoder_start_token_id tf_legacy_loss gradient_checkpointing n_ctx predict_special_tokens
+    attn_implementation experts_implementation quantization_config max_sequence_length
+    initializer_range initializer_factor rope_theta rope_scaling rope_parameters directionality
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    unsloth_version unsloth_fixed pretraining_tp max_window_layers loss_type partial_rotary_factor
+    """.split()  # noqa: SIM905 (a table of names)
+)
+_NEUTRAL = re.compile(r"^_|_token_id$|^unsloth_|_ids?$")
+# Words in the names of settings that change the layers or what flows between them.
+_CHANGES = re.compile(
+    r"multiplier|softcap|logits?_scal|attn_scal|scale_(emb|depth|width)|emb(edding)?s?_scale"
+    r"|no_rope|nope|^rope_|_rope$|rotary|alibi|qk_|_qk|[qk]_(layer)?norm|clip_qkv|query_pre_attn"
+    r"|experts?|moe|router|lora_rank|window|layer_types|layers?_block_type|block_types|hybrid"
+    r"|mamba|ssm|conv|recurrent|linear_(attn|attention|num|key|value)|parallel_(attn|residual)"
+    r"|multi_query|new_decoder|cross_attention|position_embedding|pos_emb|relative_attention|mup"
+    r"|(^|_)norm_(type|first|position|after)|(pre|post|sandwich)_?norm|layernorm_type|mlp_type"
+    r"|_bias$|^use_.*bias|^no_bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
+    r"|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
+)
+_CONFIG = re.compile(r"config$")
+_TRUE_BY_NATURE = frozenset({"use_rope", "use_rotary", "is_causal", "causal"})
+_FACTORS = re.compile(r"multiplier|scal|factor|ratio|percent|pct|freq|step|interval")
+_USUAL_WORDS = frozenset(
+    "default none full dense absolute rope rotary rmsnorm rms_norm rms swiglu silu".split()  # noqa: SIM905
+)
+# Keys that transformers turns into others before a model is made.
+_TURNED = frozenset(
+    """
+    rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
+    """.split()  # noqa: SIM905
+)
+# Widths and counts of layers, by the names that architectures have for them.
+_DIMENSIONS = frozenset(
+    """
+    hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size
+    max_position_embeddings num_key_value_heads head_dim n_embd n_layer n_head n_heads n_layers
+    n_positions n_inner d_model d_ff d_kv num_layers num_heads num_decoder_layers ffn_dim
+    moe_intermediate_size expansion_ratio max_seq_len
+    """.split()  # noqa: SIM905 (a table of names)
+)
+_FUTURE_TOKENS = "num_nextn_predict_layers"
+_MOST_NAMED = 8
+
+
+class ReadValues:
+    """A `transformers` config that remembers which of its values were read."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self._config, name)
+        self.names.add(name)
+        if hasattr(value, "to_dict"):  # a config inside, which has its own names
+            value = vars(self).setdefault(f"_inner_{name}", ReadValues(value))
+        return value
+
+    def inner(self, name: str) -> "ReadValues | None":
+        """The values that were read of a config inside of this one."""
+        found: ReadValues | None = vars(self).get(f"_inner_{name}")
+        return found
+
+    @property
+    def config(self) -> Any:
+        """The config itself."""
+        return self._config
+
+
+def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
+    """Refuse a config.json that says two different models.
+
+    `strict`: also where a key that the model_type does not have would change the layers; else
+    only configs inside that it does not have. Raises BadInputError.
+    """
+    model_type = str(values["model_type"])
+    _check_architectures(values.get("architectures"), model_type, where)
+    for part, kind, place in _parts(values, where):
+        _check_dimensions(part, place)
+        _check_scaling(part.get("rope_scaling"), place)
+        unknown = _unknown_keys(part, kind)
+        inside = [key for key in unknown if _CONFIG.search(key) and isinstance(part[key], dict)]
+        changing = [key for key in unknown if strict and _changes(key, part)]
+        found = inside or changing
+        if found:
+            raise BadInputError(
+                f"{place} has {_named(part, found)}, which transformers' {model_type} does not "
+                f"read: the layers are another model's, or the model_type is wrong. Fetch "
+                f"config.json again from where the model came from. {_OWN_MODEL}"
+            )
+
+
+def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], type, str]]:
+    """The config and, where its class has one, that of its text; each with its class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[str(values["model_type"])]
+    yield values, kind, where
+    inner = getattr(kind, "sub_configs", {}).get("text_config")
+    text = values.get("text_config")
+    if inner is not None and isinstance(text, dict):
+        yield text, inner, f"{where}: text_config"
+
+
+def _check_architectures(architectures: Any, model_type: str, where: str) -> None:
+    """Refuse classes of another model_type's."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not isinstance(architectures, list):
+        return
+    own = _stem(CONFIG_MAPPING[model_type].__name__)
+    for architecture in map(str, architectures):
+        rest = architecture.lower().removeprefix(own)
+        if rest == architecture.lower() or not re.match(
+            r"(text)?(for|model|lm|doubleheads|pretrained)|$", rest
+        ):
+            raise BadInputError(
+                f"{where}: architectures says {clipped(architecture)}, model_type says "
+                f"{model_type!r}: two different models. Fetch config.json again from where the "
+                f"model came from, and do not change model_type. {_OWN_MODEL}"
+            )
+
+
+def _stem(config_class: str) -> str:
+    """What the names of an architecture's classes begin with, in small letters."""
+    return config_class.removesuffix("Config").removesuffix("Text").lower()
+
+
+def _check_dimensions(values: Mapping[str, Any], where: str) -> None:
+    for name in _DIMENSIONS & values.keys():
+        value = values[name]
+        if value is not None and (type(value) is not int or value < 1):
+            raise BadInputError(
+                f"{where}: {name} = {shown(value)}; it has to be a whole number, at least 1"
+            )
+
+
+def left_out(values: Mapping[str, Any]) -> str:
+    """Dimensions that a config.json does not give, with what transformers takes, for an error."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[str(values["model_type"])]
+    aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
+    given = {aliases.get(name, name) for name in values}
+    fields = getattr(kind, "__dataclass_fields__", {})
+    taken = [
+        f"{name} {fields[name].default}"
+        for name in fields
+        if name in _DIMENSIONS - given and isinstance(fields[name].default, int)
+    ]
+    if not taken:
+        return ""
+    return f". Of what it leaves out, transformers takes its defaults: {', '.join(taken)}."
+
+
+def _check_scaling(scaling: Any, where: str) -> None:
+    """Refuse rotary scaling without a type: transformers passes over it."""
+    if isinstance(scaling, dict) and scaling and not scaling.keys() & {"type", "rope_type"}:
+        nested = all(isinstance(value, dict) for value in scaling.values())
+        if not nested:
+            raise BadInputError(
+                f"{where}: rope_scaling = {shown(scaling)} has no rope_type, so it says nothing. "
+                "Write the one that the model was trained with (as in config.json where the model "
+                "came from), or null for none."
+            )
+
+
+def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
+    """Keys with a value that the config class does not have."""
+    known = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
+    known |= _NEUTRAL_KEYS
+    return [
+        key
+        for key in values
+        if key not in known and not _NEUTRAL.search(key) and not _is_neutral(key, values)
+    ]
+
+
+def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
+    """Whether a key's value says what is so without it."""
+    value = values[key]
+    if key in _TRUE_BY_NATURE:
+        return value is not False
+    if value in (None, False, 0, "", [], {}):
+        return True
+    if isinstance(value, list):
+        return all(item in (1, True, "full_attention", "attention") for item in value)
+    if isinstance(value, str):
+        return value.lower() in _USUAL_WORDS or value == values.get("hidden_act")
+    if key == "embedding_size":
+        return bool(value == values.get("hidden_size"))
+    if key == "sliding_window":
+        positions = values.get("max_position_embeddings")
+        return isinstance(value, int) and isinstance(positions, int) and value >= positions
+    return value == 1 and _FACTORS.search(key) is not None and not isinstance(value, bool)
+
+
+def _changes(key: str, values: Mapping[str, Any]) -> bool:
+    if key == "head_dim":  # transformers' models take it, whether their config has it or not
+        return False
+    return key in _TRUE_BY_NATURE or _CHANGES.search(key) is not None
+
+
+def reading_notes(
+    values: Mapping[str, Any], read: ReadValues, where: str, *, planned: bool = False
+) -> tuple[str, ...]:
+    """What you should know of how a config.json was understood.
+
+    Dimensions that it leaves out and transformers has defaults for, of those that were `read`; keys
+    that the model_type does not have; GPT-2's and BERT's several dropouts. `planned`: also what a
+    plan leaves out.
+    """
+    notes: list[str] = []
+    inner = read.inner("text_config")
+    for part, _, place in _parts(values, where):
+        seen = inner if place != where and inner is not None else read
+        notes += _defaults(part, seen, place) if inner is None or place != where else []
+        notes += _passed_over(part, seen, place, every=not planned)
+    notes += _dropouts(read.config, where)
+    if planned:
+        notes += _left_out(values, where)
+    return tuple(notes)
+
+
+def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
+    """Whole numbers that were read, are not in the file, and are transformers' own."""
+    config = read.config
+    aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
+    given = {aliases.get(name, name) for name in values}
+    fields = getattr(type(config), "__dataclass_fields__", {})
+    usual = {name: getattr(fields[name], "default", None) for name in fields}
+    read_names = {aliases.get(name, name) for name in read.names} - given
+    names = [name for name in fields if name in read_names]
+    taken = [
+        f"{name} {usual[name]}"
+        for name in names
+        if isinstance(usual.get(name), int)
+        and not isinstance(usual[name], bool)
+        and getattr(config, name, None) == usual[name]
+    ]
+    if not taken:
+        return []
+    return [
+        f"{where} leaves out dimensions, for which transformers' defaults are taken: "
+        f"{', '.join(taken)}. If the model is another, write its own there."
+    ]
+
+
+def _passed_over(
+    values: Mapping[str, Any], read: ReadValues, where: str, *, every: bool
+) -> list[str]:
+    """Keys that the class does not have: `every` one, or those that might change the layers."""
+    names = [
+        name
+        for name in _unknown_keys(values, type(read.config))
+        if name not in read.names
+        and name not in (*_TURNED, _FUTURE_TOKENS)
+        and (every or _changes(name, values))
+    ]
+    if not names:
+        return []
+    return [
+        f"{where} has {_named(values, names)}, which transformers' {read.config.model_type} does "
+        "not read; nor does outpace."
+    ]
+
+
+def _named(values: Mapping[str, Any], names: list[str]) -> str:
+    """Keys with their values: "logits_scaling 8.0, embedding_multiplier 12.0"."""
+    said = [
+        f"{clipped(name, 60)} {{…}}" if isinstance(values[name], dict)
+        else f"{clipped(name, 60)} {clipped(shown(values[name]), 40)}"
+        for name in names[:_MOST_NAMED]
+    ]  # fmt: skip
+    more = len(names) - len(said)
+    return ", ".join(said) + (f" and {more} more" if more > 0 else "")
+
+
+def _dropouts(config: Any, where: str) -> list[str]:
+    """Several dropouts that differ, where a spec has one."""
+    names = {
+        "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+        "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    }.get(config.model_type, ())
+    found = {name: getattr(config, name) for name in names}
+    if len(set(found.values())) <= 1:
+        return []
+    first, *others = found.items()
+    differing = " and ".join(f"{name} {value:g}" for name, value in others if value != first[1])
+    return [
+        f"{where}: {first[0]} {first[1]:g} is taken for all of the model's dropouts, and the "
+        f"exported model has it too; {differing} {'is' if ' and ' not in differing else 'are'} "
+        "passed over. --dropout sets another."
+    ]
+
+
+def _left_out(values: Mapping[str, Any], where: str) -> list[str]:
+    """What the folder has and a plan does not."""
+    notes = []
+    quantized = values.get("quantization_config")
+    if isinstance(quantized, dict):
+        kind = clipped(str(quantized.get("quant_method", "quantized")), 40)
+        notes.append(
+            f"{where}: the weights are stored in {kind} (quantization_config). The plan is for "
+            "training in the precision that it names, from weights that are converted first."
+        )
+    layers = values.get(_FUTURE_TOKENS)
+    if isinstance(layers, int) and layers > 0:
+        notes.append(
+            f"{where}: the layers for predicting further tokens ({_FUTURE_TOKENS} {layers}) are "
+            "not planned for; their parameters, time and memory come on top."
+        )
+    return notes
