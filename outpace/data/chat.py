@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from outpace.data.padded import IGNORED, Ragged, ragged
-from outpace.data.rows import Row
+from outpace.data.row_files import Row
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
 

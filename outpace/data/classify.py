@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.padded import Ragged, ragged
-from outpace.data.rows import Row, Table
+from outpace.data.row_files import Row
+from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, clipped, shown
 

@@ -14,7 +14,7 @@ from outpace.data.index import Index
 from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
 from outpace.data.sources import Source, open_source
-from outpace.data.stream import Stream, cached_stream, megatron_stream, nanogpt_stream
+from outpace.data.stream import Stream, cached_stream, token_stream
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
@@ -29,6 +29,7 @@ class Corpus:
     streams: tuple[Stream, ...]
     weights: tuple[float, ...] | None
     fingerprint: str
+    hints: tuple[str, ...] = ()
 
     @property
     def vocab_needed(self) -> int:
@@ -59,10 +60,12 @@ def prepare(
     """
     _check_weights(sources, weights)
     streams, hashes = [], []
+    hints: list[str] = []
     for reference in sources:
         source = open_source(reference)
         content = remembered_fingerprint(source, text_field, cache_dir)
         hashes.append(content)
+        hints += source.hints
         if source.is_tokens:
             whole = _tokens_of(source, content, cache_dir)
             streams.append(whole if split == "all" else _tail(whole, split, eval_fraction))
@@ -83,7 +86,8 @@ def prepare(
             )
     name = tokenizer.fingerprint if tokenizer else "tokens"
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
-    return Corpus(tuple(streams), weights, xxhash.xxh3_128_hexdigest(joined.encode()))
+    key = xxhash.xxh3_128_hexdigest(joined.encode())
+    return Corpus(tuple(streams), weights, key, tuple(hints))
 
 
 def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) -> None:
@@ -119,11 +123,10 @@ def _tail(whole: Stream, split: Split, eval_fraction: float) -> Stream:
 
 
 def _tokens_of(source: Source, content: str, cache_dir: Path) -> Stream:
-    path = source.files[0]
-    whole = megatron_stream(path) if source.kind == "megatron" else nanogpt_stream(path)
+    whole = token_stream(source.files)
     extent = remembered_extent(content, whole, cache_dir)
     if extent[0] < 0:
-        raise BadInputError(f"{path} has the token id {extent[0]}; ids begin at 0")
+        raise BadInputError(f"{source.reference} has the token id {extent[0]}; ids begin at 0")
     return replace(whole, extent=extent)
 
 

@@ -22,7 +22,7 @@ def remembered_fingerprint(source: Source, text_field: str, cache_dir: Path) -> 
         (str(file.absolute()), *state)
         for file, state in zip(source.files, source.states, strict=True)
     ]
-    state = xxhash.xxh3_128_hexdigest(json.dumps([seen, str(source.root), text_field]).encode())
+    state = xxhash.xxh3_128_hexdigest(json.dumps([seen, source.kind, text_field]).encode())
     memo = cache_dir / "hashes" / state
     if memo.is_file():
         return memo.read_text()

@@ -1,9 +1,7 @@
 """Rows with named columns, from JSONL, TSV, CSV, Parquet and datasets: what tasks are made from."""
 
-import csv
-import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,21 +9,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from outpace.data.sources import Source, numbered_lines, open_dataset, open_source, readable
+from outpace.data.row_files import Row, read_rows
+from outpace.data.sources import Form, Source, form_of, open_dataset, open_source
 from outpace.records.errors import BadInputError
 
-_TABLES = {".tsv": "\t", ".txt": "\t", ".csv": ","}
+_NAMED = (".tsv", ".txt", ".csv", ".jsonl", ".json", ".parquet")
 # Files of a benchmark's folder, by what they are for.
 _TRAIN = ("train", "msr_paraphrase_train")
 _VALIDATION = ("validation", "dev", "dev_matched", "valid", "msr_paraphrase_test")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One record. `where` says where it stands, for a person."""
-
-    values: Mapping[str, Any]
-    where: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +28,7 @@ class Table:
     rows: tuple[Row, ...]
     names: Mapping[str, tuple[str, ...]]  # of a dataset's columns of classes
     left_out: int = 0
+    hints: tuple[str, ...] = ()
 
 
 def read_tables(references: Iterable[str]) -> list[Table]:
@@ -46,7 +38,7 @@ def read_tables(references: Iterable[str]) -> list[Table]:
 
 def read_table(reference: str) -> Table:
     """The rows of one --data argument. Raises BadInputError."""
-    source = open_source(reference)
+    source = open_source(reference, rows=True)
     if source.is_tokens:
         raise BadInputError(f"{reference} holds tokens, and a task needs rows with columns")
     table = _of_dataset(source) if source.kind == "dataset" else _of_files(source)
@@ -78,9 +70,8 @@ def _split_of(reference: str) -> tuple[str, str | None]:
 
 
 def _named(folder: Path, names: Sequence[str]) -> Path | None:
-    kinds = (*_TABLES, ".jsonl", ".json", ".parquet")
     for name in names:
-        for kind in kinds:
+        for kind in _NAMED:
             if (folder / f"{name}{kind}").is_file():
                 return folder / f"{name}{kind}"
     return None
@@ -117,121 +108,28 @@ def _of_dataset(source: Source) -> Table:
 def _of_files(source: Source) -> Table:
     rows: list[Row] = []
     columns: dict[str, None] = {}
-    left_out = 0
+    left_out: list[str] = []
     for file in source.files:
-        if file.suffix == ".json" and (listed := _json_list(file)) is not None:
-            found = listed
-        elif file.suffix in (".jsonl", ".ndjson", ".json"):
-            found = list(_json_lines(file))
-        elif file.suffix == ".parquet":
-            found = list(_parquet(file))
-        elif file.suffix in _TABLES:
-            found, broken = _delimited(file, _TABLES[file.suffix])
-            left_out += broken
-        else:
-            raise BadInputError(
-                f"{file}: a task needs rows with columns. Give .jsonl, .tsv, .csv, .parquet or "
-                "hf:NAME."
-            )
+        found = [row for row, _ in read_rows(file, _form(file), on_left_out=left_out.append)]
         rows += found
         for row in found[:1]:
             columns |= dict.fromkeys(row.values)
-    return Table(source.reference, tuple(columns), tuple(rows), {}, left_out)
+    return Table(
+        source.reference, tuple(columns), tuple(rows), {}, len(left_out), hints=source.hints
+    )
 
 
-def _json_list(file: Path) -> list[Row] | None:
-    """The objects of a file that is one list, None for another's."""
-    with readable(file) as stream:
-        if stream.read(1) != b"[":
-            return None
-        stream.seek(0)
-        try:
-            values = json.load(stream)
-        except (ValueError, RecursionError) as error:
-            raise BadInputError(f"{file} is not JSON: {error}") from None
-    if not all(isinstance(value, dict) for value in values):
-        raise BadInputError(f"{file} is a list, but not all of its members are objects")
-    return [Row(value, f"{file}, item {number}") for number, value in enumerate(values, 1)]
-
-
-def _json_lines(file: Path) -> Iterator[Row]:
-    for number, line in numbered_lines(file):
-        where = f"{file}, line {number}"
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", None) or getattr(error, "reason", None) or error
-            raise BadInputError(
-                f"{where} is not JSON: {reason}. Each line has to be an object."
-            ) from None
-        if not isinstance(values, dict):
-            raise BadInputError(
-                f"{where} holds a {type(values).__name__}; each line has to be an object"
-            )
-        yield Row(values, where)
-
-
-def _parquet(file: Path) -> Iterator[Row]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        for number, values in enumerate(parquet.read_table(file).to_pylist(), 1):
-            yield Row(values, f"{file}, row {number}")
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
-
-
-def _delimited(file: Path, delimiter: str) -> tuple[list[Row], int]:
-    """Rows of a table, and the number of lines that have other columns than its header.
-
-    GLUE's tab-separated files do not quote: a quotation mark in them is one of the text.
-    """
-    with readable(file) as stream:
-        try:
-            text = stream.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise BadInputError(
-                f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
-                f"{error.start}. Convert it."
-            ) from None
-    cells = list(_tabbed(text) if delimiter == "\t" else _quoted(text, file))
-    if not cells:
-        return [], 0
-    if _is_cola(cells[0][1]):
-        cells.insert(0, (0, ["source", "label", "star", "sentence"]))
-    header = cells[0][1]
-    rows = [
-        Row(dict(zip(header, row, strict=True)), f"{file}, line {number}")
-        for number, row in cells[1:]
-        if len(row) == len(header)
-    ]
-    return rows, len(cells) - 1 - len(rows)
-
-
-def _tabbed(text: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each line that has any, and its number."""
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
-        if line:
-            yield number, line.split("\t")
-
-
-def _quoted(text: str, file: Path) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each row, and the number of its last line. Raises BadInputError."""
-    reader = csv.reader(io.StringIO(text, newline=""))
-    try:
-        for row in reader:
-            if row:
-                yield reader.line_num, row
-    except csv.Error as error:
+def _form(file: Path) -> Form:
+    """What a file of rows holds: a .txt is a table, as benchmarks name some."""
+    form = form_of(file)
+    if file.suffix.lower() == ".txt":
+        return "tsv"
+    if form == "text":
         raise BadInputError(
-            f"{file}, line {reader.line_num}: {error}. Is a quotation mark left open?"
-        ) from None
-
-
-def _is_cola(first: Sequence[str]) -> bool:
-    """CoLA's files alone have no header: source, label, a star for what is wrong, sentence."""
-    return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")
+            f"{file}: a task needs rows with columns. Give .jsonl, .json, .tsv, .csv, .parquet or "
+            "hf:NAME."
+        )
+    return form
 
 
 def held_out(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:

@@ -2,10 +2,11 @@
 
 import glob
 import os
+import re
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -14,11 +15,36 @@ import xxhash
 
 from outpace.records.errors import BadInputError, shown
 
-Kind = Literal["text", "dataset", "nanogpt", "megatron"]
+# "text" is files that are a document each, "rows" files of records with named columns.
+Kind = Literal["text", "rows", "dataset", "tokens"]
+Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
+
+# What a suffix says of a file, in small letters or capitals; any other file is a plain text.
+_FORMS: Mapping[str, Form] = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv",
+    ".tab": "tsv", ".parquet": "parquet", ".pq": "parquet", ".bin": "tokens", ".idx": "tokens",
+}  # fmt: skip
+# Files about data, which are none.
+_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?|stats)\b", re.I)
+_SNIFFED_BYTES = 1 << 16
+# How files of other kinds begin.
+_SIGNATURES = {
+    b"\x1f\x8b": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with Zstandard",
+    b"\xfd7zXZ\x00": "compressed with xz", b"BZh": "compressed with bzip2",
+    b"PK\x03\x04": "a ZIP archive", b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file",
+    b"\x93NUMPY": "a NumPy array", b"%PDF-": "a PDF document", b"\x89HDF": "an HDF5 file",
+    b"SQLite format 3": "an SQLite database", b"\x80\x04\x95": "a pickle",
+    b"MMIDIDX": "a Megatron index",
+}  # fmt: skip
+# Splits as names of files say them (train.bin, fineweb_val_000000.bin, data.test.jsonl).
+_TRAIN_NAME = re.compile(r"(^|[-_. ])(train|training)([-_. ]|$)", re.I)
+_HELD_OUT_NAME = re.compile(
+    r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
+)
 
 _BLOCK_BYTES = 1 << 20
 # JSON can make thirty times as much of it in memory.
-_LINE_BYTES = 64 << 20
+LINE_BYTES = 64 << 20
 # Parts of the standard library that are no prose about Python: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
@@ -32,42 +58,61 @@ State = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Source:
-    """A data source, found. `files` are empty for datasets."""
+    """A data source, found. `files` are empty for datasets.
+
+    `left_out`: files of a folder or pattern that are of another form than most of it, or of another
+    split.
+    """
 
     reference: str
     kind: Kind
     files: tuple[Path, ...] = ()
-    root: Path | None = None
     total_bytes: int | None = None
     states: tuple[State, ...] = ()  # of the files when they were found
+    left_out: tuple[Path, ...] = ()
 
     @property
     def is_tokens(self) -> bool:
         """Whether it is tokens already, so that it needs no tokenizer."""
-        return self.kind in ("nanogpt", "megatron")
+        return self.kind == "tokens"
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What of a folder or pattern is not read, in a sentence."""
+        if not self.left_out:
+            return ()
+        names = ", ".join(file.name for file in self.left_out[:3])
+        more = f" and {len(self.left_out) - 3:,} more" if len(self.left_out) > 3 else ""
+        return (
+            f"of {self.reference} {len(self.files):,} files are read; {names}{more} "
+            f"{'is' if len(self.left_out) == 1 else 'are'} left out, being of another form or "
+            "split. Name files with --data or --eval-data to read them",
+        )
 
 
-def open_source(reference: str) -> Source:
-    """Find out what a --data argument means. Raises BadInputError when there is nothing there."""
+def open_source(reference: str, *, rows: bool = False) -> Source:
+    """Find out what a --data argument means. Raises BadInputError when there is nothing there.
+
+    `rows`: only files of records are wanted, also where others are more.
+    """
     try:
-        return _opened(reference)
+        return _opened(reference, rows)
     except OSError as error:  # a folder that may not be looked into, a name longer than may be
         raise BadInputError(
             f"the data at {shown(reference)} cannot be found: {error.strerror}"
         ) from None
 
 
-def _opened(reference: str) -> Source:
+def _opened(reference: str, rows: bool) -> Source:
     if reference == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        return _text(reference, _library_files(root), root)
+        return _found(reference, "text", _library_files(Path(sysconfig.get_path("stdlib"))))
     if reference.startswith("hf:"):
         return Source(reference, "dataset")
     path = Path(reference)
     if path.is_dir():
         if _is_saved_dataset(path):
             return Source(f"hf:{reference}", "dataset")
-        return _text(reference, _files_below(path), path)
+        return _of_several(reference, _files_below(path), rows)
     if path.is_file():
         return _of_file(reference, path)
     prefixed = Path(f"{reference}.bin")  # Megatron names its data so; the prefix may hold a dot
@@ -81,21 +126,112 @@ def _opened(reference: str) -> Source:
             f"no data at {reference!r}: there is no such file or folder, and as a pattern it "
             "matches no file. For a Hugging Face dataset write hf:NAME."
         )
-    return _text(reference, matches, Path(matches[0].anchor or "."))
+    if len(matches) == 1:
+        return _of_file(reference, matches[0])
+    return _of_several(reference, matches, rows)
 
 
-def _text(reference: str, files: list[Path], root: Path) -> Source:
+def form_of(file: Path) -> Form:
+    """What a file's suffix says that it holds."""
+    return _FORMS.get(file.suffix.lower(), "text")
+
+
+def _of_file(reference: str, path: Path) -> Source:
+    form = form_of(path)
+    if form == "tokens":
+        return _found(reference, "tokens", _with_indices([path]))
+    return _found(reference, "text" if form == "text" else "rows", [path])
+
+
+def _with_indices(files: Iterable[Path]) -> list[Path]:
+    """The .bin of each, followed by the .idx of those that have one."""
+    tokens = dict.fromkeys(
+        file.with_suffix(".bin") if file.suffix.lower() == ".idx" else file for file in files
+    )
+    pairs = ((file, file.with_suffix(".idx")) for file in tokens)
+    return [one for file, index in pairs for one in (file, index)[: 1 + index.is_file()]]
+
+
+def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
+    """The files of a folder or pattern that are of the form that most of its bytes are."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
-    return _found(reference, "text", files, root)
+    groups: dict[Kind, list[Path]] = {"tokens": [], "rows": [], "text": []}
+    unclear: list[Path] = []
+    for file in files:
+        form = form_of(file)
+        if form == "json" and file.suffix.lower() == ".json" and not _has_rows(file):
+            unclear.append(file)  # a configuration, or a record in a file of its own
+        else:
+            groups[form if form in ("text", "tokens") else "rows"].append(file)
+    if rows or not any(groups.values()):
+        groups["rows"] += unclear if not groups["rows"] else []
+    kind = _chosen_kind(groups, rows)
+    chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
+    if kind != "text":
+        chosen = _of_one_split(chosen)
+    if kind == "tokens":
+        chosen = _with_indices(chosen)
+    found = _found(reference, kind, chosen)
+    return replace(found, left_out=tuple(file for file in files if file not in set(chosen)))
 
 
-def _found(reference: str, kind: Kind, files: list[Path], root: Path) -> Source:
+def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
+    """Rows where they are asked for; else what has most bytes but for files about the data."""
+    if rows and groups["rows"]:
+        return "rows"
+    sizes = {
+        kind: sum(1 + file.stat().st_size for file in files if not _ABOUT.match(file.name))
+        for kind, files in groups.items()
+    }
+    if not any(sizes.values()):
+        return next(kind for kind, files in groups.items() if files)
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether a .json begins as a list of objects, or as an object a line."""
+    with readable(file) as stream:
+        lines = stream.read(_SNIFFED_BYTES).removeprefix(b"\xef\xbb\xbf").split()
+    head = b"".join(lines[:2])[:2]
+    if head[:1] == b"[":
+        return head == b"[{"
+    with readable(file) as stream:
+        lines = [line for line in stream.read(_SNIFFED_BYTES).splitlines() if line.strip()]
+    return len(lines) > 1 and all(line.lstrip().startswith(b"{") for line in lines[:2])
+
+
+def binary_kind(head: bytes) -> str | None:
+    """What a file is that begins so, where it is known and neither text nor tokens."""
+    return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
+
+
+def require_tokens(file: Path, head: bytes) -> None:
+    """Refuse a .bin that begins as a file of another kind does."""
+    if (kind := binary_kind(head)) is not None:
+        raise BadInputError(
+            f"{file} is {kind}, not ids of tokens. Write them as uint16 or uint32 without a "
+            "header, as numpy's tofile does, or as Megatron's .bin with its .idx."
+        )
+
+
+def _of_one_split(files: list[Path]) -> list[Path]:
+    """Files without those named as held out, where others are named as training data."""
+    if not any(_TRAIN_NAME.search(file.stem) for file in files):
+        return files
+    return [
+        file
+        for file in files
+        if _TRAIN_NAME.search(file.stem) or not _HELD_OUT_NAME.search(file.stem)
+    ]
+
+
+def _found(reference: str, kind: Kind, files: list[Path]) -> Source:
     states = tuple(map(_state, files))
     total = sum(size for size, *_ in states)
     if total == 0:
         raise BadInputError(f"the data at {reference} is empty")
-    return Source(reference, kind, tuple(files), root, total, states)
+    return Source(reference, kind, tuple(files), total, states)
 
 
 def _state(file: Path) -> State:
@@ -114,17 +250,6 @@ def check_unchanged(source: Source) -> None:
                 f"{file} changed while it was being read, so nothing was kept of it. Run this "
                 "again when it is complete."
             )
-
-
-def _of_file(reference: str, path: Path) -> Source:
-    if path.suffix == ".idx":
-        path = path.with_suffix(".bin")
-    if path.suffix != ".bin":
-        return _text(reference, [path], path.parent)
-    index = path.with_suffix(".idx")
-    if index.is_file():
-        return _found(reference, "megatron", [path, index], path.parent)
-    return _found(reference, "nanogpt", [path], path.parent)
 
 
 def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
@@ -182,13 +307,13 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def fingerprint(source: Source, text_field: str) -> str:
-    """A hash of contents and of names below the source's root."""
+    """A hash of the contents, wherever they lie and whatever they are called."""
     digest = xxhash.xxh3_128()
     if source.kind == "dataset":
         digest.update(str(open_dataset(source.reference)._fingerprint).encode())
     for file in source.files:
-        relative = os.path.relpath(file, source.root)
-        digest.update(f"{relative}\0{file.stat().st_size}\0".encode())
+        form = "text" if source.kind == "text" else form_of(file)
+        digest.update(f"{form}\0{file.stat().st_size}\0".encode())
         with readable(file) as stream:
             while block := stream.read(_BLOCK_BYTES):
                 digest.update(block)
@@ -239,12 +364,12 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """
     with readable(file) as stream:
         for number in count(1):
-            line = stream.readline(_LINE_BYTES + 1)
+            line = stream.readline(LINE_BYTES + 1)
             if not line:
                 return
-            if len(line) > _LINE_BYTES:
+            if len(line) > LINE_BYTES:
                 raise BadInputError(
-                    f"{file}, line {number} is longer than {_LINE_BYTES >> 20} MiB, and a line is "
+                    f"{file}, line {number} is longer than {LINE_BYTES >> 20} MiB, and a line is "
                     "held in memory whole. Divide it, or give a long text as a file of its own."
                 )
             if line.strip():

@@ -1,31 +1,40 @@
 """Tokens in memory-mapped files, read as one long array."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from outpace.data.index import Index
+from outpace.data.sources import readable, require_tokens
 from outpace.records.errors import BadInputError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _SCANNED_TOKENS = 1 << 24
+# Of llm.c: the type of the ids by magic number, and the version; no type for its other files.
+_LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
+    20240520: ("<u2", 1), 20240801: ("<u4", 7), 20240522: (None, 1), 20240326: (None, 3),
+}  # fmt: skip
+_HEADER_BYTES = 1024
+_LOOKED_AT = 1 << 20
+_MOST_IDS = 1 << 20
 
 
 class Mapped:
     """A file of token ids, mapped into memory where it is used: pickled, it is a path only."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._path, self._dtype = path, dtype
+    def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
+        self.path, self._dtype, self._offset = path, dtype, offset
         # A plain array: slices of a memmap cost several times as much to make.
-        self.ids: Array = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+        self.ids: Array = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mapped, (self._path, self._dtype)
+        return Mapped, (self.path, self._dtype, self._offset)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -80,9 +89,13 @@ class Stream:
         length = int(self.ends[-1])
         assert self.document_starts is not None and other.document_starts is not None
         starts = np.concatenate((self.document_starts, other.document_starts + length))
-        extents = [stream.extent for stream in (self, other) if stream.extent is not None]
-        both = (min(low for low, _ in extents), max(high for _, high in extents))
-        return _stream((*self.shards, *other.shards), starts, both if len(extents) == 2 else None)
+        extent = None
+        if self.extent is not None and other.extent is not None:
+            extent = (
+                min(self.extent[0], other.extent[0]),
+                max(self.extent[1], other.extent[1]),
+            )
+        return _stream((*self.shards, *other.shards), starts, extent)
 
     def blocks(self) -> Iterator[Array]:
         """All tokens, a few at a time."""
@@ -92,6 +105,19 @@ class Stream:
     def largest(self) -> int:
         """The largest token id, or one of the shards' that is larger still; −1 without tokens."""
         return self.measured()[1]
+
+    def first_above(self, largest: int) -> tuple[Path, int, int]:
+        """The first id above `largest`, of which there is one: its file, its place there, itself.
+
+        The shards are searched whole, also where this is a part of them.
+        """
+        for shard in self.shards:
+            for begin in range(0, len(shard), _SCANNED_TOKENS):
+                above = np.flatnonzero(shard.ids[begin : begin + _SCANNED_TOKENS] > largest)
+                if len(above):
+                    place = begin + int(above[0])
+                    return shard.path, place, int(shard.ids[place])
+        raise ValueError(f"no id is above {largest}")
 
     def measured(self) -> tuple[int, int]:
         """The `extent`, by reading all tokens where it is not known; (0, −1) without tokens."""
@@ -117,17 +143,76 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
     return _stream(shards, np.asarray(starts), (0, part.largest))
 
 
-def nanogpt_stream(path: Path) -> Stream:
-    """A nanoGPT .bin: raw uint16 ids, no header, so nothing says where documents begin.
+def token_stream(files: Sequence[Path]) -> Stream:
+    """The tokens of .bin files, one after the other, each as its .idx or its contents say.
 
-    Raises BadInputError for an odd size.
+    Raises BadInputError for a file that is no whole number of ids, or none of tokens.
     """
-    if path.stat().st_size % 2:
+    streams = [
+        megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)
+        for path in files
+        if path.suffix.lower() != ".idx"
+    ]
+    if len(streams) > 1 and all(stream.document_starts is not None for stream in streams):
+        return reduce(Stream.followed_by, streams)
+    if len(streams) == 1:
+        return streams[0]
+    return _stream([shard for stream in streams for shard in stream.shards], None)
+
+
+def _plain_stream(path: Path) -> Stream:
+    """A .bin without an index, so that nothing says where documents begin.
+
+    Ids of llm.c (a header of 256 int32: magic number, version, number of tokens), or without a
+    header as nanoGPT's, of 16 bits; of 32 or 64 where the upper bits of each such word are clear.
+    """
+    size = path.stat().st_size
+    with readable(path) as stream:
+        head = stream.read(_HEADER_BYTES)
+    header = np.frombuffer(head, "<i4", len(head) // 4)
+    if len(header) and int(header[0]) in _LLMC_MAGIC:
+        return _llmc_stream(path, header, size)
+    require_tokens(path, head)
+    if size % 2:
         raise BadInputError(
-            f"{path} has an odd number of bytes, so it is no nanoGPT file (uint16 ids), or it was "
-            "cut short"
+            f"{path} has an odd number of bytes, so it is no file of uint16 ids, as nanoGPT's, or "
+            "it was cut short"
         )
-    return _stream([Mapped(path, "<u2")], None)
+    return _stream([Mapped(path, _width_of(path, size))], None)
+
+
+def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
+    """The ids below a header of llm.c (dev/data/data_common.py there). Raises BadInputError."""
+    dtype, version = _LLMC_MAGIC[int(header[0])]
+    found, count = (int(n) for n in header[1:3])
+    if dtype is None or len(header) * 4 < _HEADER_BYTES or found != version:
+        raise BadInputError(
+            f"{path} begins as a file of llm.c does (magic number {header[0]}, version {found}), "
+            "but not as one of tokens to train on."
+        )
+    if size != _HEADER_BYTES + count * np.dtype(dtype).itemsize:
+        raise BadInputError(
+            f"{path} has {size} bytes, but its header of llm.c says {count} tokens of "
+            f"{np.dtype(dtype).itemsize} bytes after {_HEADER_BYTES} bytes. Was it cut short?"
+        )
+    if not count:
+        raise BadInputError(f"{path} holds no tokens")
+    return _stream([Mapped(path, dtype, _HEADER_BYTES)], None)
+
+
+def _width_of(path: Path, size: int) -> str:
+    """The type of the ids: the widest of whose words none needs its upper bits.
+
+    Of 16-bit ids one after the other, every second would have to be less than 16 for that.
+    """
+    for dtype, least in (("<u8", 8), ("<u4", 16)):
+        width = np.dtype(dtype).itemsize
+        if size % width or size < least * width:
+            continue
+        words = np.asarray(np.memmap(path, dtype=dtype, mode="r")[:_LOOKED_AT])
+        if words.max() < _MOST_IDS and (words & 0xFFFF).max() >= 16:
+            return dtype
+    return "<u2"
 
 
 def megatron_stream(path: Path) -> Stream:

@@ -1,14 +1,13 @@
 """The text of a source, document by document, the long ones in pieces."""
 
 import codecs
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from outpace.data.sources import Source, numbered_lines, open_dataset, readable
+from outpace.data.row_files import checked_text, read_rows, require_text
+from outpace.data.sources import Source, open_dataset, readable
 from outpace.records.errors import BadInputError
 
 # A longer text is handed on in pieces, so that memory stays flat.
@@ -35,10 +34,8 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
     if source.kind == "dataset":
         yield from _all_in_pieces(_dataset_documents(source.reference, text_field), cut)
     for file in source.files:
-        if file.suffix in (".jsonl", ".ndjson"):
-            yield from _all_in_pieces(_json_lines(file, text_field), cut)
-        elif file.suffix == ".parquet":
-            yield from _all_in_pieces(_parquet(file, text_field), cut)
+        if source.kind == "rows":
+            yield from _all_in_pieces(_documents(file, text_field), cut)
         else:
             yield from _plain(file, cut)
 
@@ -49,6 +46,8 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
     kept, first, read, told = "", True, 0, 0
     with readable(file) as stream:
         while block := stream.read(PIECE_BYTES):
+            if read == 0:
+                require_text(file, block)
             kept += _decoded(decoder, block, file, read)
             if read == 0:
                 kept = kept.removeprefix("\ufeff")  # the byte order mark is no text
@@ -112,60 +111,15 @@ def _in_pieces(text: str, consumed: int, cut: bool) -> Iterator[Piece]:
     yield Piece(text[begin:], begin == 0, True, consumed)
 
 
-def _checked(text: Any, where: str, field: str) -> str:
-    """The text of a record. Raises BadInputError when it is none."""
-    if not isinstance(text, str):
-        raise BadInputError(f"{where}: {field!r} is {type(text).__name__}, not text")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
+def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
+    """The text of each record of a file."""
+    for row, consumed in read_rows(file, columns=[field]):
+        if field not in row.values:
+            there = ", ".join(map(repr, row.values)) or "no fields"
             raise BadInputError(
-                f"{where}: {field!r} has half of a surrogate pair, "
-                f"{text[error.start]!r}, at character {error.start}, which is no text"
-            ) from None
-    return text
-
-
-def _json_lines(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    for number, line in numbered_lines(file):
-        where = f"{file}, line {number}"
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise BadInputError(
-                f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
-                f"{error.start}. Convert it, or leave it out."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            reason = getattr(error, "msg", error)
-            raise BadInputError(f"{where} is not JSON: {reason}") from None
-        if not isinstance(record, dict) or field not in record:
-            there = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
-            raise BadInputError(
-                f"{where} has no field {field!r}, but {there}. Name it with --text-field."
+                f"{row.where} has no field {field!r}, but {there}. Name it with --text-field."
             )
-        yield _checked(record[field], where, field), len(line)
-
-
-def _parquet(file: Path, field: str) -> Iterator[tuple[str, int]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.ParquetFile(file)
-        if field not in table.schema_arrow.names:
-            raise BadInputError(
-                f"{file} has no column {field!r}, but "
-                f"{', '.join(map(repr, table.schema_arrow.names))}. Name it with --text-field."
-            )
-        share = file.stat().st_size // max(1, table.metadata.num_rows)
-        batches = table.iter_batches(columns=[field], batch_size=1000)
-        texts = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
-        for row, text in enumerate(texts, 1):
-            yield _checked(text, f"{file}, row {row}", field), share
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
+        yield checked_text(row.values[field], row.where, field), consumed
 
 
 def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
@@ -178,4 +132,4 @@ def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
     batches = dataset.select_columns([field]).iter(batch_size=1000)
     texts = chain.from_iterable(batch[field] for batch in batches)
     for row, text in enumerate(texts, 1):
-        yield (found := _checked(text, f"{reference}, row {row}", field)), len(found)
+        yield (found := checked_text(text, f"{reference}, row {row}", field)), len(found)

@@ -152,7 +152,7 @@ def gather(
     return Materials(
         name, opened, own, spec, tokenizer, train, held_out,
         corpora[0].fingerprint, corpora[1].fingerprint, corpora[1], seq_len,
-        hints=_reading_notes(opened),
+        hints=(*_reading_notes(opened), *dict.fromkeys((*corpora[0].hints, *corpora[1].hints))),
     )  # fmt: skip
 
 
@@ -257,14 +257,20 @@ def _corpus(
 
 def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
     """Refuse ids that the model's embedding does not have. Raises BadInputError."""
-    in_tokenizer = tokenizer.vocab_size if tokenizer else 0
-    in_data = corpus.vocab_needed
-    needed = max(in_tokenizer, in_data)
-    what = "the data's largest token id needs" if in_data > in_tokenizer else "the tokenizer has"
-    if vocab is not None and needed > vocab:
+    if vocab is None:
+        return
+    over = next((stream for stream in corpus.streams if stream.largest() >= vocab), None)
+    if over is not None:
+        path, place, found = over.first_above(vocab - 1)
         raise BadInputError(
-            f"{what} a vocabulary of {needed}, but {name} has {vocab}. Use a model with a "
-            "vocabulary at least as large, or another tokenizer."
+            f"the data's largest token id needs a vocabulary of {corpus.vocab_needed}, but {name} "
+            f"has {vocab}: token {place:,} of {path} is {found}. Use a model with a vocabulary at "
+            "least as large, or data of its own tokenizer."
+        )
+    if tokenizer is not None and tokenizer.vocab_size > vocab:
+        raise BadInputError(
+            f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but {name} has {vocab}. "
+            "Use a model with a vocabulary at least as large, or another tokenizer."
         )
 
 

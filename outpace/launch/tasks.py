@@ -15,7 +15,8 @@ from outpace.data.chat import ChatFormat, encode_all, messages_of
 from outpace.data.encoded import remembered
 from outpace.data.padded import PaddedDataset, rounded, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
-from outpace.data.rows import Row, Table, fingerprint, held_out, read_tables, splits_of
+from outpace.data.row_files import Row
+from outpace.data.rows import Table, fingerprint, held_out, read_tables, splits_of
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.classifier import known_labels, require_exportable
 from outpace.interop.models import OpenedModel
@@ -143,12 +144,14 @@ def read_source(settings: TrainSettings) -> Source:
     rows = _rows(tables)
     others = read_tables(eval_names) if eval_names is not None else []
     left_out = sum(table.left_out for table in (*tables, *others))
-    hints = (f"{left_out:,} lines have other columns than their header and were left out",)
+    hints = [hint for table in (*tables, *others) for hint in table.hints]
+    if left_out:
+        hints.append(f"{left_out:,} lines have other columns than their header and were left out")
     if others:
         train, validation = rows, _rows(others)
     else:
         train, validation = held_out(rows, settings.eval_fraction)
-    return Source(train, validation, tables[0], hints if left_out else ())
+    return Source(train, validation, tables[0], tuple(hints))
 
 
 def _rows(tables: Sequence[Table]) -> list[Row]:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from outpace.data.corpus import Corpus
 from outpace.data.samples import TokenDataset
 from outpace.data.sources import Source, open_source
-from outpace.data.stream import Array, Mapped, Stream, megatron_stream, nanogpt_stream
+from outpace.data.stream import Array, Mapped, Stream, token_stream
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer, train_tokenizer
 from outpace.records.errors import BadInputError
@@ -70,7 +70,7 @@ def prepared(data: LoaderData, folder: Path, quick: bool) -> Prepared:
         raise BadInputError("no data is named; give at least one source")
     sources = [open_source(reference) for reference in data.sources]
     written = [source for source in sources if not source.is_tokens]
-    streams = [_token_stream(source) for source in sources if source.is_tokens]
+    streams = [token_stream(source.files) for source in sources if source.is_tokens]
     tokenizer, texts, notes = data.tokenizer, [], [_of_sources(data.sources)]
     if written:
         limit = (_TAKEN if quick else _FULL_TAKEN) // len(written)
@@ -106,11 +106,6 @@ def _of_sources(sources: tuple[str, ...]) -> str:
     """Which data were timed, without the folders that they are in."""
     names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
     return f"loader: timed on {', '.join(names)}"
-
-
-def _token_stream(source: Source) -> Stream:
-    path = source.files[0]
-    return megatron_stream(path) if source.kind == "megatron" else nanogpt_stream(path)
 
 
 def _beginning(source: Source, text_field: str, limit: int) -> Iterator[Piece]:

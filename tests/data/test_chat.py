@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outpace.data.chat import ChatFormat, encode_all, messages_of
 from outpace.data.padded import IGNORED
-from outpace.data.rows import Row
+from outpace.data.row_files import Row
 from outpace.data.tokenizer import train_tokenizer
 from outpace.records.errors import BadInputError
 

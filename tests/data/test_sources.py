@@ -1,3 +1,4 @@
+import csv
 import json
 import os
 
@@ -61,9 +62,9 @@ def test_json_lines(tmp_path, prepare, ids_of):
     [
         ("{oh no", r"x\.jsonl, line 2 is not JSON"),
         ('{"body": "x"}', r"line 2 has no field 'text', but 'body'\. Name it with --text-field"),
-        ('["text"]', r"line 2 has no field 'text', but no fields"),
+        ('["text"]', r"line 2 holds a list; each line has to be an object"),
         ('{"text": 3}', r"line 2: 'text' is int, not text"),
-        ('{"text": null}', r"line 2: 'text' is NoneType, not text"),
+        ('{"text": null}', r"line 2: 'text' is null, not text"),
         ('{"text": "ab\\ud800"}', r"line 2: 'text' has half of a surrogate pair.* at character 2"),
     ],
 )
@@ -128,6 +129,65 @@ def test_nanogpt(tmp_path, prepare):
     (tmp_path / "x.bin").write_bytes(b"")
     with pytest.raises(BadInputError, match="is empty"):
         prepare(tmp_path / "x.bin", tokenizer=None)
+
+
+HEADER = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
+
+
+def write_llmc(path, dtype, ids, count=None, version=None):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = HEADER[dtype][0], version or HEADER[dtype][1], len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(ids, dtype=dtype).tobytes())
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<u8"])
+@pytest.mark.parametrize("largest", [50_000, 65_000])
+def test_ids_of_each_width(tmp_path, prepare, dtype, largest):
+    ids = np.random.default_rng(0).integers(0, largest, 999)
+    if dtype != "<u2":
+        ids[7] = 128_255  # Llama 3's last
+    (tmp_path / "x.bin").write_bytes(ids.astype(dtype).tobytes())
+    assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids.tolist()]
+
+
+def test_short_and_dull_ids_of_16_bits_stay_so(tmp_path, prepare):
+    for ids in ([1, 0, 2, 0], [0] * 64, [5, 1] * 64):
+        (tmp_path / "x.bin").write_bytes(np.array(ids, dtype="<u2").tobytes())
+        assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids]
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_llmc(tmp_path, prepare, dtype):
+    ids = np.random.default_rng(0).integers(0, 50_000, 999)
+    write_llmc(tmp_path / "x.bin", dtype, ids)
+    assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids.tolist()]
+    for changed, said in (
+        ({"count": 1000}, "says 1000 tokens .* cut short"),
+        ({"version": 3}, r"magic number 20240\d+, version 3.* not as one of tokens"),
+    ):
+        write_llmc(tmp_path / "x.bin", dtype, ids, **changed)
+        with pytest.raises(BadInputError, match=said):
+            prepare(tmp_path / "x.bin", tokenizer=None)
+
+
+@pytest.mark.parametrize("reference", ["shards", "shards/*.bin"])
+def test_shards_of_tokens_follow_each_other(tmp_path, prepare, reference):
+    (tmp_path / "shards").mkdir()
+    for n in (0, 1):
+        write_llmc(tmp_path / "shards" / f"fineweb_train_00000{n}.bin", "<u2", [n * 100 + 1, 300])
+    write_llmc(tmp_path / "shards" / "fineweb_val_000000.bin", "<u2", [7, 7])
+    corpus = prepare(tmp_path / reference, tokenizer=None)
+    assert tokens(corpus) == [[1, 300, 101, 300]]
+    assert "fineweb_val_000000.bin is left out" in corpus.hints[0]
+    assert tokens(prepare(tmp_path / "shards" / "*_val_*", tokenizer=None)) == [[7, 7]]
+
+
+def test_shards_of_megatron_keep_their_documents(tmp_path, prepare):
+    (tmp_path / "of").mkdir()
+    for name, documents in (("a", [[1, 2], [3]]), ("b", [[4], [5, 6]])):
+        write_megatron(tmp_path / "of" / name, 8, "<u2", [np.array(d) for d in documents])
+    corpus = prepare(tmp_path / "of", tokenizer=None)
+    assert tokens(corpus) == [[1, 2, 3, 4, 5, 6]] and documents_of(corpus) == [0, 0, 1, 2, 3, 3]
 
 
 def documents_of(corpus):
@@ -283,6 +343,142 @@ def test_a_file_that_grows_while_it_is_read_is_told(tmp_path, prepare):
     assert [p for p in (tmp_path / "cache" / "tokens").iterdir() if p.suffix != ".lock"] == []
 
 
+ROWS = [{"text": A, "n": 1}, {"text": B, "n": 2}, {"text": 'quoted "x", y\nz', "n": 3}]
+
+
+def write_table(path, delimiter, rows):
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@pytest.mark.parametrize("name", ["UP.JSONL", "a.ndjson", "lines.json", "a.Json"])
+def test_json_is_rows_under_each_of_its_suffixes(tmp_path, prepare, ids_of, name):
+    path = write_lines(tmp_path / name, *ROWS)
+    assert tokens(prepare(path)) == [ids_of(*(row["text"] for row in ROWS))]
+
+
+@pytest.mark.parametrize("name", ["list.json", "list.jsonl"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_list_is_rows_whatever_it_is_called(tmp_path, prepare, ids_of, name, indent, mark):
+    (tmp_path / name).write_text(mark + json.dumps(ROWS, indent=indent), encoding="utf-8")
+    assert tokens(prepare(tmp_path / name)) == [ids_of(*(row["text"] for row in ROWS))]
+
+
+def test_a_long_list_is_read_a_record_at_a_time(tmp_path, prepare, ids_of):
+    texts = [f"orchard {n} \u00e9 " * 3000 for n in range(80)]  # over 4 MB: several blocks
+    (tmp_path / "x.json").write_text(json.dumps([{"text": text} for text in texts]))
+    assert tokens(prepare(tmp_path / "x.json")) == [ids_of(*texts)]
+
+
+def test_an_object_in_a_file_of_its_own_is_a_row(tmp_path, prepare, ids_of):
+    (tmp_path / "of").mkdir()
+    for name, text in (("1.json", A), ("2.json", B)):
+        (tmp_path / "of" / name).write_text(json.dumps({"text": text}, indent=1))
+    assert tokens(prepare(tmp_path / "of" / "1.json")) == [ids_of(A)]
+    assert tokens(prepare(tmp_path / "of")) == [ids_of(A, B)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("x.json", '[{"text": "a"}, {"text": "b" "c"}]', r"item 2, line 1, is not JSON: .*column"),
+        ("x.jsonl", '[\n{"text": "a"}\n{"text": "b"}]', r"item 2 .*a comma .* line 3, not '{'"),
+        ("x.json", '[{"text": "a"},', r"item 2, line 1, is not JSON"),
+        ("x.json", '[{"text": "a"}, "b"]', r"item 2, line 1, is a str; each has to be an object"),
+        ("x.jsonl", '{"text": "a\tb"}\n', r"line 1 is not JSON: Invalid control character at col"),
+        (
+            "x.jsonl",
+            '{"text": "a"}\n{"text": "b',
+            r"line 2 is not JSON: Unterminated string at c",
+        ),
+        ("x.csv", 'text,n\n"a,1\nb,2\n', r"x\.csv, line 3: unexpected end of data"),
+        ("x.csv", "text,n\na,1\nb\n", r"x\.csv, line 3 has 1 columns, but the header has 2: 'te"),
+        ("x.tsv", "body\tn\na\t1\n", r"x\.tsv, line 2 has no field 'text', but 'body', 'n'"),
+        ("x.csv", b"text\n\xff\n", r"x\.csv is not UTF-8 text: byte 0xff at offset 5"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_told_with_their_place(tmp_path, prepare, name, content, said):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(BadInputError, match=said):
+        prepare(path)
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("t.csv", ","), ("T.CSV", ","), ("t.tsv", "\t")])
+def test_tables_are_rows(tmp_path, prepare, ids_of, name, delimiter):
+    rows = ROWS if delimiter == "," else [{"text": "one word", "n": 1}, {"text": 'a "b"', "n": 2}]
+    if delimiter == ",":
+        write_table(tmp_path / name, delimiter, rows)
+    else:
+        (tmp_path / name).write_text(
+            "text\tn\n" + "".join(f"{r['text']}\t{r['n']}\n" for r in rows)
+        )
+    assert tokens(prepare(tmp_path / name)) == [ids_of(*(row["text"] for row in rows))]
+
+
+def test_a_cell_may_be_long(tmp_path, prepare, ids_of):
+    text = "many words " * 40_000
+    write_table(tmp_path / "x.csv", ",", [{"text": text}])
+    assert tokens(prepare(tmp_path / "x.csv")) == [ids_of(text)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("text", ["Plain english text. " * 9, "Обычный русский текст. " * 9])
+@pytest.mark.parametrize("name", ["x.txt", "x.csv", "x.jsonl", "x.json"])
+def test_text_of_two_bytes_a_character_is_refused(tmp_path, prepare, encoding, text, name):
+    content = {"csv": f"text\n{text}\n", "json": json.dumps([{"text": text}])}
+    content["jsonl"] = json.dumps({"text": text}) + "\n"
+    found = content.get(name[2:], text)
+    (tmp_path / name).write_bytes(found.encode(encoding))
+    with pytest.raises(BadInputError, match=r"is not UTF-8 text|is not JSON"):
+        prepare(tmp_path / name)
+
+
+def test_a_null_in_a_text_is_one_of_it(tmp_path, prepare, ids_of):
+    (tmp_path / "x.txt").write_text(A + "\0" + B)
+    assert tokens(prepare(tmp_path / "x.txt")) == [ids_of(A + "\0" + B)]
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "said"),
+    [
+        ("x.jsonl.gz", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
+        ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
+        ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
+        ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),
+        ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not ids.* numpy's tofile"),
+    ],
+)
+def test_files_of_other_kinds_are_named(tmp_path, prepare, name, head, said):
+    (tmp_path / name).write_bytes(head)
+    with pytest.raises(BadInputError, match=said):
+        prepare(tmp_path / name)
+
+
+@pytest.mark.parametrize("reference", ["", "*"])
+def test_files_beside_shards_are_not_read_and_named(tmp_path, prepare, ids_of, reference):
+    write_lines(tmp_path / "train-0.jsonl", {"text": A})
+    write_lines(tmp_path / "train-1.JSONL", {"text": B})
+    write_lines(tmp_path / "val.jsonl", {"text": C})
+    (tmp_path / "README.md").write_text("# The data\n" * 99)
+    (tmp_path / "stats.json").write_text(json.dumps({"rows": 2}, indent=1))
+    corpus = prepare(tmp_path / reference)
+    assert tokens(corpus) == [ids_of(A, B)]
+    (hint,) = corpus.hints
+    assert all(name in hint for name in ("README.md", "stats.json", "val.jsonl")), hint
+
+
+def test_rows_beside_texts_are_not_read_and_named(folder, prepare, ids_of):
+    write_lines(folder / "index.jsonl", {"n": 1})
+    corpus = prepare(folder)
+    assert tokens(corpus) == [ids_of(A, B, C)] and "index.jsonl" in corpus.hints[0]
+    (folder / "z.json").write_text(C)  # as source code has some
+    assert tokens(prepare(folder)) == [ids_of(A, B, C, C)]
+
+
 def test_an_empty_folder(tmp_path, prepare):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(BadInputError, match="no files below"):
@@ -338,8 +534,9 @@ def test_the_content_hash_follows_the_content(tmp_path):
     seen.append(content_fingerprint((str(path),), "text", cache))
     assert seen[0] == seen[1] != seen[2]
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "x.txt").write_text("two")
-    assert content_fingerprint((str(tmp_path / "other" / "x.txt"),), "text", cache) == seen[2]
+    (tmp_path / "other" / "y.md").write_text("two")
+    for same in (tmp_path / "other" / "y.md", tmp_path / "other", f"{tmp_path}/*/*.md"):
+        assert content_fingerprint((str(same),), "text", cache) == seen[2]
 
 
 def test_sources_take_turns_in_the_text_for_a_tokenizer(tmp_path):

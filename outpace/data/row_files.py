@@ -1,0 +1,336 @@
+"""Records with named columns from JSON, CSV, TSV and Parquet files, one at a time."""
+
+import codecs
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from outpace.data.sources import (
+    LINE_BYTES,
+    Form,
+    binary_kind,
+    form_of,
+    numbered_lines,
+    readable,
+)
+from outpace.records.errors import BadInputError
+
+_READ_BYTES = 1 << 20
+_SPACES = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record. `where` says where it stands, for a person."""
+
+    values: Mapping[str, Any]
+    where: str
+
+
+def read_rows(
+    file: Path,
+    form: Form | None = None,
+    columns: Sequence[str] | None = None,
+    on_left_out: Callable[[str], None] | None = None,
+) -> Iterator[tuple[Row, int]]:
+    """Every record of a file, with the bytes of the file that it takes, about.
+
+    `form` is that of the suffix where it is not given; of a Parquet file only `columns` are read.
+    A line of a table that does not have the header's columns goes to `on_left_out`; without that,
+    it is refused. Raises BadInputError with the place of whatever cannot be read.
+    """
+    form = form or form_of(file)
+    if form == "json":
+        return _json_list(file) if first_sign(file) == "[" else _json_lines(file)
+    if form == "parquet":
+        return _parquet(file, columns)
+    return _table(file, "," if form == "csv" else "\t", on_left_out)
+
+
+def checked_text(text: Any, where: str, field: str) -> str:
+    """The text of a record. Raises BadInputError when it is none."""
+    if not isinstance(text, str):
+        kind = "null" if text is None else type(text).__name__
+        raise BadInputError(f"{where}: {field!r} is {kind}, not text")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadInputError(
+                f"{where}: {field!r} has half of a surrogate pair, "
+                f"{text[error.start]!r}, at character {error.start}, which is no text"
+            ) from None
+    return text
+
+
+def require_text(file: Path, block: bytes) -> None:
+    """Refuse a file that begins with this block and is no UTF-8 text though it may decode.
+
+    UTF-16 and UTF-32 without a byte order mark decode where the text is Latin, Greek or Cyrillic:
+    each of its characters has a byte that is a control character of no text.
+    """
+    if (kind := binary_kind(block)) is not None:
+        raise BadInputError(f"{file} is {kind}, not text. Unpack or convert it, or leave it out.")
+    if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return  # which fails to decode, with its place
+    controls = len(block) - len(block.translate(None, bytes([*range(9), *range(14, 27)])))
+    if block.count(0) and controls * 16 > len(block):
+        raise BadInputError(
+            f"{file} is not UTF-8 text: {controls:,} of its first {len(block):,} bytes are control "
+            f"characters, the first at offset {block.find(0)}, as in UTF-16. Convert it, as with "
+            "iconv -f UTF-16LE -t UTF-8, or leave it out."
+        )
+
+
+def first_sign(file: Path) -> str:
+    """The first character of a file that is no blank; empty where there is none."""
+    with readable(file) as stream:
+        head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
+    return head[:1].decode("latin-1")
+
+
+def _reason(error: Exception) -> str:
+    """Why JSON cannot be read, and at which character of its line."""
+    if isinstance(error, json.JSONDecodeError):
+        message = error.msg.removesuffix(" at").removesuffix(" starting")
+        return f"{message} at column {error.colno}"
+    return str(error)
+
+
+def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
+    alone = True
+    for number, line in numbered_lines(file):
+        where = f"{file}, line {number}"
+        if alone:
+            require_text(file, line)
+        try:
+            values = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise BadInputError(
+                f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
+                f"{error.start}. Convert it, or leave it out."
+            ) from None
+        except (ValueError, RecursionError) as error:
+            if alone and (single := _single_object(file)) is not None:
+                yield single
+                return
+            raise BadInputError(
+                f"{where} is not JSON: {_reason(error)}. Each line has to be an object."
+            ) from None
+        alone = False
+        if not isinstance(values, dict):
+            raise BadInputError(
+                f"{where} holds a {type(values).__name__}; each line has to be an object"
+            )
+        yield Row(values, where), len(line)
+
+
+def _single_object(file: Path) -> tuple[Row, int] | None:
+    """The one object that a file holds over several lines; None for another file."""
+    size = file.stat().st_size
+    if size > LINE_BYTES:
+        return None
+    with readable(file) as stream:
+        try:
+            values = json.loads(stream.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError):
+            return None
+    return (Row(values, str(file)), size) if isinstance(values, dict) else None
+
+
+def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
+    """The objects of a file that is one list, without holding all of it in memory."""
+    with readable(file) as stream:
+        text = _Text(file, stream)
+        text.skip(_SPACES)
+        text.skip("[")
+        for number in range(1, 1 << 62):
+            text.skip(_SPACES)
+            if text.sign() == "]":
+                return
+            where = f"{file}, item {number}"
+            if number > 1:
+                if text.sign() != ",":
+                    raise BadInputError(
+                        f"{where} is not JSON: expected a comma or the list's end at "
+                        f"line {text.line()}, not {text.sign() or 'the end of the file'!r}"
+                    )
+                text.skip(",", 1)
+                text.skip(_SPACES)
+            values, took = text.value(where)
+            if not isinstance(values, dict):
+                raise BadInputError(
+                    f"{where}, line {text.line()}, is a {type(values).__name__}; each has to be "
+                    "an object"
+                )
+            yield Row(values, where), took
+
+
+class _Text:
+    """The text of a file from a place on, read as far as it is needed."""
+
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
+        self._file, self._stream = file, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._scanner = json.JSONDecoder()
+        self._text, self._at, self._lines, self._read = "", 0, 1, 0
+        self._ended = False
+
+    def _more(self) -> None:
+        """Read on, twice as much as is at hand, so that nothing is looked at too often."""
+        self._lines += self._text.count("\n", 0, self._at)
+        self._text, self._at = self._text[self._at :], 0
+        block = self._stream.read(max(_READ_BYTES, 2 * len(self._text)))
+        if not self._read:
+            require_text(self._file, block)
+        self._ended = not block
+        try:
+            self._text += self._decoder.decode(block, final=self._ended)
+        except UnicodeDecodeError as error:
+            offset = self._read - len(self._decoder.getstate()[0]) + error.start
+            raise BadInputError(
+                f"{self._file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
+                f"{offset}. Convert it, or leave it out."
+            ) from None
+        self._read += len(block)
+
+    def sign(self) -> str:
+        """The next character; empty at the end."""
+        while self._at == len(self._text) and not self._ended:
+            self._more()
+        return self._text[self._at : self._at + 1]
+
+    def skip(self, signs: str, most: int | None = None) -> None:
+        """Go past characters that are among `signs`."""
+        left = most
+        while (sign := self.sign()) and sign in signs and left != 0:
+            self._at += 1
+            left = None if left is None else left - 1
+
+    def line(self) -> int:
+        """The line's number, from 1."""
+        return self._lines + self._text.count("\n", 0, self._at)
+
+    def value(self, where: str) -> tuple[Any, int]:
+        """The next value, and its characters. Raises BadInputError."""
+        while True:
+            try:
+                found, end = self._scanner.raw_decode(self._text, self._at)
+            except (ValueError, RecursionError) as error:
+                far = len(self._text) - self._at > LINE_BYTES
+                if self._ended or far or isinstance(error, RecursionError):
+                    place = error.pos if isinstance(error, json.JSONDecodeError) else self._at
+                    line = self._lines + self._text.count("\n", 0, place)
+                    raise BadInputError(
+                        f"{where}, line {line}, is not JSON: {_reason(error)}"
+                    ) from None
+                self._more()
+                continue
+            took = end - self._at
+            self._at = end
+            return found, took
+
+
+def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, int]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        missing = next((name for name in columns or () if name not in names), None)
+        if missing is not None:
+            raise BadInputError(
+                f"{file} has no column {missing!r}, but {', '.join(map(repr, names))}. "
+                "Name it with --text-field."
+            )
+        share = file.stat().st_size // max(1, table.metadata.num_rows)
+        number = 0
+        for batch in table.iter_batches(
+            columns=None if columns is None else list(columns), batch_size=1000
+        ):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(values, f"{file}, row {number}"), share
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
+
+
+def _table(
+    file: Path, delimiter: str, on_left_out: Callable[[str], None] | None
+) -> Iterator[tuple[Row, int]]:
+    """Rows of a table below its header.
+
+    GLUE's tab-separated files do not quote: a quotation mark in them is one of the text.
+    """
+    cells = _tabbed(file) if delimiter == "\t" else _quoted(file)
+    header: list[str] | None = None
+    for number, row, took in cells:
+        if header is None:
+            header = _COLA if _is_cola(row) else row
+            if header is row:
+                continue
+        where = f"{file}, line {number}"
+        if len(row) == len(header):
+            yield Row(dict(zip(header, row, strict=True)), where), took
+        elif on_left_out is not None:
+            on_left_out(where)
+        else:
+            raise BadInputError(
+                f"{where} has {len(row)} columns, but the header has {len(header)}: "
+                f"{', '.join(map(repr, header))}"
+            )
+
+
+def _lines_of(file: Path) -> Iterator[str]:
+    """The lines of a text, with what ends them. Raises BadInputError for what is no UTF-8."""
+    offset = 0
+    with readable(file) as stream:
+        while line := stream.readline(LINE_BYTES + 1):
+            if len(line) > LINE_BYTES:
+                raise BadInputError(
+                    f"{file} has a line longer than {LINE_BYTES >> 20} MiB at offset {offset}"
+                )
+            if not offset:
+                require_text(file, line)
+            mark = len(codecs.BOM_UTF8) if not offset and line.startswith(codecs.BOM_UTF8) else 0
+            try:
+                yield line[mark:].decode()
+            except UnicodeDecodeError as error:
+                raise BadInputError(
+                    f"{file} is not UTF-8 text: byte {line[mark + error.start]:#04x} at offset "
+                    f"{offset + mark + error.start}. Convert it."
+                ) from None
+            offset += len(line)
+
+
+def _tabbed(file: Path) -> Iterator[tuple[int, list[str], int]]:
+    """The number of each line that has any cells, those, and its bytes."""
+    for number, line in enumerate(_lines_of(file), 1):
+        if stripped := line.removesuffix("\n").removesuffix("\r"):
+            yield number, stripped.split("\t"), len(line)
+
+
+def _quoted(file: Path) -> Iterator[tuple[int, list[str], int]]:
+    """The number of the last line of each row, its cells, and its bytes."""
+    csv.field_size_limit(LINE_BYTES)
+    reader = csv.reader(_lines_of(file), strict=True)
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row, sum(len(cell) + 1 for cell in row)
+    except csv.Error as error:
+        raise BadInputError(
+            f"{file}, line {reader.line_num}: {error}. Is a quotation mark left open?"
+        ) from None
+
+
+_COLA = ["source", "label", "star", "sentence"]
+
+
+def _is_cola(first: Sequence[str]) -> bool:
+    """CoLA's files alone have no header: source, label, a star for what is wrong, sentence."""
+    return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")
