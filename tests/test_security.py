@@ -20,6 +20,7 @@ import xxhash
 
 from outpace.cli.main import main
 from outpace.interop.own import write_own
+from outpace.records.base import temporary_name
 from outpace.records.errors import BadInputError
 from outpace.train.checkpoint import (
     MARKER,
@@ -27,7 +28,7 @@ from outpace.train.checkpoint import (
     Progress,
     clear_partial,
     newest_intact,
-    remove_later,
+    put_later_aside,
     whole_checkpoints,
 )
 
@@ -188,7 +189,7 @@ def test_what_removes_checkpoints_follows_no_link(saver, tmp_path, capsys):
     assert all("it is a link" in one for one in said) and len(said) == 3
     step(saver, 10)  # prunes step-1 and step-8
     assert [one.name for one in whole_checkpoints(saver.directory)] == ["step-10", "step-9"]
-    remove_later(saver.directory, 2)
+    put_later_aside(saver.directory, 2, said.append)
     (outside / "step-9" / MARKER).rename(outside / "step-9" / "marker")
     (saver.directory / "step-3").symlink_to(outside / "step-9")
     clear_partial(saver.directory)
@@ -215,7 +216,7 @@ def test_a_run_that_is_a_link_as_a_whole_goes_on(words, run, tmp_path):
 def test_reports_and_lists_write_through_no_link(run, tmp_path, capsys):
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    for name in ("report.html", f".report.html.{os.getpid()}.tmp"):
+    for name in ("report.html", temporary_name(Path("report.html"))):
         (run / name).symlink_to(precious)
     (run.parent / "again").symlink_to(run)
     assert main(["report", str(run)]) == 0

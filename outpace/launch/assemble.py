@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from outpace.launch.resolve import (
     peak_flops_per_s,
     takes_cuda_graphs,
 )
+from outpace.launch.restore import continue_run, restore
 from outpace.launch.shared import require_shared
 from outpace.launch.stragglers import Stragglers
 from outpace.launch.tasks import step_costs
@@ -54,9 +54,8 @@ from outpace.train.checkpoint import (
     Checkpointer,
     Progress,
     clear_partial,
-    newest_intact,
-    remove_later,
     step_of,
+    whole_checkpoints,
 )
 from outpace.train.evaluate import evaluate
 from outpace.train.guards import COLLECT_EVERY, StopSignal
@@ -172,8 +171,8 @@ def assemble(
     guard.tidy = partial(_tidy, job)
     if not settings.measure_only:
         require_shared(job.groups, job.run_dir.path)
-    if job.ranks.rank == 0:
-        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
+    if not settings.resume:
+        _open_logs(job, record)
     require_run_once(objective.model, plan.recomputes)
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
     say = partial(tell, job.callbacks, "on_hint")
@@ -196,13 +195,15 @@ def assemble(
     optimizer = _optimizer(job, layout, scratch, mixed, wide_values)
     checkpointer = _checkpointer(job, mixed)
     stack.callback(checkpointer.close)
-    progress = _restore(job, checkpointer, *layout.saved(optimizer), mixed)
+    progress = restore(job, checkpointer, *layout.saved(optimizer), mixed)
     start_step = progress.step if progress else 0
     recording = Recording(job, start_step)
     guard.tidy = partial(_tidy, job, recording=recording)
     guard.look_inside = partial(answer.anatomy, layout, optimizer)
     layout.go_on(start_step)
-    job.groups.once(lambda: _take_up(job, record, start_step))
+    job.groups.once(lambda: continue_run(job, record, start_step))
+    if settings.resume:
+        _open_logs(job, record)
     stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
     stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
     loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
@@ -277,19 +278,10 @@ def _optimizer(
     return optimizer
 
 
-def _take_up(job: Job, record: RunRecord, start_step: int) -> None:
-    """Write down that a run goes on; refuse one that has nothing left to do."""
-    if not job.settings.resume:
-        return
-    done = start_step == job.total_steps and job.run_dir.finished_at() == start_step
-    if done or start_step > job.total_steps:
-        raise BadInputError(
-            f"{job.run_dir.path} has {start_step} of {job.total_steps} steps done already. "
-            f"Train it further with --steps above {start_step}, or start another run from its "
-            f"weights with --model {job.run_dir.path}."
-        )
-    job.run_dir.cut_metrics(start_step)
-    job.run_dir.begin(record)
+def _open_logs(job: Job, record: RunRecord) -> None:
+    """Write what the run tells of itself from now on; on rank 0."""
+    if job.ranks.rank == 0:
+        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
 
 
 def _discard_unbegun(job: Job) -> None:
@@ -302,7 +294,8 @@ def _end_early(job: Job, reason: str) -> None:
     """Write down why a run ends, for who looks at its folder."""
     if job.ranks.rank == 0:
         with suppress(OSError):  # a full disk may be the reason
-            job.run_dir.end_early(reason)
+            saved = whole_checkpoints(job.run_dir.checkpoints)
+            job.run_dir.end_early(reason, step_of(saved[0]) if saved else None)
 
 
 def _reason(error: BaseException) -> str:
@@ -366,36 +359,6 @@ def _checkpointer(job: Job, mixed: Mixed) -> Checkpointer:
         trained_only=job.plan.lora_rank is not None,
         masters=mixed.keeps_masters,
     )
-
-
-def _restore(
-    job: Job,
-    checkpointer: Checkpointer,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    mixed: Mixed,
-) -> Progress | None:
-    """Load the newest intact checkpoint of a run that is resumed."""
-    if not job.settings.resume:
-        return None
-
-    def say(sentence: str) -> None:
-        tell(job.callbacks, "on_hint", sentence)
-
-    def choose() -> Path | None:
-        chosen = newest_intact(job.run_dir.checkpoints, say)
-        if chosen is not None:
-            remove_later(job.run_dir.checkpoints, step_of(chosen))
-        return chosen
-
-    folder = job.groups.once(choose)
-    if folder is None:
-        say(f"{job.run_dir.path} has no checkpoint yet; starting from step 0")
-        return None
-    progress = checkpointer.load(folder, model, optimizer)
-    if mixed.scaler is not None and progress.scaler is not None:
-        mixed.scaler.load_state_dict(progress.scaler)
-    return progress
 
 
 def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:

@@ -21,7 +21,6 @@ from outpace.records.units import show_count, show_seconds
 from outpace.records.version import __version__
 from outpace.train.accounting import OPENING_STEPS
 from outpace.train.callbacks import tell
-from outpace.train.checkpoint import clear_partial
 from outpace.train.held import held
 from outpace.train.precision import float8_hints, shape_hints
 from outpace.train.run_dir import RUN_FILE, RunDir
@@ -55,7 +54,6 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
     _require_same_materials(earlier, record, job.run_dir)
     _require_same_weights(earlier.plan, record.plan, job.run_dir)
     resumed = {"at": record.started, "command": list(record.command), "ranks": job.plan.world_size}
-    clear_partial(job.run_dir.checkpoints)
     kept = {name: earlier.origins.get(name, where) if where == RUN_FILE else where
             for name, where in record.origins.items()}  # fmt: skip
     return record.model_copy(

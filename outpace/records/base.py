@@ -2,8 +2,11 @@
 
 import json
 import os
+import stat
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -12,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from outpace.records.errors import BadInputError, clipped, nearest, shown
 
 Value = TypeVar("Value")
+# Of files that are there for a moment: folders that hold nothing else count as empty.
+TEMPORARY_PREFIX = ".outpace-"
 # Of what is wrong with a record, as many problems as a person reads.
 _MOST_PROBLEMS = 8
 
@@ -127,18 +132,69 @@ def _sentence(problem: Any, known: Any) -> str:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new, never a part."""
+    """Write `content` to `path` so that a reader sees the old file or the new, never a part.
+
+    A file that was there keeps its mode and owner. Into what is not a regular file (a device, a
+    named pipe, standard output by its name) it is written as it is. Raises OSError.
+    """
     data = content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if _is_written_into(path):
+        with path.open("wb", buffering=0) as file:
+            _write_all(file, data)
+        return
+    before = path.stat() if path.is_file() and not path.is_symlink() else None
+    temporary = path.with_name(temporary_name(path))
     try:
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:  # never through a link of that name
+            if before is not None:
+                _keep_access(file.fileno(), before)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> str:
+    """Where something is written before it gets its name; no longer than file systems take."""
+    return f"{TEMPORARY_PREFIX}{zlib.crc32(path.name.encode()):08x}-{os.getpid()}.tmp"
+
+
+def _is_written_into(path: Path) -> bool:
+    """Whether this is no file whose place another could take; the links of /dev stay, too."""
+    if path.is_symlink() and path.parent == Path("/dev"):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _keep_access(descriptor: int, before: os.stat_result) -> None:
+    """Give a new file the mode of the one whose place it takes, and its owner where allowed."""
+    made = os.fstat(descriptor)
+    if (made.st_uid, made.st_gid) != (before.st_uid, before.st_gid):
+        with suppress(OSError):
+            os.fchown(descriptor, before.st_uid, before.st_gid)
+    with suppress(OSError):
+        os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+
+
+def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> Path:
+    """Give what cannot be used another name, `NAME.kind-1`, and return that. Raises OSError.
+
+    Beside its own, or in a `folder` of the same disk.
+    """
+    folder, number = folder or path.parent, 1
+    folder.mkdir(exist_ok=True)
+    while os.path.lexists(aside := folder / f"{path.name}.{kind}-{number}"):
+        number += 1
+    return path.rename(aside)
 
 
 def keep_memo(path: Path, content: str | bytes) -> None:

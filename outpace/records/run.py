@@ -50,3 +50,6 @@ class Failure(Record):
 
     reason: str
     ended: str = Field(description="UTC, ISO 8601")
+    checkpoint_step: int | None = Field(
+        default=None, description="of the newest checkpoint then; None: there was none"
+    )

@@ -1,7 +1,9 @@
 """Checkpoints: written in the background by DCP, marked whole last, verified before use.
 
 A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
-`complete.json` with the size and checksum of every file. Without that marker it does not exist.
+`complete.json` with the size and checksum of every file. Only with that marker is it used. While
+it is being written it holds a file `unfinished` too, by which what a kill cut short is told from
+a checkpoint that has lost its marker: the first is removed, the other never.
 """
 
 import json
@@ -18,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import xxhash
+from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.records.base import Record, sync_folder, sync_paths, write_atomic
+from outpace.records.base import Record, put_aside, sync_folder, sync_paths, write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
 from outpace.train.past_cache import blocks
@@ -31,21 +34,22 @@ if TYPE_CHECKING:
 
     from outpace.train.states import Lent, PinnedCopies
 
-MARKER = "complete.json"
+MARKER, UNFINISHED = "complete.json", "unfinished"
+PROGRESS_FILE, METADATA_FILE = "progress.json", ".metadata"
 _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
     """Where a run stood: all that is not a tensor. The data's position is `step`."""
 
-    step: int
-    tokens: int | None
-    samples: int
-    loss_sum: float
-    skipped_steps: int
+    step: PositiveInt
+    tokens: NonNegativeInt | None
+    samples: NonNegativeInt
+    loss_sum: FiniteFloat
+    skipped_steps: NonNegativeInt
     scaler: dict[str, Any] | None
-    first_loss: float | None
-    world_size: int
+    first_loss: FiniteFloat | None
+    world_size: PositiveInt
 
 
 def reason(error: BaseException) -> str:
@@ -71,14 +75,21 @@ def _checksum(path: Path, past_cache: bool) -> str:
 
 
 def _mark_complete(folder: Path, past_cache: bool) -> None:
-    files = sorted(p for p in folder.iterdir() if p.is_file() and p.name != MARKER)
     entries = {
-        p.name: {"bytes": p.stat().st_size, "xxh3_128": _checksum(p, past_cache)} for p in files
-    }
+        name: {"bytes": (folder / name).stat().st_size,
+               "xxh3_128": _checksum(folder / name, past_cache)}
+        for name in sorted(_file_names(folder))
+    }  # fmt: skip
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
+    (folder / UNFINISHED).unlink(missing_ok=True)
     # Names are on the disk only when their folders are; older checkpoints are removed after this.
     sync_paths(folder, folder.parent)
+
+
+def _file_names(folder: Path) -> set[str]:
+    """Of all that a marker lists."""
+    return {path.name for path in folder.iterdir() if path.is_file()} - {MARKER, UNFINISHED}
 
 
 def _require_files(folder: Path, metadata: "Metadata") -> None:
@@ -96,24 +107,64 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint that has a marker, or None."""
+    """What is wrong with a checkpoint, or None: its files are those that were written.
+
+    One that a kill cut short is damaged, too.
+    """
     if folder.is_symlink():
         return "it is a link"
+    if not folder.is_dir():
+        return "it is not a folder"
+    if not (folder / MARKER).is_file():
+        unfinished = is_unfinished(folder)
+        return "it was not finished" if unfinished else f"it has no file {MARKER}"
     try:
-        entries = json.loads((folder / MARKER).read_text())
-        for name, entry in entries.items():
-            path = folder / name
-            if path.parent != folder or path.is_symlink():
-                return f"{name} is not a file of its own in there"
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != entry["bytes"]:
-                return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-            if _checksum(path, past_cache=False) != entry["xxh3_128"]:
-                return f"{name} does not have the checksum it was written with"
+        return _file_damage(folder) or _content_damage(folder)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"{MARKER} cannot be read ({error})"
-    return None
+
+
+def _file_damage(folder: Path) -> str | None:
+    """Compare a checkpoint's files with its marker."""
+    entries = json.loads((folder / MARKER).read_text())
+    for name, entry in entries.items():
+        path = folder / name
+        if path.parent != folder or path.is_symlink():
+            return f"{name} is not a file of its own in there"
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+        if _checksum(path, past_cache=False) != entry["xxh3_128"]:
+            return f"{name} does not have the checksum it was written with"
+    unlisted = {*_file_names(folder), PROGRESS_FILE, METADATA_FILE} - set(entries)
+    return f"{MARKER} does not list {min(unlisted)}" if unlisted else None
+
+
+def _content_damage(folder: Path) -> str | None:
+    """What the files that describe a checkpoint say that cannot be.
+
+    Raises BadInputError for metadata that are none: marked so, they were never damaged by chance.
+    """
+    from outpace.train.restricted import read_metadata
+
+    try:
+        progress = Progress.load(folder / PROGRESS_FILE)
+    except BadInputError as error:
+        return str(error)
+    if progress.step != step_of(folder):
+        return f"{PROGRESS_FILE} is of step {progress.step}"
+    stored = read_metadata(folder).storage_data or {}
+    missing = {info.relative_path for info in stored.values()} - _file_names(folder)
+    return f"{min(missing)} is missing" if missing else None
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether this is what a kill left of a save: no checkpoint that was whole ever."""
+    if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
+        return False
+    # DCP writes its metadata last; earlier versions of outpace wrote no file `unfinished`.
+    return (folder / UNFINISHED).exists() or not (folder / METADATA_FILE).exists()
 
 
 def step_of(folder: Path) -> int:
@@ -132,20 +183,24 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 
 
 def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose files are what was written.
+    """The newest checkpoint whose files are what was written; None where none was ever whole.
 
     Passes over damaged ones and `say`s so. Raises BadInputError when there are only damaged ones.
     """
-    candidates = whole_checkpoints(directory)
-    for folder in candidates:
+    damaged = 0
+    for folder in sorted(_steps(directory), key=step_of, reverse=True):
         problem = damage(folder)
         if problem is None:
             return folder
+        if is_unfinished(folder):
+            say(f"checkpoint {folder} is passed over: it was still being written")
+            continue
+        damaged += 1
         say(f"checkpoint {folder} is damaged ({problem}) and is passed over")
-    if candidates:
+    if damaged:
         raise BadInputError(
-            f"every checkpoint in {directory} is damaged; restore one, or start anew with "
-            "another --out"
+            f"every checkpoint in {directory} is damaged. Restore one of them, start another run "
+            "from an exported model with --model, or start anew with another --out."
         )
     return None
 
@@ -266,7 +321,8 @@ class Checkpointer:
             try:
                 _remove(folder)
                 folder.mkdir(parents=True)
-                progress.save(folder / "progress.json")
+                (folder / UNFINISHED).touch()
+                progress.save(folder / PROGRESS_FILE)
             except OSError as error:
                 self._fail(folder, error)
                 worked.zero_()
@@ -358,14 +414,24 @@ class Checkpointer:
         state = states.take(model, optimizer, self._trained_only)
         states.read(state, folder, self._group)
         states.put(model, optimizer, state, self._trained_only)
-        return Progress.load(folder / "progress.json")
+        return Progress.load(folder / PROGRESS_FILE)
 
 
-def remove_later(directory: Path, step: int) -> None:
-    """Remove the checkpoints after `step`, from where training goes on: they are damaged."""
-    for folder in _steps(directory):
-        if step_of(folder) > step:
+def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
+    """Make room after `step`, from where training goes on; what was whole once is kept.
+
+    Damaged checkpoints are moved to a folder beside `directory`, which is said. Unfinished ones are
+    removed.
+    """
+    damaged = directory.with_name(f"{directory.name}-damaged")
+    for folder in sorted(_steps(directory), key=step_of):
+        if step_of(folder) <= step:
+            continue
+        if is_unfinished(folder):
             _remove(folder)
+            continue
+        aside = put_aside(folder, folder=damaged)
+        say(f"{folder} is kept as {aside}; remove it when you do not need it")
 
 
 def _remove(folder: Path) -> None:
@@ -382,7 +448,7 @@ def _remove(folder: Path) -> None:
 
 
 def clear_partial(directory: Path) -> None:
-    """Remove folders that a killed run left without a marker."""
-    for folder in directory.glob("step-*"):
-        if not (folder / MARKER).is_file():
+    """Remove folders of saves that a kill cut short."""
+    for folder in _steps(directory):
+        if is_unfinished(folder):
             _remove(folder)

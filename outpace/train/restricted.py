@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 from outpace.records.errors import BadInputError
+from outpace.train.checkpoint import METADATA_FILE
 
-_METADATA_FILE = ".metadata"
 # What torch writes there.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -39,7 +39,7 @@ class Reader(FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metadata = _read(folder / _METADATA_FILE)
+        self._metadata = read_metadata(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As it was read when this was made."""
@@ -89,7 +89,9 @@ class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
         )
 
 
-def _read(path: Path) -> Metadata:
+def read_metadata(folder: Path) -> Metadata:
+    """A checkpoint's metadata. Raises BadInputError for what is none."""
+    path = folder / METADATA_FILE
     try:
         with path.open("rb") as file:
             found = _Unpickler(file).load()

@@ -1,19 +1,22 @@
 """The directory of a run: run.json, metrics.jsonl, result.json, checkpoints/, model/ and more."""
 
-import json
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
-
-from outpace.records.base import explain
+from outpace.records.base import Record, put_aside
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import Failure, RunRecord
 from outpace.train.callbacks import Callback
+from outpace.train.run_log import RunLog, read_log
 
+Loaded = TypeVar("Loaded", bound=Record)
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
@@ -110,43 +113,89 @@ class RunDir:
         if not self.has_steps:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def end_early(self, reason: str) -> None:
-        """Write down why the run ends before its last step."""
+    def end_early(self, reason: str, checkpoint_step: int | None) -> None:
+        """Write down why the run ends before its last step, and which checkpoint is its newest."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        Failure(reason=reason, ended=now).save(self.path / FAILURE_FILE)
+        failure = Failure(reason=reason, ended=now, checkpoint_step=checkpoint_step)
+        failure.save(self.path / FAILURE_FILE)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop what was logged after `step`: a resumed run does those steps again."""
-        for name in (METRICS_FILE, EVALS_FILE):
-            path = self.path / name
-            if not path.is_file():
-                continue
-            kept_bytes = 0
-            for line in path.read_bytes().splitlines(keepends=True):
-                try:
-                    if int(json.loads(line)["step"]) > step:
-                        break
-                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                    break  # the last line of a killed run may be cut short
-                kept_bytes += len(line)
-            os.truncate(path, kept_bytes)
+    def history(self) -> "History":
+        """What a run left of its work. Raises BadInputError where it cannot be looked at."""
+        measurement, damage = _loaded(self.path / RESULT_FILE, Measurement)
+        failure, failure_damage = _loaded(self.path / FAILURE_FILE, Failure)
+        return History(
+            failure=failure,
+            failure_damage=failure_damage,
+            steps=read_log(self.path / METRICS_FILE, StepRecord),
+            evaluations=read_log(self.path / EVALS_FILE, Evaluation),
+            measurement=measurement,
+            result_damage=damage,
+            has_model=self.model.is_dir() and any(self.model.iterdir()),
+        )
 
-    def finished_at(self) -> int | None:
-        """The step at which the run was finished last; None when it never was."""
-        path = self.path / RESULT_FILE
-        return Measurement.load(path).steps if path.is_file() else None
+    def continue_from(
+        self, step: int, total_steps: int, history: "History", say: Callable[[str], None]
+    ) -> None:
+        """Leave of `history` what was before a resumed run's first step, `step` + 1.
+
+        The steps after it are done again, and so are the evaluations after the last step and
+        before the first. What cannot be read is kept under another name, which is said.
+        """
+        again = step if step in (0, total_steps) else None  # is evaluated again
+        done = history.steps.last_step
+        if step == 0 and history.steps.lines:
+            for log in (history.steps, history.evaluations):
+                if os.path.lexists(log.path):
+                    say(f"{log.path} of before is kept as {put_aside(log.path, 'earlier')}")
+        else:
+            if done < step:
+                say(f"{history.steps.path} lacks steps up to {step}, which were done before")
+            elif done > step:
+                steps = "1 step is" if done == step + 1 else f"{done - step} steps are"
+                say(f"after step {step}, {steps} done again")
+            history.steps.cut(lambda one: one.step <= step, say)
+            history.evaluations.cut(lambda one: one.step <= step and one.step != again, say)
+        damages = ((RESULT_FILE, history.result_damage), (FAILURE_FILE, history.failure_damage))
+        for name, damage in damages:
+            if damage is not None:
+                say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation that was logged at `step`, None when there is none."""
-        path = self.path / EVALS_FILE
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
-            try:
-                found = Evaluation.model_validate_json(line)
-            except ValidationError as error:
-                raise BadInputError(explain(error, str(path), Evaluation.model_fields)) from None
-            if found.step == step:
-                return found
-        return None
+        lines = read_log(self.path / EVALS_FILE, Evaluation).lines
+        return next((line.record for line in lines if line.record.step == step), None)
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run left of its work: steps, evaluations, its result, and whether it has a model.
+
+    `measurement` is None where there is no result, or one that cannot be read: `result_damage`. So
+    is `failure`, why the run ended before its last step.
+    """
+
+    failure: Failure | None
+    failure_damage: str | None
+    steps: RunLog[StepRecord]
+    evaluations: RunLog[Evaluation]
+    measurement: Measurement | None
+    result_damage: str | None
+    has_model: bool
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there are signs that the run came to its end once."""
+        return self.measurement is not None or self.result_damage is not None or self.has_model
+
+
+def _loaded(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
+    """A record, or in words why what is there is none; neither where nothing is there."""
+    if not os.path.lexists(path):
+        return None, None
+    try:
+        return kind.load(path), None
+    except BadInputError as error:
+        return None, str(error)
 
 
 def _target(link: Path) -> Path:
@@ -161,18 +210,38 @@ class MetricsWriter(Callback):
     """One JSON object a step, in metrics.jsonl; one an evaluation, in evals.jsonl."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._steps = (run_dir.path / METRICS_FILE).open("a", encoding="utf-8", buffering=1)
-        self._evals = (run_dir.path / EVALS_FILE).open("a", encoding="utf-8", buffering=1)
+        with ExitStack() as opened:
+            self._steps = opened.enter_context(_LineWriter(run_dir.path / METRICS_FILE))
+            self._evals = opened.enter_context(_LineWriter(run_dir.path / EVALS_FILE))
+            self._opened = opened.pop_all()
 
     def on_step(self, record: StepRecord) -> None:
-        """Append a line."""
-        self._steps.write(record.model_dump_json() + "\n")
+        """Append a line. Raises OSError with the file's name."""
+        self._steps.write(record.model_dump_json())
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Append a line."""
-        self._evals.write(evaluation.model_dump_json() + "\n")
+        """Append a line. Raises OSError with the file's name."""
+        self._evals.write(evaluation.model_dump_json())
 
     def close(self) -> None:
         """Close the files."""
-        self._steps.close()
-        self._evals.close()
+        self._opened.close()
+
+
+class _LineWriter(AbstractContextManager["_LineWriter"]):
+    """Appends whole lines to a file; nothing is left to write when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        left = f"{line}\n".encode()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()

@@ -225,9 +225,8 @@ def _resumed(folder: Path) -> None:
         settings_of(folder)
     finally:
         run.require_run()
-    run.finished_at()
     run.evaluation(5)
-    run.cut_metrics(3)
+    run.continue_from(3, 10, run.history(), lambda _: None)
 
 
 def _past(folder: Path) -> None:
@@ -323,8 +322,9 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.experiment.past": ("is_run", "checkpoints", "sizes", "_bytes")}),
         Reader("resumed run", results.runs, _resumed, {
             "outpace.cli.resume": ("settings_of",),
-            "outpace.train.run_dir": ("RunDir.require_run", "RunDir.finished_at",
-                                      "RunDir.evaluation", "RunDir.cut_metrics")}, keeps=False),
+            "outpace.train.run_dir": ("RunDir.require_run", "RunDir.history",
+                                      "RunDir.evaluation", "RunDir.continue_from"),
+            "outpace.train.run_log": ()}, keeps=False),
         Reader("past run", results.runs, _past, {
             "outpace.experiment.stored": ("arms_of", "outcomes_of"),
             "outpace.experiment.results": ("steps_of",)}),

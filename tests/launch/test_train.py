@@ -236,6 +236,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over(run, tmp_path):
     # The damaged one does not count as one that is kept, nor stand in the way of another.
     left = [folder.name for folder in (tmp_path / "cut" / "checkpoints").iterdir()]
     assert left == ["step-8"]
+    aside = tmp_path / "cut" / "checkpoints-damaged" / "step-5.damaged-1"
+    assert (aside / file.name).is_file() and any(str(aside) in sentence for sentence in heard)
     assert not (tmp_path / "cut" / "failure.json").exists()
     assert any("step-5" in sentence and "passed over" in sentence for sentence in heard)
     assert_same_run(whole, resumed)

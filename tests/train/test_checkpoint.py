@@ -1,10 +1,10 @@
 import json
-import shutil
 import threading
 from contextlib import contextmanager
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.utils._pytree import tree_leaves
@@ -13,11 +13,13 @@ from outpace.records.errors import BadInputError
 from outpace.train import past_cache, states
 from outpace.train.checkpoint import (
     MARKER,
+    UNFINISHED,
     Checkpointer,
     Progress,
     clear_partial,
     damage,
     newest_intact,
+    put_later_aside,
     whole_checkpoints,
 )
 
@@ -293,16 +295,73 @@ def test_only_damaged_ones_is_an_error(tmp_path, group):
         newest_intact(saver.directory, lambda _: None)
 
 
-def test_without_its_marker_a_checkpoint_does_not_exist(tmp_path, group):
+def two_saved(tmp_path, group):
     saver, _, _ = make(tmp_path, group)
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    for step in (1, 2):
+        saver.save(model, optimizer, progress(step))
     saver.wait()
-    shutil.copytree(saver.directory / "step-1", saver.directory / "step-2")
-    (saver.directory / "step-2" / MARKER).unlink()
-    assert newest_intact(saver.directory, lambda _: None) == saver.directory / "step-1"
-    clear_partial(saver.directory)
-    assert not (saver.directory / "step-2").exists()
+    return saver.directory
+
+
+def test_a_save_that_a_kill_cut_short_is_removed(tmp_path, group):
+    directory = two_saved(tmp_path, group)
+    (directory / "step-2" / MARKER).unlink()
+    (directory / "step-2" / UNFINISHED).touch()
+    said = []
+    assert newest_intact(directory, said.append) == directory / "step-1"
+    assert "step-2" in said[0] and "still being written" in said[0]
+    clear_partial(directory)
+    assert not (directory / "step-2").exists()
+
+
+def remake_marker(folder, leaves_out=()):
+    listed = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "xxh3_128": xxhash.xxh3_128_hexdigest(path.read_bytes()),
+        }
+        for path in folder.iterdir()
+        if path.name not in (MARKER, *leaves_out)
+    }
+    (folder / MARKER).write_text(json.dumps(listed))
+
+
+def change_progress(folder, **values):
+    path = folder / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    remake_marker(folder)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda folder: (folder / MARKER).unlink(), "it has no file complete.json"),
+        (lambda folder: ((folder / MARKER).unlink(), (folder / MARKER).mkdir()), "it has no file"),
+        (lambda folder: (folder / MARKER).write_text("{}"), "complete.json does not list"),
+        (lambda folder: remake_marker(folder, ["__0_0.distcp"]), "does not list __0_0.distcp"),
+        (lambda folder: (folder / "more").touch(), "complete.json does not list more"),
+        (lambda folder: ((folder / "__0_0.distcp").unlink(), remake_marker(folder)),
+         "__0_0.distcp is missing"),
+        (lambda folder: change_progress(folder, step=-3), "step = -3"),
+        (lambda folder: change_progress(folder, step=1), "progress.json is of step 1"),
+        (lambda folder: change_progress(folder, loss_sum=float("nan")), "loss_sum = nan"),
+        (lambda folder: change_progress(folder, world_size=0), "world_size = 0"),
+    ],
+)  # fmt: skip
+def test_what_was_whole_once_is_passed_over_and_kept(tmp_path, group, harm, said):
+    directory = two_saved(tmp_path, group)
+    harm(directory / "step-2")
+    kept = {path.name: path.read_bytes() for path in directory.glob("step-2/*") if path.is_file()}
+    heard = []
+    assert newest_intact(directory, heard.append) == directory / "step-1"
+    assert "step-2" in heard[0] and said in heard[0]
+    clear_partial(directory)
+    put_later_aside(directory, 1, heard.append)
+    assert not (directory / "step-2").exists()
+    aside = directory.parent / "checkpoints-damaged" / "step-2.damaged-1"
+    assert str(aside) in heard[1]
+    assert {p.name: p.read_bytes() for p in aside.iterdir() if p.is_file()} == kept
 
 
 def test_the_marker_lists_every_file(tmp_path, group):

@@ -1,0 +1,130 @@
+"""A run is resumed from what is left of it, or refused; nothing that was done is written over."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outpace.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("restored")
+    text = folder / "text.txt"
+    text.write_text("\n\n".join(f"some words of document number {n}, and more" for n in range(900)))
+    return [
+        "train", "--model=outpace-tiny", "--seq-len=32", "--global-batch=4", "--save-every=1",
+        "--sample-tokens=0", "--eval-batches=1", "--precision=fp32", "--device=cpu",
+        f"--data={text}", f"--cache-dir={folder / 'cache'}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 4 steps, with checkpoints of the last two."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert main([*flags, "--steps=4", f"--out={out}"]) == 0
+    return out
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+
+
+def resume(run: Path, steps: int = 5) -> int:
+    return main(["train", "--resume", f"--out={run}", f"--steps={steps}"])
+
+
+def remove_markers(run: Path) -> None:
+    for marker in run.glob("checkpoints/*/complete.json"):
+        marker.unlink()
+
+
+def remove_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def leave_metrics_alone(run: Path) -> None:
+    """As of a run that was killed, whose checkpoints were lost."""
+    for name in ("checkpoints", "model"):
+        shutil.rmtree(run / name)
+    (run / "result.json").unlink()
+
+
+def leave_failure_alone(run: Path) -> None:
+    leave_metrics_alone(run)
+    (run / "metrics.jsonl").unlink()
+    failure = {"reason": "interrupted", "ended": "2026-01-01T00:00:00", "checkpoint_step": 2}
+    (run / "failure.json").write_text(json.dumps(failure))
+
+
+def damage_checkpoints(run: Path) -> None:
+    for file in run.glob("checkpoints/*/__0_0.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (remove_markers, "every checkpoint in"),
+        (damage_checkpoints, "every checkpoint in"),
+        (remove_checkpoints, "the run was finished once"),
+        (leave_metrics_alone, "4 steps were done, and one was saved every 1"),
+        (leave_failure_alone, "there was one of step 2"),
+    ],
+)
+def test_a_run_is_not_begun_anew_over_its_work(
+    run: Path, harm: Callable[[Path], None], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm(run)
+    before = contents(run)
+    assert resume(run) == 2
+    error = capsys.readouterr().err
+    assert said in error and "another --out" in error
+    assert contents(run) == before
+
+
+def test_a_lost_marker_costs_that_checkpoint_alone(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-4" / "complete.json").unlink()
+    data = (run / "checkpoints" / "step-4" / "__0_0.distcp").read_bytes()
+    assert resume(run) == 0
+    error = capsys.readouterr().err
+    assert "step-4 is damaged (it has no file complete.json) and is passed over" in error
+    assert "after step 3, 1 step is done again" in error
+    assert (run / "checkpoints-damaged" / "step-4.damaged-1" / "__0_0.distcp").read_bytes() == data
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_metrics_alone(run)
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(first := metrics.read_text().splitlines(keepends=True)[0])
+    (run / "checkpoints" / "step-1").mkdir(parents=True)  # what a kill left of it
+    (run / "checkpoints" / "step-1" / "__0_0.distcp").write_bytes(b"half")
+    assert resume(run) == 0
+    error = capsys.readouterr().err
+    assert "no checkpoint yet; starting from step 0" in error and "metrics.jsonl.earlier-1" in error
+    assert (run / "metrics.jsonl.earlier-1").read_text() == first
+    lines = (run / "evals.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 5]
+    assert not (run / "checkpoints-damaged").exists()
+
+
+def test_what_is_asked_is_checked_before_anything_is_cut(run: Path) -> None:
+    before = contents(run)
+    assert resume(run, steps=4) == 2
+    assert resume(run, steps=2) == 2
+    assert contents(run) == before

@@ -1,0 +1,61 @@
+"""Files are written whole, in the place of what was a file, and into what is none."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from outpace.records.base import put_aside, write_atomic
+
+
+def test_a_named_pipe_stays_one_and_gets_what_is_written(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write_atomic(pipe, "x" * 200_000)  # more than a pipe holds
+    reader.join(30)
+    assert read == [b"x" * 200_000] and stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.root
+def test_a_device_stays_one(tmp_path: Path) -> None:
+    device = tmp_path / "null"
+    os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    write_atomic(device, "words")
+    assert stat.S_ISCHR(device.stat().st_mode)
+
+
+def test_a_link_to_a_device_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/dev/null")
+    write_atomic(link, "words")
+    assert link.is_symlink() and stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_the_usual(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    usual = 0o666 & ~os.umask(os.umask(0o022))
+    write_atomic(path, "one")
+    assert stat.S_IMODE(path.stat().st_mode) == usual
+    for mode in (0o600, 0o664):
+        path.chmod(mode)
+        write_atomic(path, "two")
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert path.read_text() == "two" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_as_long_as_file_systems_take_is_written(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)
+    write_atomic(path, "words")
+    assert path.read_text() == "words"
+
+
+def test_what_is_put_aside_takes_no_other_name(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "file").write_text(str(number))
+        aside = put_aside(tmp_path / "file")
+        assert aside == tmp_path / f"file.damaged-{number}" and aside.read_text() == str(number)
