@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.interop.config import FAMILIES, spec_from_config
+from outpace.interop.config import FAMILIES, quiet_transformers, spec_from_config
+from outpace.interop.origin import TokenIds
 from outpace.records.errors import BadInputError
 from outpace.records.model import Family, ModelSpec
 
@@ -24,9 +25,9 @@ _HF_ACTIVATIONS = MappingProxyType({"gelu": "gelu", "gelu_tanh": "gelu_new", "si
 def hf_config(
     spec: ModelSpec,
     *,
-    eos_id: int | None = None,
-    bos_id: int | None = None,
-    pad_id: int | None = None,
+    eos_id: TokenIds = None,
+    bos_id: TokenIds = None,
+    pad_id: TokenIds = None,
     dtype: str = "float32",
 ) -> Any:
     """The `transformers` config whose model computes what the spec's does.
@@ -48,7 +49,20 @@ def hf_config(
     )
 
 
-def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, int | None]) -> Any | None:
+def add_old_rotary_keys(values: dict[str, Any]) -> None:
+    """Say a config's rotary settings by transformers 4's keys, too, which passes over the new one.
+
+    rope_theta and rope_scaling beside rope_parameters (transformers 5), which reads all three.
+    """
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict):
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        plain = scaling.get("rope_type", "default") == "default"
+        values["rope_theta"] = rope["rope_theta"]
+        values["rope_scaling"] = None if plain else scaling
+
+
+def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> Any | None:
     """The family's config, None where reading it back would not give the same model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -62,7 +76,8 @@ def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, int | None]) -
         "bert": transformers.BertConfig,
     }
     try:
-        config = classes[family](**_write(family, spec), **ids)
+        with quiet_transformers():
+            config = classes[family](**_write(family, spec), **ids)
         same = _meaning(spec_from_config(config, "")) == _meaning(spec)
     except (BadInputError, StrictDataclassError, ValueError, TypeError):  # they refuse the values
         return None

@@ -13,6 +13,7 @@ from outpace.interop.config import (
     read_spec_with_notes,
     remembered_config,
 )
+from outpace.interop.origin import TOKENIZER_FILES
 from outpace.interop.own import OWN_FILE, read_own
 from outpace.interop.own_file import load_function
 from outpace.interop.peft import ADAPTER_CONFIG, base_of
@@ -22,10 +23,6 @@ from outpace.records.errors import BadInputError, nearest_model, shown
 from outpace.records.model import ModelSpec
 
 _RUN_FILE = "run.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "vocab.json", "encoder.json", "vocab.txt",
-    "tokenizer.model",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) ->
 
 
 def _tokenizer(directory: Path) -> Path | None:
-    there = any((directory / name).is_file() for name in _TOKENIZER_FILES)
+    there = any((directory / name).is_file() for name in TOKENIZER_FILES)
     return directory if there else None
 
 

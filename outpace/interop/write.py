@@ -1,7 +1,7 @@
 """A model of ours as a Hugging Face model directory."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outpace.interop.config import CONFIG_FILE, OWN_TYPE
-from outpace.interop.config_out import hf_config
+from outpace.interop.config import CONFIG_FILE, OWN_TYPE, quiet_transformers, read_config
+from outpace.interop.config_out import add_old_rotary_keys, hf_config
 from outpace.interop.folder import whole_folder
 from outpace.interop.names import Naming, group, naming
+from outpace.interop.origin import TokenIds, kept_ids, with_stops, write_generation_config
 from outpace.interop.weights import INDEX
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -28,8 +29,14 @@ def write_model(
     tokenizer_save: Callable[[Path], None] | None,
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    origin: Path | None = None,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
+
+    `origin` is the folder that the model came from with the same tokenizer: its special ids and its
+    settings for generation are kept. `stop_ids` end an answer, beside what ends a text.
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A
     spec that no architecture of transformers has is written in outpace's own form, which
@@ -37,15 +44,17 @@ def write_model(
     is in memory. Raises BadInputError when the directory cannot be written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
-        ids: dict[str, int | None] = {}
+        ids: dict[str, TokenIds] = {}
         if tokenizer_save is not None:
             tokenizer_save(folder)
-            ids = special_ids(folder)
+            ids |= special_ids(folder)
+        if origin is not None:
+            ids |= kept_ids(origin, read_config(origin))
+        if stop_ids:
+            ids["eos_id"] = with_stops(ids.get("eos_id"), stop_ids)
         config = write_config(folder, spec, ids, dtype)
         if config is not None and spec.causal:
-            from transformers import GenerationConfig
-
-            GenerationConfig.from_model_config(config).save_pretrained(str(folder))
+            write_generation_config(folder, config, origin)
         model_type = OWN_TYPE if config is None else config.model_type
         write_weights(folder, state_dict, naming(model_type), dtype, max_shard_bytes)
 
@@ -67,7 +76,7 @@ def special_ids(folder: Path) -> dict[str, int | None]:
 def write_config(
     folder: Path,
     spec: ModelSpec,
-    ids: Mapping[str, int | None],
+    ids: Mapping[str, TokenIds],
     dtype: torch.dtype,
     change: Callable[[Any], None] = lambda config: None,
 ) -> Any | None:
@@ -79,7 +88,12 @@ def write_config(
         (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         return None
     change(config)
-    config.save_pretrained(str(folder))
+    with quiet_transformers():
+        config.save_pretrained(str(folder))
+    path = folder / CONFIG_FILE
+    values = json.loads(path.read_text(encoding="utf-8"))
+    add_old_rotary_keys(values)
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return config
 
 

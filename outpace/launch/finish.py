@@ -1,6 +1,6 @@
 """The end of a run: the model exported, a sample of its text, the result written."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from torch import nn
 from outpace.data.chat import ChatFormat
 from outpace.data.corpus import unigram_entropy
 from outpace.data.padded import PaddedDataset
+from outpace.data.tokenizer import load_tokenizer
 from outpace.interop.classifier import write_classifier
 from outpace.interop.huggingface import write_model
+from outpace.interop.origin import tokenizer_copier
 from outpace.interop.own import write_own
 from outpace.interop.peft import write_adapter
 from outpace.launch.context import Job
@@ -78,16 +80,48 @@ def _export(job: Job, model: nn.Module) -> None:
         write_classifier(directory, model, model.state_dict(), job.materials.labels, tokenizer.save)
         return
     if isinstance(model, Transformer):
-        save = tokenizer.save if tokenizer else None
+        save, origin = _kept(job)
         if job.plan.lora_rank is not None:
             write_adapter(directory, model, job.plan, _base_weights(job), save)
             return
         dtype = model.head_weight.dtype  # 16 bits are not made more of
-        write_model(directory, model.spec, model.state_dict(), save, dtype)
+        write_model(
+            directory, model.spec, model.state_dict(), save, dtype, origin=origin,
+            stop_ids=_stop_ids(job),
+        )  # fmt: skip
         return
     write_own(directory, model, job.settings.model)
     if tokenizer is not None:
         tokenizer.save(directory)
+
+
+def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
+    """What writes the run's tokenizer, and the folder whose special ids and settings are kept.
+
+    A model's own tokenizer is copied as it is, also where the data are tokens already; of another
+    tokenizer nothing of the model's folder is kept.
+    """
+    materials = job.materials
+    tokenizer, opened = materials.tokenizer, materials.opened
+    if opened is None or opened.folder is None:
+        return (tokenizer.save if tokenizer else None), None
+    if opened.tokenizer is None:
+        return (tokenizer.save, None) if tokenizer else (None, opened.folder)
+    if tokenizer is None:
+        return tokenizer_copier(opened.tokenizer), opened.folder
+    theirs = load_tokenizer(str(opened.tokenizer))
+    if theirs.fingerprint != tokenizer.fingerprint:
+        return tokenizer.save, None
+    new = tokenizer.chat_template if theirs.chat_template is None else None
+    return tokenizer_copier(opened.tokenizer, new), opened.folder
+
+
+def _stop_ids(job: Job) -> tuple[int, ...]:
+    """What ends an answer, where the model has learnt to answer."""
+    tokenizer = job.materials.tokenizer
+    if tokenizer is None or not isinstance(job.materials.train_data, PaddedDataset):
+        return ()
+    return (ChatFormat(tokenizer).stop_id,)
 
 
 def _base_weights(job: Job) -> Path:

@@ -1,0 +1,110 @@
+"""What a written model keeps of the Hugging Face folder that it came from.
+
+Its tokenizer's files, the ids that begin, end and pad a text, and its settings for generation: a
+training changes the weights alone.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from outpace.records.base import read_object
+
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "encoder.json", "vocab.txt",
+    "tokenizer.model",
+)  # fmt: skip
+# What belongs to a tokenizer beside the files that it is known by.
+_BESIDE_TOKENIZER = (
+    "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.bpe", "spiece.model",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_CONFIG_IDS = {"eos_id": "eos_token_id", "bos_id": "bos_token_id", "pad_id": "pad_token_id"}
+TokenIds = int | list[int] | None
+
+
+def tokenizer_copier(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
+    """A function that copies a tokenizer's files as they are into a folder.
+
+    `chat_template` is one that the folder has none of and training has rendered with.
+    """
+
+    def copy(folder: Path) -> None:
+        for name in (*TOKENIZER_FILES, *_BESIDE_TOKENIZER):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        templates = source / "additional_chat_templates"
+        if templates.is_dir():
+            shutil.copytree(templates, folder / templates.name)
+        if chat_template is not None:
+            path = folder / "tokenizer_config.json"
+            config = read_object(path) if path.is_file() else {}
+            _write(path, {**config, "chat_template": chat_template})
+
+    return copy
+
+
+def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
+    """The special ids of a folder, by the names of `hf_config`; those that it does not give lack.
+
+    `config` are the values of its config.json. What it leaves out is taken of its settings for
+    generation.
+    """
+    generation = _generation(source)
+    found: dict[str, TokenIds] = {}
+    for name, key in _CONFIG_IDS.items():
+        value = config.get(key) if config.get(key) is not None else generation.get(key)
+        if _is_ids(value):
+            found[name] = value
+    return found
+
+
+def _is_ids(value: Any) -> bool:
+    return type(value) is int or (
+        isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
+    )
+
+
+def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
+    """The ids that end a text, and those that end an answer."""
+    known = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    more = [stop for stop in dict.fromkeys(stops) if stop not in known]
+    return [*known, *more] if more and (known or len(more) > 1) else more[0] if more else ids
+
+
+def write_generation_config(folder: Path, config: Any, source: Path | None) -> None:
+    """Write generation_config.json: that of `source`, with the config's special ids.
+
+    `source` None, or a folder without one: what transformers makes of the config. Sampling settings
+    of the source stay.
+    """
+    from transformers import GenerationConfig
+
+    kept = {} if source is None else _generation(source)
+    if not kept:
+        GenerationConfig.from_model_config(config).save_pretrained(str(folder))
+        return
+    earlier, now = kept.get("eos_token_id"), config.eos_token_id
+    ends = [*_listed(earlier), *(one for one in _listed(now) if one not in _listed(earlier))]
+    if ends:
+        kept["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    for key in ("bos_token_id", "pad_token_id"):
+        if kept.get(key) is None and getattr(config, key) is not None:
+            kept[key] = getattr(config, key)
+    _write(folder / GENERATION_FILE, kept)
+
+
+def _listed(ids: Any) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def _generation(source: Path) -> dict[str, Any]:
+    path = source / GENERATION_FILE
+    return read_object(path) if path.is_file() else {}
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,139 @@
+"""What a trained model's folder keeps of the one that it came from."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from outpace.data.chat import DEFAULT_TEMPLATE
+from outpace.data.tokenizer import train_tokenizer
+from outpace.launch.job import train
+from outpace.launch.merge import merge_adapter
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom|>")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A Llama as published: its stop list, bos, settings for generation and tokenizer's files."""
+    folder = tmp_path_factory.mktemp("exports")
+    source = folder / "source"
+    learnt = train_tokenizer(["a small text to learn from"] * 9, 300)
+    learnt.inner.add_special_tokens(list(NAMES))
+    learnt.save(source)
+    ids = {name: learnt.inner.token_to_id(name) for name in NAMES}
+    (source / "chat_template.jinja").write_text(CHATML)
+    (source / "README.md").write_text("a card")
+    vocab = learnt.inner.get_vocab_size()
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=24, vocab_size=vocab, max_position_embeddings=64,
+        eos_token_id=[ids["<|eom|>"], ids["<|endoftext|>"]], bos_token_id=ids["<|im_start|>"],
+        pad_token_id=ids["<|eom|>"],
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(source)
+    generation = {**SAMPLING, "eos_token_id": config.eos_token_id, "max_new_tokens": 77}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    np.arange(600, dtype=np.uint16).__mod__(200).tofile(folder / "tokens.bin")
+    (folder / "text.txt").write_text("a small text to learn from, and more of it. " * 60)
+    talk = {"prompt": "a small text", "completion": "from"}
+    (folder / "talk.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps(talk) + "\n")
+    return folder, ids
+
+
+def trained(home, name, **more):
+    folder, _ = home
+    values = {
+        "model": str(folder / "source"), "steps": 1, "seq_len": 16, "global_batch": 2, "warmup": 0,
+        "eval_batches": 0, "sample_tokens": 0, "precision": "fp32", "device": "cpu",
+        "cache_dir": folder / "cache", "out": folder / name, **more,
+    }  # fmt: skip
+    train(TrainSettings.parse(values, "test"), ranks=Ranks(), origins={}, command=[])
+    return folder / name / "model"
+
+
+def read(model, name):
+    return json.loads((model / name).read_text())
+
+
+@pytest.mark.parametrize("data", ["tokens.bin", "text.txt"])
+def test_ids_settings_and_tokenizer_survive(home, data):
+    folder, ids = home
+    held_out = {"eval_data": (str(folder / data),)} if data.endswith("bin") else {}
+    model = trained(home, data.partition(".")[0], data=(str(folder / data),), **held_out)
+    config, source = read(model, "config.json"), folder / "source"
+    assert config["eos_token_id"] == [ids["<|eom|>"], ids["<|endoftext|>"]]
+    assert config["bos_token_id"] == ids["<|im_start|>"]
+    assert config["pad_token_id"] == ids["<|eom|>"]
+    generation = read(model, "generation_config.json")
+    assert generation.items() >= read(source, "generation_config.json").items()
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                 "chat_template.jinja"):  # fmt: skip
+        assert (model / name).read_bytes() == (source / name).read_bytes()
+    assert not (model / "README.md").exists()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    assert loaded.generation_config.temperature == 0.6
+    assert transformers.AutoTokenizer.from_pretrained(model).chat_template == CHATML
+
+
+def test_generation_ends_where_answers_end(home):
+    """The template's stop token joins those of the source, which does not have it."""
+    folder, ids = home
+    model = trained(home, "chat", task="chat", seq_len=48, data=(str(folder / "talk.jsonl"),))
+    ends = [ids["<|eom|>"], ids["<|endoftext|>"], ids["<|im_end|>"]]
+    assert read(model, "config.json")["eos_token_id"] == ends
+    generation = read(model, "generation_config.json")
+    assert generation["eos_token_id"] == ends and generation["top_p"] == 0.9
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():  # a model that always says the template's stop token
+        loaded.lm_head.weight.zero_()
+        loaded.lm_head.weight[ids["<|im_end|>"]] = 1e3 * loaded.model.norm.weight
+        loaded.model.embed_tokens.weight.fill_(1.0)
+    said = loaded.generate(torch.tensor([[1, 2]]), max_new_tokens=8, do_sample=False)
+    assert said[0, 2:].tolist() == [ids["<|im_end|>"]]
+
+
+def test_a_tokenizer_without_a_template_gets_the_one_trained_with(home):
+    folder, _ = home
+    bare = folder / "bare"
+    if not bare.is_dir():
+        bare.mkdir()
+        for path in (folder / "source").iterdir():
+            if path.name not in ("chat_template.jinja", "generation_config.json"):
+                (bare / path.name).write_bytes(path.read_bytes())
+    model = trained(home, "bare-chat", model=str(bare), task="chat", seq_len=48,
+                    data=(str(folder / "talk.jsonl"),))  # fmt: skip
+    assert read(model, "tokenizer_config.json")["chat_template"] == DEFAULT_TEMPLATE
+    assert (
+        read(model, "generation_config.json")["eos_token_id"]
+        == read(bare, "config.json")["eos_token_id"]
+    )
+
+
+def test_another_tokenizer_takes_nothing_of_the_source(home):
+    folder, _ = home
+    other = train_tokenizer(["quite another text"] * 9, 280)
+    other.save(folder / "other")
+    model = trained(home, "other-run", init="random", tokenizer=str(folder / "other"),
+                    data=(str(folder / "text.txt"),))  # fmt: skip
+    assert read(model, "config.json")["eos_token_id"] == other.eos_id
+    assert "temperature" not in read(model, "generation_config.json")
+
+
+def test_a_merged_adapter_keeps_them_too(home):
+    folder, ids = home
+    trained(home, "lora", lora_rank=2, data=(str(folder / "text.txt"),))
+    merge_adapter(folder / "lora", folder / "merged", model=None, base=None, dtype="fp32")
+    assert read(folder / "merged", "config.json")["eos_token_id"][0] == ids["<|eom|>"]
+    assert read(folder / "merged", "generation_config.json")["temperature"] == 0.6
+    kept = (folder / "merged" / "chat_template.jinja").read_text()
+    assert kept == CHATML
