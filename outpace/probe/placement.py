@@ -5,6 +5,7 @@ from itertools import combinations
 
 from outpace.records.topology import (
     Grouping,
+    MissingNvlinks,
     NearNics,
     Placement,
     SlowPairs,
@@ -15,6 +16,7 @@ from outpace.records.topology import (
 
 # Links that go through the CPU. Tensor parallelism exchanges in every layer, forward and backward.
 _SLOW = ("PHB", "NODE", "SYS", "SOC")
+_BETWEEN_NODES = ("SYS", "SOC")
 _SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
 # More GPUs in one host than any sold; above it an exact search could take long.
 _MOST_SEARCHED = 16
@@ -33,9 +35,12 @@ def place(
     found = tuple(group_gpus(topology, size, nvlink_bytes_per_s) for size in sizes)
     return Placement(
         groupings=found,
-        tensor_parallel=_worth_it(found, len(gpus)),
-        bottleneck=bottleneck(topology),
-        slow=slow_pairs(topology, _times(topology, nvlink_bytes_per_s, slot_bytes_per_s)),
+        tensor_parallel=_worth_it(found, len(gpus)) or _some(topology, nvlink_bytes_per_s),
+        missing=missing_nvlinks(topology),
+        bottleneck=None if topology.pcie_only else bottleneck(topology),
+        slow=()
+        if topology.pcie_only
+        else slow_pairs(topology, _times(topology, nvlink_bytes_per_s, slot_bytes_per_s)),
         nics=tuple(_near(topology, gpu) for gpu in gpus) if topology.nics else (),
     )
 
@@ -56,6 +61,16 @@ def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None =
     if groups is None:
         whole = len(gpus) - len(gpus) % size
         groups = tuple(gpus[at : at + size] for at in range(0, whole, size))
+    return _grouping(topology, size, groups, score, nvlink_bytes_per_s)
+
+
+def _grouping(
+    topology: Topology,
+    size: int,
+    groups: tuple[tuple[str, ...], ...],
+    score: dict[frozenset[str], int],
+    nvlink_bytes_per_s: float | None,
+) -> Grouping:
     worst = min(
         (topology.between(*pair) for group in groups for pair in combinations(group, 2)),
         key=goodness,
@@ -64,7 +79,33 @@ def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None =
     bonds = nvlinks(worst)
     rate = bonds * nvlink_bytes_per_s if bonds and nvlink_bytes_per_s is not None else None
     order = sorted(groups, key=lambda group: -_sum(group, score))
-    return Grouping(size=size, groups=tuple(order), worst_link=worst, link_bytes_per_s=rate)
+    inside = {gpu for group in groups for gpu in group}
+    return Grouping(
+        size=size,
+        groups=tuple(order),
+        worst_link=worst,
+        link_bytes_per_s=rate,
+        left_out=tuple(gpu for gpu in topology.gpus if gpu not in inside),
+    )
+
+
+def _some(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
+    """The largest groups within NVLink, else within PCIe switches, that leave GPUs out.
+
+    For hosts where not all GPUs are joined alike: one bridge among three, or one GPU that has lost
+    its NVLinks. None where no two are joined so.
+    """
+    gpus = topology.gpus
+    score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
+    if len(gpus) > _MOST_SEARCHED:
+        return None
+    for least in (goodness("NV1"), _SLOWEST_FOR_TENSOR_PARALLEL):
+        for size in (16, 8, 4, 2):
+            for left_over in range(len(gpus) % size, len(gpus) - size + 1, size):
+                groups = _partition(gpus, size, left_over, score, 2 * least)
+                if groups:
+                    return _grouping(topology, size, groups, score, nvlink_bytes_per_s)
+    return None
 
 
 def _score(topology: Topology, one: str, other: str) -> int:
@@ -118,6 +159,37 @@ def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
     return switched[-1] if switched else None
 
 
+def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
+    """GPUs and pairs that have fewer NVLinks than the others; None where there is no rule.
+
+    There is one where at least half of all pairs have one kind of bond, the best of the host: so
+    it is in hosts whose GPUs are all joined alike, and not where bridges join two by two.
+    """
+    pairs = list(combinations(topology.gpus, 2))
+    links = [topology.between(*pair) for pair in pairs]
+    usual = max(links, key=nvlinks, default=None)
+    if len(topology.gpus) < 3 or not nvlinks(usual) or 2 * links.count(usual) < len(pairs):
+        return None
+    odd = {pair: link for pair, link in zip(pairs, links, strict=True) if link != usual}
+    lost: list[str] = []
+    while odd_left := [pair for pair in odd if not set(pair) & set(lost)]:
+        touched = [gpu for pair in odd_left for gpu in pair]
+        worst = max(topology.gpus, key=touched.count)
+        if touched.count(worst) < max(2, (len(topology.gpus) - len(lost)) / 2):
+            break
+        lost.append(worst)
+    if not odd:
+        return None
+    kinds = sorted({str(link or "n/a") for link in odd.values()}, key=_order)
+    return MissingNvlinks(
+        usual=str(usual), links=tuple(kinds), gpus=tuple(lost), pairs=tuple(odd_left)
+    )
+
+
+def _order(link: str) -> int:
+    return 0 if link == "n/a" else -goodness(link)
+
+
 def bottleneck(topology: Topology) -> str | None:
     """The best link that is the worst on the way between some two GPUs, whichever way is taken.
 
@@ -166,6 +238,9 @@ def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[S
 def _near(topology: Topology, gpu: str) -> NearNics:
     links = {nic: topology.between(gpu, nic) for nic in topology.nics}
     best = max(links.values(), key=goodness)
+    if best in _BETWEEN_NODES and topology.device(gpu).gpu_numa_id is not None:
+        # A GPU that is a NUMA node of its own (Grace) is on another than any card, near or far.
+        return NearNics(gpu=gpu, nics=(), link=None)
     return NearNics(
         gpu=gpu, nics=tuple(nic for nic, link in links.items() if link == best), link=best
     )

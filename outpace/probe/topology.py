@@ -8,11 +8,13 @@ import re
 import shutil
 import signal
 import subprocess
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from outpace.probe.foreign_output import describe_foreign
 from outpace.records.errors import BadInputError, OutpaceError
-from outpace.records.topology import Endpoint, Topology
+from outpace.records.topology import Endpoint, Topology, nvlinks
 
 TOOL = "nvidia-smi"
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\[[0-9;]*m")  # the second where a paste lost the escape
@@ -110,6 +112,7 @@ def parse(text: str, source: str) -> Topology:
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)
+    _refuse_foreign(lines, source)
     rows: dict[str, list[str | None]] = {}
     about: dict[str, dict[str, str]] = {}
     notes: list[str] = []
@@ -135,7 +138,14 @@ def parse(text: str, source: str) -> Topology:
     )
     links = _mirrored(header.names, rows, source, notes)
     return Topology.parse(
-        {"devices": devices, "links": links, "source": source, "notes": tuple(notes)}, source
+        {
+            "devices": devices,
+            "links": links,
+            "source": source,
+            "notes": tuple(notes),
+            "pcie_only": _without_nvlink(lines, rows),
+        },
+        source,
     )
 
 
@@ -153,10 +163,33 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         shift = _TAB if not line[:1].isspace() else 0
         columns = tuple("".join(match[0].split()) for match in found)
         return at, _Header(names, columns, tuple(match.start() + shift for match in found))
+    said = describe_foreign("\n".join(lines))
     raise BadInputError(
-        f"{source}: there is no matrix of GPUs in it. Save what `nvidia-smi topo -m` prints, from "
-        "the line with GPU0 on."
+        f"{source}: there is no matrix of GPUs in it. "
+        + (said or "Save what `nvidia-smi topo -m` prints, from the line with GPU0 on.")
     )
+
+
+def _refuse_foreign(lines: list[str], source: str) -> None:
+    """Refuse a matrix of another tool: its columns are GPUs too, its cells are other words."""
+    cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
+    if all(cell == "X" for cell in cells):
+        said = describe_foreign("\n".join(lines))
+        if said is not None:
+            raise BadInputError(f"{source}: {said}")
+
+
+def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
+    """Whether the matrix is of topo -mp, which has the PCIe links alone.
+
+    The command says so, or a legend that has no NVLinks.
+    """
+    if any(nvlinks(link) for row in rows.values() for link in row):
+        return False
+    text = "\n".join(lines)
+    if re.search(r"topo\s+(-mp|--matrix_pci)\b", text):
+        return True
+    return re.search(r"^\s*X\s+=", text, re.MULTILINE) is not None and "NV#" not in text
 
 
 def _row(
@@ -234,7 +267,8 @@ def _mirrored(
     between_gpus = [pair for pair in unknown if all(name.startswith("GPU") for name in pair)]
     if between_gpus:
         pairs = ", ".join(f"{a}–{b}" for a, b in between_gpus)
-        raise BadInputError(f"{source}: the link of {pairs} cannot be read")
+        unread = f" ({notes[0]})" if notes else ""
+        raise BadInputError(f"{source}: the link of {pairs} cannot be read{unread}")
     absent = [name for name in names if name not in rows]
     if len(absent) > 1:
         notes.append(f"no rows for {', '.join(absent)}: links among them are not known")

@@ -25,6 +25,14 @@ _ORDER = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 Link = Annotated[str, Field(pattern=r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9][0-9]{0,2})$")]
 
 
+def meaning(link: str | None) -> str:
+    """What a link is, in words."""
+    count = nvlinks(link)
+    if count:
+        return f"a bond of {count} NVLinks" if count > 1 else "one NVLink"
+    return "could not be read" if link is None else LEGEND[link]
+
+
 def nvlinks(link: str | None) -> int:
     """How many NVLinks a term stands for: "NV12" -> 12, "PHB" -> 0."""
     return int(link[2:]) if link is not None and link.startswith("NV") else 0
@@ -77,6 +85,9 @@ class Topology(Record):
     links: tuple[tuple[Link | None, ...], ...]
     source: str
     notes: tuple[str, ...] = Field(default=(), description="what in the source was damaged")
+    pcie_only: bool = Field(
+        default=False, description="of topo -mp, which leaves NVLinks out: there may be some"
+    )
 
     @model_validator(mode="after")
     def _is_a_matrix(self) -> Self:
@@ -141,9 +152,22 @@ class Grouping(Record):
     size: PositiveInt
     groups: tuple[tuple[str, ...], ...]
     worst_link: str | None
+    left_out: tuple[str, ...] = Field(default=(), description="GPUs that are in no group")
     link_bytes_per_s: float | None = Field(
         default=None, description="of the worst link, one direction; only of NVLinks of known rate"
     )
+
+
+class MissingNvlinks(Record):
+    """GPUs and pairs with fewer NVLinks than nearly all of the host's: a fault, as a rule.
+
+    `gpus` lack them towards all others, `pairs` between two that have them towards others.
+    """
+
+    usual: str = Field(description="the link of the other pairs")
+    links: tuple[str, ...] = Field(description="what these have instead, the best first")
+    gpus: tuple[str, ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
 
 
 class SlowPairs(Record):
@@ -171,7 +195,10 @@ class Placement(Record):
 
     groupings: tuple[Grouping, ...] = Field(description="by size of tensor parallelism")
     tensor_parallel: Grouping | None = Field(description="the largest that is worth it")
-    bottleneck: str | None = Field(description="what anything over all GPUs has to cross")
+    missing: MissingNvlinks | None = None
+    bottleneck: str | None = Field(
+        description="what anything over all GPUs has to cross; None where NVLinks are not told"
+    )
     slow: tuple[SlowPairs, ...]
     nics: tuple[NearNics, ...]
 

@@ -16,6 +16,7 @@ from outpace.records.topology import (
     SlowPairs,
     Topology,
     goodness,
+    meaning,
     nvlinks,
 )
 from outpace.records.units import show_bytes, show_count
@@ -26,7 +27,7 @@ _PAIRS_SHOWN = 6
 
 
 def topology_text(topology: Topology, placement: Placement) -> Group:
-    """The matrix of GPUs and network cards with what is near, its legend, and advice.
+    """Missing NVLinks, the matrix of GPUs and network cards with its legend, and advice.
 
     Cards have rows alone: the matrix is the same on both sides, and their columns would not fit.
     """
@@ -48,7 +49,7 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
         if with_numa:
             row.append(Text(device.numa_affinity or "n/a"))
         if with_nics:
-            row.append(Text(f"{_short(near[gpu].nics)} {near[gpu].link or 'n/a'}"))
+            row.append(Text(f"{_short(near[gpu].nics)} {near[gpu].link or 'n/a'}".strip()))
         table.add_row(*row)
     for nic in topology.nics:
         label = topology.device(nic).label
@@ -59,9 +60,10 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
         term for term in LEGEND if term in terms or (term == "NV#" and any(map(nvlinks, terms)))
     ]
     lines = [Text(f"{term:<4} {LEGEND[term]}", style="dim") for term in shown]
-    parts = [Text(line) for line in advice(placement, topology)]
+    faults = [Text(line, style="yellow") for line in link_faults(placement, topology)]
+    parts = [Text(line) for line in advice(placement, topology)[len(faults) :]]
     notes = [Text(f"Read with care: {note}.", style="yellow") for note in topology.notes]
-    return Group(table, *lines, Text(""), *parts, *notes)
+    return Group(*faults, table, *lines, Text(""), *parts, *notes)
 
 
 def _cell(link: str | None) -> Text:
@@ -70,6 +72,8 @@ def _cell(link: str | None) -> Text:
 
 def _short(names: tuple[str, ...]) -> str:
     """Names for a narrow column: "NIC0 NIC1 and 2 more"."""
+    if not names:
+        return ""
     return " ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -78,7 +82,7 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
-    lines = [_tensor_parallel(placement, count)]
+    lines = [*link_faults(placement, topology), _tensor_parallel(placement, topology)]
     wider = [one for one in placement.groupings if _beyond(one, placement.tensor_parallel)]
     for one in wider:
         lines.append(f"TP {one.size} would cross {one.worst_link} in every layer.")
@@ -92,8 +96,15 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
         more = len(slow.pairs) - _PAIRS_SHOWN
         lines.append(
             f"{slow.link}: {len(slow.pairs)} of {count * (count - 1) // 2} pairs ({pairs}"
-            f"{f' and {more} more' if more > 0 else ''}), {LEGEND[slow.link]}."
+            f"{f' and {more} more' if more > 0 else ''}), {meaning(slow.link)}."
             + (f" {_slower(slow, topology)}" if slow.times_slower is not None else "")
+        )
+    own = [one.gpu for one in placement.nics if one.link is None and not one.nics]
+    if own:
+        lines.append(
+            f"{', '.join(own)}: each is a NUMA node of its own (GPU NUMA ID), as with Grace, so "
+            "that every network card counts as on another. Which cards are near is not in this "
+            "matrix."
         )
     far = [one.gpu for one in placement.nics if one.link in ("SYS", "SOC")]
     if far:
@@ -158,23 +169,63 @@ def _beyond(one: Grouping, best: Grouping | None) -> bool:
     return best is not None and one.size > best.size
 
 
-def _tensor_parallel(placement: Placement, count: int) -> str:
-    best = placement.tensor_parallel
+def link_faults(placement: Placement, topology: Topology) -> list[str]:
+    """What is wrong with the NVLinks, or that they are not in the matrix: said first."""
+    if topology.pcie_only:
+        return [
+            "This matrix is of `nvidia-smi topo -mp`, which leaves NVLinks out: whether these GPUs "
+            "are joined by NVLink is not known. Save `nvidia-smi topo -m`."
+        ]
+    missing, count = placement.missing, len(topology.gpus)
+    if missing is None:
+        return []
+    have = " or ".join(missing.links)
+    others = f"the other {count - len(missing.gpus)} GPUs"
+    lines = []
+    if missing.gpus:
+        names = ", ".join(missing.gpus)
+        lost = not any(map(nvlinks, missing.links))
+        verb = "has" if len(missing.gpus) == 1 else "have"
+        lines.append(
+            f"{names} {verb} {'no NVLink' if lost else 'fewer NVLinks'} ({have} instead of "
+            f"{missing.usual}, which {others} have among them)."
+        )
+    if missing.pairs:
+        pairs = ", ".join(f"{a}–{b}" for a, b in missing.pairs[:_PAIRS_SHOWN])
+        more = len(missing.pairs) - _PAIRS_SHOWN
+        lines.append(
+            f"{pairs}{f' and {more} more' if more > 0 else ''}: {have} instead of {missing.usual}, "
+            "which the other pairs have."
+        )
+    slowest = "PCIe" if not nvlinks(missing.links[-1]) else f"the rate of {missing.links[-1]}"
+    lines.append(
+        f"An all-reduce over all {count} falls to {slowest}. A link or GPU has failed, as a rule: "
+        "see `nvidia-smi nvlink --status`, `outpace doctor` and the kernel's log (Xid)."
+    )
+    return lines
+
+
+def _tensor_parallel(placement: Placement, topology: Topology) -> str:
+    best, count = placement.tensor_parallel, len(topology.gpus)
+    if best is None and topology.pcie_only:
+        return "Without NVLink, no two of these GPUs are joined by a PCIe switch."
     if best is None:
         pair = placement.groupings[0]
         return (
             "No group is joined by NVLink or a PCIe switch: tensor parallelism would send through "
             "the CPU in every layer. Prefer pipeline or data parallelism; if it must be, the best "
-            f"pairs are {_groups(pair)} ({pair.worst_link}, {LEGEND[str(pair.worst_link)]})."
+            f"pairs are {_groups(pair)} ({pair.worst_link}, {meaning(pair.worst_link)}). (If the "
+            "matrix is of topo -mp, NVLinks are left out of it: save topo -m.)"
         )
     rate = ""
     if best.link_bytes_per_s is not None:
         rate = f", {show_count(best.link_bytes_per_s, 'B/s')} each way"
     if best.size == count:
         return f"Tensor parallelism: up to all {count} GPUs, joined by {best.worst_link}{rate}."
+    left = f" {', '.join(best.left_out)} in none;" if best.left_out else ""
     return (
         f"Tensor parallelism: up to {best.size} GPUs, within {_groups(best)} (at worst "
-        f"{best.worst_link}{rate}); data or pipeline parallelism between them."
+        f"{best.worst_link}{rate});{left} data or pipeline parallelism between them."
     )
 
 

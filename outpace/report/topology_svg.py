@@ -5,12 +5,12 @@ from html import escape
 from itertools import combinations
 
 from outpace.records.topology import (
-    LEGEND,
     CpuTopology,
     Placement,
     Topology,
     cpu_set,
     goodness,
+    meaning,
     nvlinks,
 )
 from outpace.records.units import show_bytes
@@ -154,10 +154,8 @@ def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
         parts.append(
             _edge((_TEXT_AT, y - 5), (_TEXT_AT + 36, y - 5), None if link == "n/a" else link)
         )
-        meaning = LEGEND.get(link, "could not be read")
-        if nvlinks(link):
-            meaning = f"a bond of {nvlinks(link)} NVLinks" if nvlinks(link) > 1 else "one NVLink"
-        words = f"{link}: {count} pair{'s' if count > 1 else ''}, {meaning}"
+        of = meaning(None if link == "n/a" else link)
+        words = f"{link}: {count} pair{'s' if count > 1 else ''}, {of}"
         rows = _wrapped(words, 40)
         parts += [_text(_TEXT_AT + 46, y + 15 * row, line, 13) for row, line in enumerate(rows)]
         y += 15 * (len(rows) - 1)
