@@ -8,19 +8,21 @@ checked: some templates write earlier turns in another way once others follow.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import tokenizers
 
+from outpace.data.conversations import Conversation, Message, conversation_of
 from outpace.data.padded import IGNORED, Ragged, ragged
-from outpace.data.row_files import Row
+from outpace.data.row_files import Row, checked_text
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
 
-Message = Mapping[str, Any]
 Span = tuple[int, int]  # characters [start, end) of a text
 
 # For a tokenizer that brings none. Its marks are plain text, so that it needs no new tokens, and
@@ -35,80 +37,57 @@ DEFAULT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a question and its answer are called in data that is no list of messages.
-_PAIRS = (
-    ("prompt", "completion"), ("prompt", "response"), ("instruction", "output"),
-    ("instruction", "response"), ("question", "answer"),
-)  # fmt: skip
-_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
-_FORMS = (
-    "'messages' (a list of {role, content}), 'conversations' (a list of {from, value}), "
-    + ", ".join(f"{ask!r} and {answer!r}" for ask, answer in _PAIRS)
-)
+_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
+# What templates that write the date are given to learn from, so that a resumed run has the text of
+# the whole one: the day that Llama 3.1's own template takes where there is no clock.
+LEARNT_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with a chat template: its own, or DEFAULT_TEMPLATE. Saved with the model."""
+    """The tokenizer with a chat template: its own, or DEFAULT_TEMPLATE. Saved with the model.
+
+    Raises BadInputError where it has several, and none is the default.
+    """
     if tokenizer.chat_template is not None:
         return tokenizer
+    if tokenizer.chat_templates:
+        raise BadInputError(
+            f"the tokenizer has the chat templates {', '.join(map(repr, tokenizer.chat_templates))}"
+            ", and none is called 'default'. Keep the one to use as chat_template in "
+            f"{tokenizer.template_file or 'tokenizer_config.json'}."
+        )
     return tokenizer.changed(tokenizer.inner, {"chat_template": DEFAULT_TEMPLATE})
 
 
 def messages_of(row: Row) -> list[Message]:
     """The messages of a row in one of the usual forms. Raises BadInputError for another."""
-    values = row.values
-    for name in ("messages", "conversations"):
-        if values.get(name) is not None:
-            return [_message(one, row) for one in _listed(values[name], name, row)]
-    for ask, answer in _PAIRS:
-        if values.get(ask) is not None and values.get(answer) is not None:
-            asked = _text(values[ask], ask, row)
-            if ask == "instruction" and values.get("input"):
-                asked = f"{asked}\n\n{_text(values['input'], 'input', row)}"
-            said = _text(values[answer], answer, row)
-            turns = (("system", values.get("system")), ("user", asked), ("assistant", said))
-            return [{"role": role, "content": text} for role, text in turns if text is not None]
-    there = ", ".join(map(repr, values))
-    raise BadInputError(f"{row.where} has {there}, but a conversation is one of: {_FORMS}.")
+    return list(conversation_of(row).messages)
 
 
-def _listed(value: Any, name: str, row: Row) -> list[Any]:
-    if isinstance(value, list) and value:
-        return value
-    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of messages")
-
-
-def _message(one: Any, row: Row) -> Message:
-    if isinstance(one, dict) and "from" in one and "value" in one:
-        one = {"role": one["from"], "content": one["value"]}
-    if not isinstance(one, dict) or not isinstance(one.get("role"), str):
-        raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role")
-    role = _ROLES.get(one["role"], one["role"])
-    content = one.get("content")
-    if content is None and one.get("tool_calls"):
-        content = ""
-    return {**one, "role": role, "content": _text(content, "content", row)}
-
-
-def _text(value: Any, name: str, row: Row) -> str:
-    if isinstance(value, str):
-        return value
-    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not text")
-
-
-def _show(value: Any) -> str:
-    return "empty" if value in ([], "") else f"{type(value).__name__} {str(value)[:40]!r}"
+def _with_fixed_date(template: str) -> str:
+    """The template with LEARNT_DATE for the clock. Raises BadInputError where that is not clear."""
+    fixed = _CLOCK.sub(lambda call: repr(LEARNT_DATE.strftime(call.group(2))), template)
+    if "strftime_now(" in fixed:
+        raise BadInputError(
+            "the tokenizer's chat template writes the time in a form that it makes itself "
+            "(strftime_now of no text), so that a resumed run would learn another text. Write the "
+            "form into it as a text, or set chat_template in the tokenizer's folder."
+        )
+    return fixed
 
 
 @dataclass(frozen=True)
 class Rendered:
     """A conversation as text, and where the assistant speaks.
 
-    `whole` is False where the template let only the last answer be found.
+    `answers` are the messages that the spans are of, None where that is not known. `whole` is False
+    where the template let only the last answer be found.
     """
 
     text: str
     spans: tuple[Span, ...]
+    answers: tuple[int, ...] | None
     whole: bool = True
 
 
@@ -126,7 +105,10 @@ class ChatFormat:
         assert template is not None
         self.tokenizer = tokenizer
         self._template = template
-        self._marked = bool(_MARKED.search(template))
+        self._tool_template = tokenizer.chat_templates.get("tool_use", template)
+        # Names that the template may ask for as those of speakers.
+        self.roles = {name for _, name in _QUOTED.findall(template + self._tool_template)}
+        self.dated = "strftime_now" in template + self._tool_template
         self._theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer.inner, chat_template=template, **tokenizer.roles
         )
@@ -138,7 +120,7 @@ class ChatFormat:
     def _stop_id(self) -> int:
         """The last special token of an answer, where it has one; else the end of text."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids, said = self.encode(self.render(talk, "a conversation of two messages"))
+        ids, said = self.encode(self.render(talk, "the first conversation tried, of two messages"))
         special = {
             number
             for number, token in self.tokenizer.inner.get_added_tokens_decoder().items()
@@ -149,35 +131,57 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation so far, with the header of the answer to come."""
-        return self._text(messages, True, "the conversation")
+        return self._text(messages, True, "the conversation", (), self._template)
 
-    def _text(self, messages: Sequence[Message], ask: bool, where: str) -> str:
-        with _refusals(where):
+    def _text(
+        self,
+        messages: Sequence[Message],
+        ask: bool,
+        where: str,
+        tools: Sequence[Mapping[str, Any]],
+        template: str,
+    ) -> str:
+        with self._refusals(where):
             rendered = self._theirs.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=ask
-            )
-        return str(rendered)
+                [dict(message) for message in messages], tokenize=False,
+                add_generation_prompt=ask, tools=[dict(tool) for tool in tools] or None,
+                chat_template=template,
+            )  # fmt: skip
+        return checked_text(rendered, where, "the chat template's text")
 
-    def render(self, messages: Sequence[Message], where: str) -> Rendered:
-        """The whole text and the assistant's part of it. Raises BadInputError, naming `where`."""
-        if self._marked:
-            with _refusals(where):
-                return self._generated(messages)
-        text = self._text(messages, False, where)
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [self._span(messages, number, text, where) for number in answers]
+    def render(
+        self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Rendered:
+        """The whole text and the assistant's part of it. Raises BadInputError, naming `where`.
+
+        A template that writes the date writes LEARNT_DATE.
+        """
+        template = _with_fixed_date(self._tool_template if tools else self._template)
+        if _MARKED.search(template):
+            with self._refusals(where):
+                return self._generated(messages, tools, template)
+        text = self._text(messages, False, where, tools, template)
+        answers = _answers_of(messages)
+        spans = []
+        for number in answers:
+            before = self._text(messages[:number], True, where, tools, template)
+            through = self._text(messages[: number + 1], False, where, tools, template)
+            is_prefix = text.startswith(through) and through.startswith(before)
+            spans.append((len(before), len(through)) if is_prefix else None)
         found = tuple(span for span in spans if span is not None)
         if len(found) == len(spans):
-            return Rendered(text, found)
+            return Rendered(text, found, answers)
         if spans[-1] is None:
             raise BadInputError(
                 f"{where}: what the assistant says cannot be found: the tokenizer's chat template "
                 "does not begin a conversation with what it makes of its beginning. Use a template "
                 "with {% generation %} blocks, or set chat_template in the tokenizer's folder."
             )
-        return Rendered(text, (spans[-1],), whole=False)
+        return Rendered(text, (spans[-1],), answers[-1:], whole=False)
 
-    def _generated(self, messages: Sequence[Message]) -> Rendered:
+    def _generated(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: str
+    ) -> Rendered:
         """The text, and where the template's own marks say that the assistant speaks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -185,24 +189,45 @@ class ChatFormat:
         render: Callable[..., Any] = render_jinja_template
         texts, places = render(
             conversations=[[dict(message) for message in messages]],
-            chat_template=self._template,
+            tools=[*tools] or None,
+            chat_template=template,
             return_assistant_tokens_mask=True,
             **self._theirs.special_tokens_map,
         )
-        return Rendered(texts[0], tuple((int(start), int(end)) for start, end in places[0]))
+        text = checked_text(texts[0], "a conversation", "the chat template's text")
+        spans, answers = tuple((int(start), int(end)) for start, end in places[0]), None
+        if len(spans) == len(_answers_of(messages)):
+            answers = _answers_of(messages)
+        return Rendered(text, spans, answers)
 
-    def _span(self, messages: Sequence[Message], number: int, text: str, where: str) -> Span | None:
-        """Of answer `number`: from after its header to before the next; None if not prefixes."""
-        before = self._text(messages[:number], True, where)
-        through = self._text(messages[: number + 1], False, where)
-        if not (text.startswith(through) and through.startswith(before)):
-            return None
-        return len(before), len(through)
+    @contextmanager
+    def _refusals(self, where: str) -> Iterator[None]:
+        """A template raises what it likes."""
+        try:
+            yield
+        except BadInputError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            file = self.tokenizer.template_file
+            place = f" in {file}" if file is not None else ""
+            if (line := _line_of(error)) is not None:
+                place += f", line {line},"
+            raise BadInputError(
+                f"{where}: the tokenizer's chat template{place} refuses it: {reason}"
+            ) from None
 
-    def encode(self, rendered: Rendered) -> tuple[list[int], list[bool]]:
-        """Ids of the text and which of them the assistant writes: those that begin in a span."""
+    def encode(
+        self, rendered: Rendered, spans: Sequence[Span] | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of the text and which of them the assistant writes: those that begin in a span.
+
+        `spans` are those of all its answers where they are not given.
+        """
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
-        return list(encoding.ids), _inside(encoding.offsets, rendered.spans)
+        return list(encoding.ids), _inside(
+            encoding.offsets, rendered.spans if spans is None else spans
+        )
 
 
 def _inside(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
@@ -215,55 +240,128 @@ def _inside(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return found
 
 
+def _answers_of(messages: Sequence[Message]) -> tuple[int, ...]:
+    """The numbers of the assistant's messages."""
+    return tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
+
+
+def _line_of(error: Exception) -> int | None:
+    """The line of a template at which it failed, or cannot be read."""
+    line = getattr(error, "lineno", None)
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == "<template>":
+            line = step.tb_lineno
+        step = step.tb_next
+    return line
+
+
 @dataclass(frozen=True)
 class Conversations:
     """Samples of conversations, and how many of them could not be used whole.
 
     `cut` were longer than a sample, `empty` have nothing to learn (in what is left of them), and of
-    `partial` the template shows the last answer only.
+    `partial` the template shows the last answer only. `altered` have answers that the template does
+    not write as they stand, `toolless` tools that it does not write; each with the first's place.
+    `unread` counts the columns that have no part in conversations.
     """
 
     samples: Ragged
     cut: int
     empty: int
     partial: int
+    altered: tuple[str, ...] = ()
+    toolless: tuple[str, ...] = ()
+    unread: Mapping[str, int] = field(default_factory=dict)
 
 
-def encode_all(chat: ChatFormat, rows: Iterable[Row], seq_len: int) -> Conversations:
-    """Tokens and targets, −100 on whatever the assistant does not say.
+def encode_all(
+    chat: ChatFormat, rows: Iterable[Row], seq_len: int, part: str = ""
+) -> Conversations:
+    """Tokens and targets, −100 on whatever is not learnt of what the assistant says.
 
     A target is the token after: a sample of S tokens reads S and predicts S. What is longer is
-    cut at its end. Raises BadInputError where nothing is left to learn from.
+    cut at its end. `part` says in messages which rows these are. Raises BadInputError where nothing
+    is left to learn from.
     """
-    found, cut, empty, partial = [], 0, 0, 0
+    found, cut, empty, partial, silent = [], 0, 0, 0, 0
+    altered, toolless = [], []
+    unread: Counter[str] = Counter()
     for row in rows:
-        rendered = chat.render(messages_of(row), row.where)
-        ids, said = chat.encode(rendered)
+        talk = conversation_of(row, chat.roles)
+        unread.update(talk.unread)
+        rendered = chat.render(talk.messages, row.where, talk.tools)
+        if talk.tools and rendered.text == chat.render(talk.messages, row.where).text:
+            toolless.append(row.where)
+        spans = _learnt_spans(chat, rendered, talk, row.where)
+        if _alters(rendered, talk):
+            altered.append(row.where)
+        ids, said = chat.encode(rendered, spans)
         tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
         targets = [token if mine else IGNORED for token, mine in nexts]
         cut += len(ids) - 1 > seq_len
         partial += not rendered.whole
+        silent += not any(said)
         if any(target != IGNORED for target in targets):
             found.append({"tokens": tokens, "targets": targets})
         else:
             empty += 1
     if not found:
         raise BadInputError(
-            f"none of {empty} conversations has an answer of the assistant within {seq_len} "
-            "tokens. Give others, or a longer --seq-len."
+            f"none of {empty} conversations{part} has an answer of the assistant within {seq_len} "
+            + (
+                f"tokens; {silent} of them have none to learn at all. Give others."
+                if silent
+                else "tokens. Give others, or a longer --seq-len."
+            )
         )
     pad = chat.tokenizer.pad_id
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
-    return Conversations(ragged(found, fill), cut, empty, partial)
+    return Conversations(
+        ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), dict(unread)
+    )
 
 
-@contextmanager
-def _refusals(where: str) -> Iterator[None]:
-    """A template raises what it likes."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
+def _learnt_spans(
+    chat: ChatFormat, rendered: Rendered, talk: Conversation, where: str
+) -> tuple[Span, ...]:
+    """The spans of the answers to learn. Raises BadInputError where that cannot be told."""
+    answers = _answers_of(talk.messages)
+    for number in answers:
+        message = talk.messages[number]
+        if message.get("tool_calls") and talk.learnt[number]:
+            _require_calls_written(chat, talk, number, where)
+    if all(talk.learnt[number] for number in rendered.answers or answers):
+        return rendered.spans
+    if rendered.answers is None:
         raise BadInputError(
-            f"{where}: the tokenizer's chat template refuses it: {reason}"
-        ) from None
+            f"{where}: some of its answers are not to be learnt, and the chat template's "
+            "{% generation %} blocks are not one for each answer, so which they are is not known."
+        )
+    pairs = zip(rendered.answers, rendered.spans, strict=True)
+    return tuple(span for number, span in pairs if talk.learnt[number])
+
+
+def _require_calls_written(chat: ChatFormat, talk: Conversation, number: int, where: str) -> None:
+    """Refuse a template that does not write the calls of tools in a message."""
+    upto = [dict(message) for message in talk.messages[: number + 1]]
+    with_calls = chat.render(upto, where, talk.tools).text
+    del upto[-1]["tool_calls"]
+    if chat.render(upto, where, talk.tools).text == with_calls:
+        raise BadInputError(
+            f"{where}: the assistant calls a tool, and the tokenizer's chat template does not "
+            "write tool_calls: an empty answer would be learnt. Set a chat_template that writes "
+            "them in the tokenizer's folder, or leave such conversations out."
+        )
+
+
+def _alters(rendered: Rendered, talk: Conversation) -> bool:
+    """Whether the template leaves out part of an answer to learn, but for white space."""
+    if rendered.answers is None:
+        return len(rendered.spans) < len(_answers_of(talk.messages))
+    return any(
+        talk.learnt[number]
+        and "".join(talk.messages[number]["content"].split())
+        not in "".join(rendered.text[start:end].split())
+        for number, (start, end) in zip(rendered.answers, rendered.spans, strict=True)
+    )

@@ -1,14 +1,14 @@
 """Texts and pairs of texts with a label, as GLUE's, to samples of a classifier."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.padded import Ragged, ragged
-from outpace.data.row_files import Row
+from outpace.data.row_files import Row, checked_text
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, clipped, shown
@@ -71,10 +71,7 @@ def examples_of(
 
 
 def _text(row: Row, name: str) -> str:
-    text = row.values.get(name)
-    if not isinstance(text, str):
-        raise BadInputError(f"{row.where}: {name!r} is {type(text).__name__}, not text")
-    return text
+    return checked_text(row.values.get(name), row.where, name)
 
 
 def _label(row: Row, name: str, classes: Sequence[str]) -> str:
@@ -85,7 +82,7 @@ def _label(row: Row, name: str, classes: Sequence[str]) -> str:
             "data with labels."
         )
     if isinstance(value, str):
-        return value
+        return checked_text(value, row.where, name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int):
@@ -96,18 +93,41 @@ def _label(row: Row, name: str, classes: Sequence[str]) -> str:
     return classes[value] if 0 <= value < len(classes) else clipped(str(int(value)))
 
 
-def label_names(
-    examples: Sequence[Example], classes: Sequence[str], known: Sequence[str] | None
-) -> tuple[str, ...]:
-    """The labels in the order of their numbers: as the model knows them, else as the data says.
+def with_stored_names(
+    parts: Sequence[Sequence[Example]], known: Sequence[str]
+) -> list[list[Example]] | None:
+    """The examples with the labels of a stored classifier, None where they are of others.
+
+    The first of the `parts` decides: its labels are the classifier's own names, as they are or in
+    other letters, or numbers of its classes, as transformers takes whole numbers.
+    """
+    if len(known) < 2:
+        return None
+    seen = {example.label for example in parts[0]}
+    meanings = (
+        {name: name for name in known},
+        {str(number): name for number, name in enumerate(known)},
+        {f"LABEL_{number}": name for number, name in enumerate(known)},
+        {label: name for name in known for label in seen if label.casefold() == name.casefold()},
+    )
+    meant = next((names for names in meanings if seen <= names.keys()), None)
+    if meant is None:
+        return None
+    return [
+        [replace(example, label=meant.get(example.label, example.label)) for example in part]
+        for part in parts
+    ]
+
+
+def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[str, ...]:
+    """The labels in the order of their numbers, as the data says.
 
     What is only known from the examples is sorted. Raises BadInputError where there are fewer
     than two, or nearly as many as examples.
     """
     seen = {example.label for example in examples}
-    for order in (known or (), classes):
-        if len(order) > 1 and seen <= set(order):
-            return tuple(order)
+    if len(classes) > 1 and seen <= set(classes):
+        return tuple(classes)
     if len(seen) < 2:
         raise BadInputError(
             f"all {len(examples)} samples have the label {next(iter(seen))!r}, so there is nothing "

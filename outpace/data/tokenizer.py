@@ -19,6 +19,7 @@ MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Merges learnt from this much text are as good as from more: counts of the frequent pairs settle.
 TRAINING_CHARACTERS = 32_000_000
 _MOST_IDS = 1 << 24
+_MORE_TEMPLATES = "additional_chat_templates"  # where transformers writes those with names
 # Names under which families keep the token that ends a text, best first.
 _END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "<|end|>", "<|eot_id|>",
@@ -33,8 +34,11 @@ _ROLES = {
 # What else such a directory says and a copy of the tokenizer must not lose.
 _KEPT = (
     "chat_template", "model_max_length", "padding_side", "clean_up_tokenization_spaces",
-    "model_input_names",
+    "model_input_names", "additional_special_tokens", "extra_special_tokens", "truncation_side",
+    "split_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
+# Roles whose token data is made with, so that another in its place would be another text.
+_NEEDED = ("mask_token", "cls_token", "sep_token")
 
 
 class Tokenizer:
@@ -43,7 +47,8 @@ class Tokenizer:
     `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text
     cut after a line break, before a letter or digit, or before the blank between two words, has
     the ids of its parts. `chat_template` is that of conversations which came with it; of several
-    the default. `config` is what a tokenizer_config.json says; `save` passes it on.
+    the default, `chat_templates` are all by name, and `template_file` says where they stand.
+    `config` is what a tokenizer_config.json says; `save` passes it on.
     """
 
     def __init__(
@@ -51,8 +56,10 @@ class Tokenizer:
         inner: tokenizers.Tokenizer,
         eos: str | None = None,
         config: Mapping[str, Any] | None = None,
+        template_file: Path | None = None,
     ) -> None:
         self.inner = inner
+        self.template_file = template_file
         inner.no_truncation()
         inner.no_padding()
         vocab = inner.get_vocab(with_added_tokens=True)
@@ -67,7 +74,9 @@ class Tokenizer:
         self._vocab = vocab
         self._words = words_of(inner)
         self.cuts_texts = _cuts_texts(inner)
-        self.eos_token = eos if eos in vocab else next((n for n in _END_NAMES if n in vocab), None)
+        if eos is not None and eos not in vocab:
+            raise BadInputError(_not_in_vocabulary("eos_token", eos))
+        self.eos_token = eos or next((n for n in _END_NAMES if n in vocab), None)
         if self.eos_token is None:
             raise BadInputError(
                 "the tokenizer has no end-of-text token; give it one of " + ", ".join(_END_NAMES)
@@ -75,7 +84,8 @@ class Tokenizer:
         self.eos_id: int = vocab[self.eos_token]
         self._config = dict(config or {})
         self._roles = self._named()
-        self.chat_template = _template(self._config.get("chat_template"))
+        self.chat_templates = _templates(self._config.get("chat_template"))
+        self.chat_template = self.chat_templates.get("default")
         self.mask_id, self.pad_id, self.cls_id, self.sep_id = (
             vocab.get(self._roles.get(f"{role}_token", ""))
             for role in ("mask", "pad", "cls", "sep")
@@ -89,7 +99,10 @@ class Tokenizer:
         """The token of each role that has one."""
         found = {"eos_token": str(self.eos_token)}
         for role, usual in _ROLES.items():
-            names = (_content(self._config.get(role)), *usual)
+            named = _content(self._config.get(role))
+            if role in _NEEDED and named is not None and named not in self._vocab:
+                raise BadInputError(_not_in_vocabulary(role, named))
+            names = (named, *usual)
             known = next((name for name in names if name in self._vocab), None)
             if known is not None:
                 found.setdefault(role, known)
@@ -102,7 +115,10 @@ class Tokenizer:
 
     def changed(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
         """Another one, of `inner`, that is configured as this one but for what `config` says."""
-        return Tokenizer(inner, self.eos_token, {**self._config, **config})
+        return Tokenizer(
+            inner, self.eos_token, {**self._config, **config},
+            None if "chat_template" in config else self.template_file,
+        )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; none are added. A special token's name in the text becomes that token."""
@@ -130,16 +146,31 @@ class Tokenizer:
         _write_json(directory / "special_tokens_map.json", self._roles)
 
 
-def _template(told: Any) -> str | None:
-    """Of what a configuration says. Raises BadInputError."""
-    if isinstance(told, list) and all(isinstance(one, dict) for one in told):
-        told = next((one.get("template") for one in told if one.get("name") == "default"), None)
-    if told is None or isinstance(told, str):
-        return told
-    raise BadInputError(
-        f"its chat_template is {shown(told)}; it has to be a text, or a list of templates with "
-        "name and template"
+def _not_in_vocabulary(role: str, token: str) -> str:
+    return (
+        f"its {role} {token!r} is not in its vocabulary. Name another one in "
+        "tokenizer_config.json, or add the token to tokenizer.json."
     )
+
+
+def _templates(told: Any) -> dict[str, str]:
+    """The templates that a configuration has, by name. Raises BadInputError."""
+    if told is None:
+        return {}
+    if isinstance(told, str):
+        return {"default": told}
+    found = {}
+    for one in told if isinstance(told, list) else (None,):
+        name, text = (
+            (one.get("name"), one.get("template")) if isinstance(one, dict) else (None,) * 2
+        )
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise BadInputError(
+                f"its chat_template is {shown(told)}; it has to be a text, or a list of templates "
+                "with name and template"
+            )
+        found[name] = text
+    return found
 
 
 # Normalisations that never look across a line break.
@@ -244,28 +275,15 @@ def _load(path: Path) -> Tokenizer | None:
     if path.is_file() and path.name == "vocab.txt":
         return _word_pieces(path)
     if path.is_file() and path.suffix == ".json":
+        if path.name == "tokenizer.json":  # what stands beside it belongs to it
+            return _load(path.parent)
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
-    config = _config_of(path)
+    config, template_file = _config_of(path)
     if (path / "tokenizer.json").is_file():
         inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-        return Tokenizer(inner, _content(config.get("eos_token")), config)
+        return Tokenizer(inner, _content(config.get("eos_token")), config, template_file)
     if "tokenizer_class" in config or (config and (path / "config.json").is_file()):
-        # The class knows how its family cuts texts, which the files do not say.
-        from transformers import AutoTokenizer
-
-        try:
-            slow = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
-        except ValueError as error:
-            if "trust_remote_code" not in str(error):
-                raise
-            raise BadInputError(
-                f"the tokenizer {path} is code of its own (auto_map), which outpace does not run. "
-                "If you trust it, have transformers write what it does as tokenizer.json: load it "
-                "there with trust_remote_code=True, and save it with save_pretrained."
-            ) from None
-        return Tokenizer(slow.backend_tokenizer, slow.eos_token, config)
+        return _of_class(path, config, template_file)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():
             return _byte_pairs(path / vocab, path / merges)
@@ -274,18 +292,44 @@ def _load(path: Path) -> Tokenizer | None:
     return None
 
 
-def _config_of(directory: Path) -> dict[str, Any]:
-    """What a Hugging Face directory says of its tokenizer."""
+def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
+    """A tokenizer whose class knows how its family cuts texts, which its files do not say."""
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise BadInputError(
+            f"the tokenizer {path} is code of its own (auto_map), which outpace does not run. "
+            "If you trust it, have transformers write what it does as tokenizer.json: load it "
+            "there with trust_remote_code=True, and save it with save_pretrained."
+        ) from None
+    return Tokenizer(slow.backend_tokenizer, slow.eos_token, config, template_file)
+
+
+def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
+    """What a Hugging Face directory says of its tokenizer, and the file of its chat template."""
     config: dict[str, Any] = {}
+    template_file = None
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = directory / name
         if path.is_file():
             told = json.loads(path.read_text(encoding="utf-8"))
             config |= {key: value for key, value in told.items() if value is not None}
-    template = directory / "chat_template.jinja"
-    if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return config
+            template_file = path if "chat_template" in told else template_file
+    named = {"default": directory / "chat_template.jinja"}
+    named |= {file.stem: file for file in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}
+    found = {
+        name: file.read_text(encoding="utf-8") for name, file in named.items() if file.is_file()
+    }
+    if found:
+        template_file = next(file for file in named.values() if file.is_file())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in found.items()]
+        if found.keys() == {"default"}:
+            config["chat_template"] = found["default"]
+    return config, template_file
 
 
 def _content(token: Any) -> str | None:

@@ -42,10 +42,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     if not str(architecture).endswith("ForSequenceClassification"):
         return None
     names: Mapping[str, str] = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-    in_order = [str(names[key]) for key in sorted(names, key=int)]
-    if all(name == f"LABEL_{number}" for number, name in enumerate(in_order)):
-        return tuple(map(str, range(len(in_order))))
-    return tuple(in_order)
+    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def read_classifier(

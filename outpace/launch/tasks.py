@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from outpace.data import classify
-from outpace.data.chat import ChatFormat, encode_all, messages_of
+from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
 from outpace.data.encoded import remembered
 from outpace.data.padded import PaddedDataset, rounded, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
@@ -182,18 +182,13 @@ def _chat(
     chat = ChatFormat(plain)
     _check_vocab(chat.tokenizer, vocab)
     tell(callbacks, "on_stage", "encoding conversations")
-    parts = [encode_all(chat, rows, seq_len) for rows in (source.train, source.validation)]
-    hints = list(source.hints)
-    for count, what in (
-        (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
-        (sum(part.empty for part in parts), "have no answer to learn and were left out"),
-        (
-            sum(part.partial for part in parts),
-            "are changed by the chat template as they go on: only their last answer is learnt",
-        ),
-    ):
-        if count:
-            hints.append(f"{count:,} of {_count(source)} conversations {what}")
+    parts = [
+        encode_all(chat, rows, seq_len, part)
+        for rows, part in (
+            (source.train, " to train on"), (source.validation, f" {_held_out_part(settings)}"),
+        )
+    ]  # fmt: skip
+    hints = [*source.hints, *_chat_hints(chat, parts, seq_len, _count(source))]
     if plain.chat_template is None:
         hints.append(
             "the tokenizer has no chat template: outpace's own is used, and saved with the model"
@@ -208,6 +203,51 @@ def _chat(
         None,
         tuple(hints),
     )
+
+
+def _held_out_part(settings: TrainSettings) -> str:
+    """What the rows to validate with are called."""
+    if settings.eval_data is not None:
+        return f"in --eval-data {' '.join(settings.eval_data)}"
+    return "held out for validation (give other data with --eval-data)"
+
+
+def _chat_hints(
+    chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
+) -> list[str]:
+    """What of conversations is not learnt, or not as it stands."""
+    altered = [where for part in parts for where in part.altered]
+    toolless = [where for part in parts for where in part.toolless]
+    told = [
+        (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
+        (sum(part.empty for part in parts), "have no answer to learn and were left out"),
+        (
+            sum(part.partial for part in parts),
+            "are changed by the chat template as they go on: only their last answer is learnt",
+        ),
+        (
+            len(altered),
+            "have answers that the chat template does not write as they stand: what it leaves out "
+            f"is not learnt (first {next(iter(altered), '')})",
+        ),
+        (
+            len(toolless),
+            "have tools that the chat template does not write: answers are learnt without them "
+            f"(first {next(iter(toolless), '')})",
+        ),
+    ]
+    hints = [f"{found:,} of {count} conversations {what}" for found, what in told if found]
+    unread = dict.fromkeys(name for part in parts for name in part.unread)
+    if unread:
+        hints.append(
+            f"columns that are no part of a conversation are not read: {', '.join(unread)}"
+        )
+    if chat.dated:
+        hints.append(
+            "the chat template writes the date: conversations are learnt with "
+            f"{LEARNT_DATE:%d %b %Y}, on whatever day, so that runs can be repeated and resumed"
+        )
+    return hints
 
 
 def _classify(
@@ -227,10 +267,12 @@ def _classify(
     parts = [
         classify.examples_of(rows, columns, classes) for rows in (source.train, source.validation)
     ]
-    known = None
+    known: tuple[str, ...] | None = None
     if opened is not None and opened.weights is not None and settings.init != "random":
         known = known_labels(opened.weights)
-    labels = classify.label_names(parts[0], classes, known)
+    kept = None if known is None else classify.with_stored_names(parts, known)
+    labels = known if kept and known else classify.label_names(parts[0], classes)
+    unnamed, parts = parts[0], kept or parts
     encoder = not spec.causal
     plain = task_tokenizer(
         settings, opened, vocab, encoder, fingerprint(source.train),
@@ -255,6 +297,17 @@ def _classify(
     ]
     cut = sum(part.cut for part in encoded)
     hints = list(source.hints)
+    if kept and parts[0] != unnamed:
+        hints.append(
+            "labels are taken as the classes of the stored classifier: "
+            + ", ".join(f"{number} = {name}" for number, name in enumerate(labels))
+        )
+    if known is not None and kept is None:
+        hints.append(
+            f"the stored classifier tells {', '.join(known)} apart, the data has "
+            f"{', '.join(labels)}: its layer over classes is not used, and a new one is drawn. "
+            "Label rows with its names or the numbers of its classes to keep it"
+        )
     if cut:
         hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
     train, validation = (

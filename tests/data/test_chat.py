@@ -1,5 +1,6 @@
 """What of a conversation is learnt: the assistant's words, whatever the template."""
 
+import json
 import string
 
 import pytest
@@ -7,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.data.chat import ChatFormat, encode_all, messages_of
+from outpace.data.conversations import conversation_of
 from outpace.data.padded import IGNORED
 from outpace.data.row_files import Row
-from outpace.data.tokenizer import train_tokenizer
+from outpace.data.tokenizer import load_tokenizer, train_tokenizer
 from outpace.records.errors import BadInputError
 
 CHATML = (
@@ -89,11 +91,191 @@ def test_usual_forms_mean_the_same(values):
         ({"messages": []}, "'messages' is empty"),
         ({"messages": [{"content": "a"}]}, "has no role"),
         ({"prompt": "a", "completion": 3}, "'completion' is int '3', not text"),
+        ({"prompt": "a", "completion": None}, "'completion' is null, not text"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "is from 'narrator', and it is not"),
+        ({"conversations": [{"from": "somebody", "value": "a"}]}, "is from 'somebody'"),
+        ({"prompt": "a", "completion": "b", "history": ["c"]}, "not a pair of question and answer"),
+        ({"prompt": "a", "completion": "b\ud800"}, "half of a surrogate pair.* at character 1"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "of the type 'image_url', and only text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+            "the weight 0.5; it has to be 0",
+        ),
+        (
+            {"system": "x", "messages": [{"role": "system", "content": "y"}]},
+            "has two system prompts: 'system' is str 'x'",
+        ),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "none"}, "not a list of tools"),
     ],
 )
 def test_other_forms_are_refused(values, said):
     with pytest.raises(BadInputError, match=said):
         messages_of(Row(values, "line 1"))
+
+
+def parts_of(values, roles=()):
+    found = conversation_of(Row(values, "line 1"), roles)
+    return [
+        (m["role"], m["content"], mine)
+        for m, mine in zip(found.messages, found.learnt, strict=True)
+    ]
+
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+LEARNT = [("user", "a", False), ("assistant", "b", True)]
+SYSTEM = ("system", "s", False)
+
+
+@pytest.mark.parametrize(
+    ("values", "meant"),
+    [
+        ({"system": "s", "messages": TALK}, [SYSTEM, *LEARNT]),
+        ({"system": "s", "messages": [{"role": "system", "content": "s"}, *TALK]},
+         [SYSTEM, *LEARNT]),
+        ({"system": "", "messages": TALK}, LEARNT),
+        ({"system_prompt": "s", "prompt": "a", "completion": "b"}, [SYSTEM, *LEARNT]),
+        ({"instruction": "a", "context": "c", "response": "b"},
+         [("user", "a\n\nc", False), LEARNT[1]]),
+        ({"question": "a", "context": "c", "answer": "b"}, [("user", "a\n\nc", False), LEARNT[1]]),
+        ({"prompt": "a", "input": "c", "completion": "b"},
+         [("user", "a\n\nc", False), LEARNT[1]]),
+        ({"prompt": "a", "completion": None, "response": "b"}, LEARNT),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]], "system": "s"},
+         [SYSTEM, ("user", "c", False), ("assistant", "d", True), *LEARNT]),
+        ({"prompt": [*TALK, {"role": "user", "content": "a"}],
+          "completion": [{"role": "assistant", "content": "b"}]},
+         [LEARNT[0], ("assistant", "b", False), *LEARNT]),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 0}]}, [LEARNT[0], ("assistant", "b", False)]),
+        ({"messages": [TALK[0], {**TALK[1], "weight": 1}]}, LEARNT),
+        ({"messages": [TALK[0], {**TALK[1], "train": False}]},
+         [LEARNT[0], ("assistant", "b", False)]),
+        ({"messages": [{"role": "User ", "content": "a"}, {"role": "ChatGPT", "content": "b"}]},
+         LEARNT),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TALK[1]]},
+         LEARNT),
+        ({"conversations": [{"from": "Human", "value": "a"}, {"from": "bard", "value": "b"}]},
+         LEARNT),
+        ({"conversations": [{"from": "human", "value": "a"},
+                            {"from": "observation", "value": "t"}, {"from": "gpt", "value": "b"}]},
+         [LEARNT[0], ("tool", "t", False), LEARNT[1]]),
+    ],
+)  # fmt: skip
+def test_all_that_an_answer_depends_on_is_read(values, meant):
+    assert parts_of(values) == meant
+
+
+def test_speakers_that_the_template_names_stay():
+    values = {"messages": [{"role": "critic", "content": "a"}]}
+    assert parts_of(values, {"critic"}) == [("critic", "a", False)]
+    values = {"messages": [{"role": "function", "content": "a"}]}
+    assert parts_of(values, {"function"}) == [("function", "a", False)]
+    assert parts_of(values, {"tool", "function"}) == [("tool", "a", False)]
+
+
+def test_columns_that_are_not_read_are_counted(formats):
+    found = encode_all(formats[0], [Row({"messages": TALK, "id": 1, "schema": "s"}, "line 1")], 64)
+    assert found.unread == {"id": 1, "schema": 1}
+
+
+WITH_TOOLS = "{% if tools %}[{{ tools | tojson }}]{% endif %}" + CHATML.replace(
+    "m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+CALLS = [{"type": "function", "function": {"name": "weather", "arguments": '{"city": "X"}'}}]
+
+
+def learnt_of(chat, *rows):
+    found = encode_all(chat, rows, 512)
+    targets = [int(t) for t in found.samples.values["targets"] if t != IGNORED]
+    whole = chat.tokenizer.inner.decode(
+        found.samples.values["tokens"].tolist(), skip_special_tokens=False
+    )
+    return whole, chat.tokenizer.inner.decode(targets, skip_special_tokens=False), found
+
+
+@pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS)])
+def test_tools_are_given_to_the_template(plain, formats, given):
+    rows = [Row({"messages": TALK, "tools": given}, "line 1")]
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": WITH_TOOLS}))
+    whole, _, found = learnt_of(chat, *rows)
+    assert '"name": "weather"' in whole and not found.toolless
+    old = [Row({"messages": TALK, "functions": [TOOLS[0]["function"]]}, "line 1")]
+    assert learnt_of(chat, *old)[0] == whole
+    assert encode_all(formats[1], rows, 64).toolless == ("line 1",)
+
+
+def test_tools_have_a_template_of_their_own_where_there_is_one(plain):
+    templates = [{"name": "tool_use", "template": WITH_TOOLS},
+                 {"name": "default", "template": CHATML}]  # fmt: skip
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": templates}))
+    assert "weather" in learnt_of(chat, Row({"messages": TALK, "tools": TOOLS}, "line 1"))[0]
+    assert learnt_of(chat, Row({"messages": TALK}, "line 1"))[0].startswith("<|im_start|>user")
+
+
+def test_calls_of_tools_are_learnt_or_the_template_is_refused(plain, formats):
+    row = Row({"messages": [TALK[0], {"role": "assistant", "content": None, "tool_calls": CALLS},
+                            {"role": "tool", "content": "12"}, TALK[1]]}, "line 1")  # fmt: skip
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": WITH_TOOLS}))
+    _, words, _ = learnt_of(chat, row)
+    assert '"arguments": {"city": "X"}' in words and words.endswith("b<|im_end|>\n")
+    with pytest.raises(BadInputError, match=r"line 1: the assistant calls a tool, .* tool_calls"):
+        encode_all(formats[1], [row], 64)
+
+
+def test_answers_of_no_weight_are_not_learnt(formats):
+    talk = [TALK[0], {"role": "assistant", "content": "wrong", "weight": 0}, *TALK]
+    for chat in formats:
+        whole, words, _ = learnt_of(chat, Row({"messages": talk}, "line 1"))
+        assert "wrong" in whole and "wrong" not in words and words.startswith("b<|")
+
+
+def test_answers_that_a_template_swallows_are_counted(plain):
+    without = CHATML.replace("m.content +", "m.content.split('</t>')[-1] +")
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": without}))
+    rows = [row("q", "<t>why</t>one"), row("q", "two ")]
+    assert encode_all(chat, rows, 64).altered == ("line 1",)
+    once = (
+        "{% for m in messages %}{% if m.role == 'assistant' and loop.last %}{% generation %}"
+        "{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": once}))
+    assert encode_all(chat, [row("q", "one", "r", "two")], 64).altered == ("line 1",)
+
+
+@pytest.mark.parametrize("clock", ["strftime_now('%d %b %Y %H:%M:%S')", 'strftime_now("%A")'])
+def test_the_date_that_is_learnt_does_not_change(plain, clock):
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": "{{ " + clock + " }}" + CHATML}))
+    whole, _, _ = learnt_of(chat, row("q", "a"))
+    assert whole.startswith(("26 Jul 2024 00:00:00<", "Friday<")) and chat.dated
+    with pytest.raises(BadInputError, match="writes the time in a form that it makes itself"):
+        other = "{% set f = '%d' %}{{ strftime_now(f) }}" + CHATML
+        ChatFormat(plain.changed(plain.inner, {"chat_template": other}))
+
+
+def test_a_broken_template_is_told_with_its_file_and_line(plain, tmp_path):
+    plain.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.content }}")
+    with pytest.raises(BadInputError, match=r"template in .*chat_template\.jinja, line 2, refuses"):
+        ChatFormat(load_tokenizer(str(tmp_path)))
+    (tmp_path / "chat_template.jinja").write_text("\n\n{{ raise_exception('no') }}")
+    with pytest.raises(BadInputError, match=r"chat_template\.jinja, line 3, refuses it: no"):
+        ChatFormat(load_tokenizer(str(tmp_path)))
+
+
+def test_templates_of_which_none_is_the_default_are_named(plain):
+    templates = [{"name": name, "template": CHATML} for name in ("tool_use", "rag")]
+    with pytest.raises(BadInputError, match=r"templates 'tool_use', 'rag', and none is .*default"):
+        ChatFormat(plain.changed(plain.inner, {"chat_template": templates}))
+
+
+def test_a_part_without_an_answer_is_named(formats):
+    rows = [Row({"messages": TALK[:1]}, "line 1")]
+    with pytest.raises(BadInputError, match=r"conversations held out has .* 1 of them have none"):
+        encode_all(formats[0], rows, 64, " held out")
 
 
 def test_a_template_that_rewrites_earlier_answers_shows_the_last(plain):

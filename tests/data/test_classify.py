@@ -25,7 +25,7 @@ def examples(table, texts=None, label=None):
     columns = classify.columns_of(table, texts, label)
     classes = table.names.get(columns.label, ())
     found = classify.examples_of(table.rows, columns, classes)
-    return [one.texts for one in found], classify.label_names(found, classes, None), found
+    return [one.texts for one in found], classify.label_names(found, classes), found
 
 
 def test_mrpc_is_read_without_quoting(tmp_path):
@@ -145,3 +145,37 @@ def test_generated_pairs_are_always_the_same_and_of_mrpcs_shares():
     pairs = [row.values for row in paraphrases("train")]
     assert pairs == [row.values for row in paraphrases("train")]
     assert 0.64 < sum(pair["label"] for pair in pairs) / len(pairs) < 0.7
+
+
+KNOWN = ("neg", "neu", "pos")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["pos", "neg"], ["pos", "neg"]),
+        (["2", "0", "1"], ["pos", "neg", "neu"]),
+        (["1", "2"], ["neu", "pos"]),
+        (["LABEL_2", "LABEL_0"], ["pos", "neg"]),
+        (["POS", "Neg"], ["pos", "neg"]),
+        (["1", "2", "3"], None),
+        (["aa", "mm", "zz"], None),
+        (["neg", "0"], None),
+    ],
+)
+def test_labels_of_a_stored_classifier(given, meant):
+    parts = [[classify.Example(("a",), label) for label in given]] * 2
+    found = classify.with_stored_names(parts, KNOWN)
+    if meant is None:
+        assert found is None
+    else:
+        assert [[one.label for one in part] for part in found] == [meant] * 2
+
+
+@pytest.mark.parametrize("column", ["text", "label"])
+def test_half_a_surrogate_is_refused_with_its_place(tmp_path, column):
+    row = {"text": "a", "label": "x", column: "bad \ud800"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(BadInputError, match=rf"line 1: '{column}' has half of a surrogate pair"):
+        table = read_table(str(tmp_path / "x.jsonl"))
+        classify.examples_of(table.rows, classify.columns_of(table, None, None))

@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from outpace.data.paraphrases import paraphrases
+from outpace.data.tokenizer import train_tokenizer
 from outpace.launch import use
 from outpace.launch.job import prepared, train
 from outpace.records.errors import BadInputError
@@ -136,6 +138,36 @@ def test_a_task_resumes_as_if_it_had_not_stopped(home):
         run(asked(home, steps=2, out=out, **values))
         run(asked(home, steps=4, out=out, resume=True, **values))
         assert losses(out) == losses(home / f"{task}-whole")
+
+
+@pytest.mark.parametrize("given", ["numbers", "names", "others"])
+def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path, given):
+    names = ("neg", "neu", "pos")
+    rows = [{"text": f"a text of class {n % 3}", "label": n % 3} for n in range(24)]
+    config = transformers.BertConfig(
+        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=32, id2label=dict(enumerate(names)),
+        label2id={name: n for n, name in enumerate(names)},
+    )  # fmt: skip
+    stored = transformers.BertForSequenceClassification(config)
+    stored.save_pretrained(tmp_path / "in")
+    train_tokenizer([row["text"] for row in rows], 300, masked=True).save(tmp_path / "in")
+    labels = {"numbers": range(3), "names": names, "others": ("aa", "mm", "zz")}[given]
+    lines = [json.dumps({**row, "label": labels[row["label"]]}) for row in rows]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    settings = asked(
+        home, task="classify", data=[str(tmp_path / "data.jsonl")], steps=1, global_batch=4,
+        seq_len=16, out=tmp_path / "run",
+    ).model_copy(update={"model": str(tmp_path / "in")})  # fmt: skip
+    with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+        weight = ready.loop.layout.objective.model.classifier.weight
+        kept = torch.equal(weight, stored.classifier.weight)
+        assert kept == (given != "others")
+        materials = ready.job.materials
+        assert materials.labels == (("aa", "mm", "zz") if given == "others" else names)
+        said = " ".join(materials.hints)
+        assert ("a new one is drawn" in said) == (given == "others")
+        assert ("1 = neu" in said) == (given == "numbers")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,241 @@
+"""Rows as conversations: who says what, what of it is learnt, and with which tools."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outpace.data.row_files import Row, checked_text
+from outpace.records.errors import BadInputError
+
+Message = Mapping[str, Any]
+
+# What a question and its answer are called in data that is no list of messages.
+_PAIRS = (
+    ("prompt", "completion"), ("prompt", "response"), ("instruction", "output"),
+    ("instruction", "response"), ("question", "answer"),
+)  # fmt: skip
+_LISTS = ("messages", "conversations")
+_SYSTEM = ("system", "system_prompt")
+# What a question is asked about, written below it.
+_ABOUT = ("input", "context")
+_TOOLS = ("tools", "functions")
+# Who speaks, by the names that data has for them, in small letters.
+_ROLES: Mapping[str, Collection[str]] = {
+    "user": ("human", "prompter"),
+    "assistant": (
+        "gpt", "chatgpt", "gpt-3.5", "gpt-4", "gpt4", "bard", "bing", "claude", "gemini", "llama",
+        "llm", "model", "bot", "chatbot", "ai",
+    ),
+    "system": (),
+    "developer": (),
+    "tool": ("function", "function_response", "observation", "ipython", "tool_response"),
+}  # fmt: skip
+_KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names)}
+# Keys of a message that say whether it is learnt.
+_WEIGHTS = ("weight", "train", "loss")
+_FORMS = (
+    "'messages' (a list of {role, content}), 'conversations' (a list of {from, value}), "
+    + ", ".join(f"{ask!r} and {answer!r}" for ask, answer in _PAIRS)
+)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a row. `learnt` says of each whether it is an answer to learn.
+
+    `unread` are the row's other columns, which have no part in it.
+    """
+
+    messages: tuple[Message, ...]
+    learnt: tuple[bool, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
+    """The conversation of a row in one of the usual forms. Raises BadInputError for another.
+
+    `roles` are names of speakers beside the usual ones, which are left as they are.
+    """
+    values = row.values
+    listed = next((name for name in _LISTS if values.get(name) is not None), None)
+    if listed is not None:
+        read = [listed]
+        found = [_message(one, row, roles) for one in _listed(values[listed], listed, row)]
+    else:
+        found, read = _of_pair(row, roles)
+    for name in _SYSTEM:
+        if values.get(name):
+            found, read = _with_system(found, name, row), [*read, name]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    for name in _TOOLS:
+        if values.get(name):
+            tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
+    messages, learnt = zip(*found, strict=True)
+    unread = [name for name, value in values.items() if name not in read and value is not None]
+    return Conversation(messages, learnt, tools, tuple(unread))
+
+
+_Turn = tuple[Message, bool]
+
+
+def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
+    """Of a question and its answer, and the columns that they were read from."""
+    values = row.values
+    given = {name for name, value in values.items() if value is not None}
+    pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
+                None)  # fmt: skip
+    if pair is None:
+        there = ", ".join(map(repr, values)) or "no columns"
+        raise BadInputError(f"{row.where} has {there}, but a conversation is one of: {_FORMS}.")
+    ask, answer = pair
+    read = [ask, answer]
+    turns: list[_Turn] = []
+    if values.get("history"):
+        turns += _history(values["history"], row)
+        read.append("history")
+    if isinstance(values[ask], list) or isinstance(values[answer], list):
+        asked = [_message(one, row, roles) for one in _listed(values[ask], ask, row)]
+        turns += [(message, False) for message, _ in asked]
+        turns += [_message(one, row, roles) for one in _listed(values[answer], answer, row)]
+        return turns, read
+    question = _text(values[ask], ask, row)
+    for name in _ABOUT:
+        if values.get(name):
+            question = f"{question}\n\n{_text(values[name], name, row)}"
+            read.append(name)
+    turns.append(({"role": "user", "content": question}, False))
+    turns.append(({"role": "assistant", "content": _text(values[answer], answer, row)}, True))
+    return turns, read
+
+
+def _history(value: Any, row: Row) -> list[_Turn]:
+    """Earlier questions and answers, which are learnt as well."""
+    turns: list[_Turn] = []
+    for pair in _listed(value, "history", row):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise BadInputError(
+                f"{row.where}: 'history' has {_show(pair)}, not a pair of question and answer"
+            )
+        asked, answered = (_text(text, "history", row) for text in pair)
+        turns.append(({"role": "user", "content": asked}, False))
+        turns.append(({"role": "assistant", "content": answered}, True))
+    return turns
+
+
+def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
+    """The turns below what a column says to the assistant."""
+    text = _text(row.values[name], name, row)
+    first = turns[0][0]
+    if first["role"] != "system":
+        return [({"role": "system", "content": text}, False), *turns]
+    if first["content"] != text:
+        raise BadInputError(
+            f"{row.where} has two system prompts: {name!r} is {_show(text)}, and the first message "
+            f"{_show(first['content'])}. Leave one of them out."
+        )
+    return list(turns)
+
+
+def _listed(value: Any, name: str, row: Row) -> list[Any]:
+    if isinstance(value, list) and value:
+        return value
+    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of messages")
+
+
+def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
+    """A message by the usual names, and whether it is to be learnt."""
+    if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
+        raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role")
+    told = one["role"] if "role" in one else one["from"]
+    role = _KNOWN.get(told.strip().lower(), told)
+    names = set(roles) - {told}
+    if role != "assistant" and told in roles and role not in names:
+        role = told
+    elif role not in _ROLES:
+        raise BadInputError(
+            f"{row.where}: a message is from {told!r}, and it is not known who that is. Known are "
+            f"{', '.join(_KNOWN)}, and what the chat template names."
+        )
+    name = "content" if "content" in one else "value"
+    content = one.get(name)
+    calls = one.get("tool_calls")
+    if calls:
+        content = content or ""
+    elif isinstance(content, list):
+        content = "".join(_part(part, row) for part in content)
+    kept = {key: value for key, value in one.items() if key not in ("from", "value")}
+    if calls:
+        kept["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
+    kept |= {"role": role, "content": _text(content, name, row)}
+    return kept, role == "assistant" and _is_learnt(one, row)
+
+
+def _is_learnt(one: Message, row: Row) -> bool:
+    """What a message's weight says. Raises BadInputError for one between none and all."""
+    for name in _WEIGHTS:
+        value = one.get(name)
+        if value is None or (name != "weight" and not isinstance(value, bool)):
+            continue
+        if value not in (0, 1):
+            raise BadInputError(
+                f"{row.where}: a message has the {name} {value!r}; it has to be 0 (not learnt) or "
+                "1 (learnt)"
+            )
+        if not value:
+            return False
+    return True
+
+
+def _part(part: Any, row: Row) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
+        return _text(part["text"], "text", row)
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise BadInputError(
+        f"{row.where}: part of a message is of the type {kind!r}, and only text can be learnt"
+    )
+
+
+def _call(call: Any) -> Any:
+    """A call with its arguments as an object, as templates expect them; OpenAI's are JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(told := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(told)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _tools(value: Any, name: str, row: Row) -> tuple[Mapping[str, Any], ...]:
+    """The tools of a row, which some data sets keep as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadInputError(
+                f"{row.where}: {name!r} is {_show(value)}, not a list of tools"
+            ) from None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of tools")
+    if name == "functions":
+        return tuple({"type": "function", "function": tool} for tool in value)
+    return tuple(value)
+
+
+def _text(value: Any, name: str, row: Row) -> str:
+    if isinstance(value, str):
+        return checked_text(value, row.where, name)
+    raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not text")
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "null"
+    return "empty" if value in ([], "") else f"{type(value).__name__} {str(value)[:40]!r}"
