@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import NoReturn
 
 import outpace
-from outpace.records.errors import EXIT_INTERRUPTED, BadInputError, OutpaceError, harmless, nearest
+from outpace.launch.parent_watch import end_with_parent
+from outpace.records.errors import (
+    EXIT_DIVERGED,
+    EXIT_INTERRUPTED,
+    EXIT_OUT_OF_MEMORY,
+    BadInputError,
+    OutpaceError,
+    harmless,
+    nearest,
+)
 
 # command -> one line of help; its module has the command's name.
 COMMANDS = {
@@ -44,6 +53,7 @@ COMMANDS = {
     "version": "versions of outpace and of what it stands on",
 }
 
+_OF_ALL_RANKS = (EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # asked to end; the terminal is gone
 
 _HELP = """\
@@ -81,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
+    # torch's C++ writes frames of its own code for each look at a connection that failed.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     stopped: list[TerminatedError] = []
+    end_with_parent(environ)
     try:
         with _terminate_like_interrupt(stopped):
             code = _dispatch(arguments, environ)
@@ -90,9 +103,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as done:  # argparse has printed its help
         return done.code if isinstance(done.code, int) else 0
     except OutpaceError as error:
-        return _fail(str(error), error.exit_code, arguments, environ)
+        same = _same_on_all_ranks(error)
+        return _fail(str(error), error.exit_code, arguments, environ, same)
     except KeyboardInterrupt:
-        return _fail("interrupted", 128 + signal.SIGINT, arguments, environ)
+        return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
     except BrokenPipeError:
         # Whoever read our output has closed it (`outpace … | head`): nobody is left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -130,24 +144,46 @@ def _help() -> str:
     return _HELP.format(about=(outpace.__doc__ or "").strip(), commands=commands)
 
 
-def _fail(message: str, exit_code: int, arguments: list[str], environ: Mapping[str, str]) -> int:
-    """Tell a person, and `--json`'s reader, what went wrong. Returns the exit code to end with."""
+def _fail(
+    message: str,
+    exit_code: int,
+    arguments: list[str],
+    environ: Mapping[str, str],
+    on_all_ranks: bool = False,
+) -> int:
+    """Tell a person, and `--json`'s reader, what went wrong. Returns the exit code to end with.
+
+    What is the same `on_all_ranks` is said by rank 0 alone.
+    """
     _write_error_file(message, exit_code, environ)
     if launched_by_us(environ):
         # The launcher speaks for all ranks, so that a person reads each message once. It would
         # stop the other ranks at the first exit code that is not 0: those still saving must not be.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
-    # srun sets no RANK; what only one of its tasks fails at nobody else would say.
-    task = environ.get("SLURM_PROCID", "0") if environ.get("SLURM_STEP_NUM_TASKS") else "0"
-    rank = environ.get("RANK") or task
-    if rank == "0" or not environ.get("RANK"):
-        if "--handed-over" not in arguments:  # else outpace.train raises it
-            who = "" if rank == "0" else f"rank {rank}: "
-            said = harmless(message)
-            print(said if exit_code == 1 else f"outpace: {who}{said}", file=sys.stderr)
-        if "--json" in arguments and rank == "0":
-            print(json.dumps({"error": message, "exit_code": exit_code}))
+    rank = _rank(environ)
+    # What only one rank fails at nobody else says, but torchrun, of what is in the error file.
+    silent = rank != "0" and (on_all_ranks or environ.get("TORCHELASTIC_ERROR_FILE"))
+    if not silent and "--handed-over" not in arguments:
+        # With --handed-over outpace.train raises it.
+        who = "" if rank == "0" or message.startswith(f"rank {rank} ") else f"rank {rank}: "
+        plain = message.startswith("Traceback ") and not who
+        said = harmless(message)
+        print(said if plain else f"outpace: {who}{said}", file=sys.stderr)
+    if "--json" in arguments and rank == "0":
+        print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code
+
+
+def _rank(environ: Mapping[str, str]) -> str:
+    """This process's rank by its launcher's variables; "0" outside of one."""
+    task = "SLURM_PROCID" if environ.get("SLURM_STEP_NUM_TASKS") else ""
+    names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", task)
+    return next((environ[name] for name in names if environ.get(name)), "0")
+
+
+def _same_on_all_ranks(error: OutpaceError) -> bool:
+    """Whether rank 0 says the same: all agreed on it, or a signal went to all."""
+    return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 
 def end_at_once(

@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import psutil
 
+from outpace.launch.parent_watch import child_environment
+
 _STOP_S = 20.0  # for a run to end by itself when it is told to
 _REST_S = 2.0  # for what it started to end after it
 
@@ -23,7 +25,7 @@ class Running:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._process = subprocess.Popen(
             words,
-            env={**os.environ, **environment},
+            env={**child_environment(), **environment},
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

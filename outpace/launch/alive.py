@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from outpace.launch.exit_deadline import ExitDeadline
 from outpace.launch.group import Groups
 from outpace.launch.standing import process_state, standing
 from outpace.records.errors import EXIT_STANDSTILL, OutpaceError
@@ -29,6 +30,11 @@ _LISTEN_S = 0.5
 _LOOK_S = 4.0
 # Of the time limit of exchanges: a step that takes longer is looked at, before the limit ends it.
 _LONG = 0.8
+# Heartbeats in each time limit, and the most seconds between two.
+_BEATS, _MOST_BETWEEN_S = 8, 10.0
+# After an exchange has failed because of another rank, the process has so long to end by itself:
+# the time limit, but between these.
+_LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
 # What the kernel calls a process that does nothing any more, in words.
 _GONE = "is gone: look at what it said last, and at its host"
 _UNSEEN = "is gone, or cannot be reached: look at what it said last, and at its host"
@@ -41,7 +47,8 @@ _NOT_RUNNING = {
 }
 _FAILED = "failed by itself: "
 _OVER = (_GONE, _UNSEEN, _FAILED)
-_VERDICT, _ASKED, _FOUND = "alive/verdict", "alive/asked", "alive/found"
+_STORE_LOST = f"the host where all meet {_UNSEEN}"
+_VERDICT, _ASKS, _FOUND = "alive/verdict", "alive/asks", "alive/found"
 # gloo raises plain RuntimeErrors, as DDP does of what its hook raised; where a connection failed,
 # they name one of these.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
@@ -60,6 +67,7 @@ class RankLostError(OutpaceError):
     def __init__(self, message: str, standing: bool) -> None:
         super().__init__(message)
         self.exit_code = EXIT_STANDSTILL if standing else 1
+        self.on_all_ranks = "rank 0 on " not in message  # which would not say it itself
 
 
 @dataclass
@@ -80,8 +88,14 @@ class Doing:
 
 
 @contextmanager
-def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[None]:
+def watched(
+    groups: Groups, doing: Doing, timeout_s: float = 300.0, deadline: ExitDeadline | None = None
+) -> Iterator[None]:
     """While ranks communicate: every rank says in the store how it stands when one asks.
+
+    A rank that is stopped, gone or cut off is found within `timeout_s`, too, where others wait for
+    it without a limit of their own: while a checkpoint is saved, or rank 0 does something for all.
+    The process is ended through `deadline` then, for nothing else interrupts that waiting.
 
     Raises RankLostError in place of the backend's error where a rank is gone, or does not come to
     what the others wait for; it names that rank and what was being done. Any other error stays what
@@ -90,7 +104,9 @@ def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[
     `outpace.probe.ranks_clock.ended`'s, and NCCL's watchdog ends
     the process by itself, after the look that is made before the limit.
     """
-    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident())
+    own = ExitDeadline(None)
+    deadline = own if deadline is None else deadline
+    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident(), deadline)
     watcher.start()
     try:
         yield
@@ -104,10 +120,18 @@ def watched(groups: Groups, doing: Doing, timeout_s: float = 300.0) -> Iterator[
         if verdict is None:
             watcher.own(f"{type(error).__name__}: {why}")
             raise
-        standing = not any(words in verdict for words in _OVER)
-        raise RankLostError(f"{doing.what}: {verdict} ({why})", standing) from error
+        lost_rank = RankLostError(f"{doing.what}: {verdict} ({why})", _is_standing(verdict))
+        grace_s = min(max(timeout_s, _LEAST_UNWIND_S), _MOST_UNWIND_S)
+        deadline.start(str(lost_rank), lost_rank.exit_code, grace_s)
+        raise lost_rank from error
     finally:
         watcher.close()
+        own.leave()
+
+
+def _is_standing(verdict: str) -> bool:
+    """Whether a verdict is of a rank whose process is there."""
+    return not any(words in verdict for words in _OVER)
 
 
 def _communication(error: RuntimeError) -> bool:
@@ -118,58 +142,98 @@ def _communication(error: RuntimeError) -> bool:
 
 @dataclass
 class _Watcher:
-    """The thread of a rank, and what the thread that trains asks when an exchange has failed."""
+    """The threads of a rank, and what the thread that trains asks when an exchange has failed."""
 
     groups: Groups
     doing: Doing
     timeout_s: float
     trains: int  # the thread
+    deadline: ExitDeadline
     failed: str | None = None
     looked_at: str | None = None  # what was being done when this rank looked around
+    answered: int = 0  # so many times all were asked how they stand
     over: threading.Event = field(default_factory=threading.Event)
+    store_silent_s: float = 0.0  # since the store answered last, while this process ran
+    verdict_s: float = 0.0  # since a verdict is in the store
 
     def __post_init__(self) -> None:
         self.rank = self.groups.ranks.rank
         self.everyone = range(self.groups.ranks.world_size)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
         self.groups.store.set(f"alive/who/{self.rank}", json.dumps(who))
-        self.thread = threading.Thread(target=self._run, name="alive", daemon=True)
+        self.beats = _Heartbeats(self.rank, len(self.everyone), self.timeout_s)
+        self.threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._run, "alive"), (self._watch_store, "store deadline"))
+        ]
 
     def start(self) -> None:
-        self.thread.start()
+        for thread in self.threads:
+            thread.start()
 
     def close(self) -> None:
         self.over.set()
-        self.thread.join(_LOOK_S)  # or it waits for a host that is cut off
+        for thread in self.threads:
+            thread.join(_LOOK_S)  # or it waits for a host that is cut off
 
     def _run(self) -> None:
-        """Answer, and look around where a step takes long."""
+        """Answer, and look around where a step takes long, or a rank is not heard of."""
         store: Any = self.groups.store.clone()  # type: ignore[attr-defined]  # torch's stub
         with suppress(RuntimeError):  # without the store's rank, those that wait find out
             while not self.over.wait(_LISTEN_S):
                 if self.looked_at not in (None, self.doing.what):
                     self._forget(store)
-                if store.check([_ASKED]):
-                    self._answer(store)
+                if (asks := store.add(_ASKS, 0)) > self.answered:
+                    self._answer(store, asks)
                 if self._long():
                     self.doing.limited_s, self.looked_at = None, self.doing.what
                     self._look_around(store, False)
+                elif self.beats.missed(store):
+                    self._look_for_lost(store)
+                self._heed_verdict(store)
+                self.store_silent_s = 0.0
+            self.beats.end(store)
+
+    def _watch_store(self) -> None:
+        """End this process where the store does not answer: a thread that asks it waits."""
+        limit_s = self.timeout_s + 2 * _LOOK_S  # what takes that long in `_run` is looking around
+        while not self.over.wait(_LISTEN_S):
+            self.store_silent_s += _LISTEN_S  # counted, since this process may have been stopped
+            if self.store_silent_s > limit_s:
+                self.deadline.end_now(f"{self.doing.what}: {_STORE_LOST}", 1)
+                return
+
+    def _look_for_lost(self, store: Any) -> None:
+        """End the job where a rank is stopped, gone or cut off."""
+        verdict = self._look_around(store, True)
+        if verdict is None:  # it was too busy for its heartbeat
+            self.beats.reset()
+        else:
+            self._end(verdict)
+
+    def _heed_verdict(self, store: Any) -> None:
+        """End with the others where this rank does not find out by itself."""
+        self.verdict_s = self.verdict_s + _LISTEN_S if store.check([_VERDICT]) else 0.0
+        if self.verdict_s > self.timeout_s:
+            self._end(str(store.get(_VERDICT).decode()))
+
+    def _end(self, verdict: str) -> None:
+        lost = RankLostError(f"{self.doing.what}: {verdict}", _is_standing(verdict))
+        self.deadline.end_now(str(lost), lost.exit_code)
 
     def _forget(self, store: Any) -> None:
         """It went on: what was found says nothing of what comes."""
         self.looked_at = None
-        for key in (_ASKED, _VERDICT, _FOUND, *(f"alive/stands/{rank}" for rank in self.everyone)):
+        for key in (_VERDICT, _FOUND):
             store.delete_key(key)
 
     def _long(self) -> bool:
         since_s = self.doing.limited_s
         return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
 
-    def _answer(self, store: Any) -> None:
-        """Say how this rank stands, once."""
-        key = f"alive/stands/{self.rank}"
-        if store.check([key]):
-            return
+    def _answer(self, store: Any, asks: int) -> None:
+        """Say how this rank stands, once for each time that all are asked."""
+        self.answered = asks
         ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
         first = self.rank - ranks.local_rank
         for rank in range(first, first + ranks.local_world_size):
@@ -177,7 +241,8 @@ class _Watcher:
             if who.get("host") == host:
                 neighbours[rank] = int(who["pid"])
         found = standing(self.rank, self.trains, self.doing.what, neighbours, self.failed)
-        store.set(key, found.model_dump_json())
+        store.set(f"alive/stands/{self.rank}", found.model_dump_json())
+        store.set(f"alive/answered/{self.rank}", str(asks))
 
     def verdict(self, lost: bool, why: str) -> str | None:
         """Who is to blame, where an exchange has failed here.
@@ -193,7 +258,7 @@ class _Watcher:
 
         _within(look, 4 * _LOOK_S)
         if lost:
-            return said[0] if said else f"the host where all meet {_UNSEEN}"
+            return said[0] if said else _STORE_LOST
         # Where all fail by themselves, none does because of another.
         return next((one for one in said if one is not None and _FAILED not in one), None)
 
@@ -218,7 +283,7 @@ class _Watcher:
         if store.check([_VERDICT]):
             return str(store.get(_VERDICT).decode())
         # An error that may be a rank's own is another's fault only where that one is gone.
-        guilty = [one for one in found if one.state == "silent"] if doubtful else blamed(found)
+        guilty = [one for one in found if _is_lost(one)] if doubtful else blamed(found)
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
         verdict = _said(guilty)
@@ -233,24 +298,67 @@ class _Watcher:
         return verdict
 
     def _asked_all(self, store: Any) -> list[Standing]:
-        store.set(_ASKED, "1")
-        self._answer(store)  # its thread may be the one that asks
-        keys = {rank: f"alive/stands/{rank}" for rank in self.everyone}
+        asks = store.add(_ASKS, 1)
+        self._answer(store, asks)  # its thread may be the one that asks
         until_s = time.monotonic() + _LOOK_S
         missing = list(self.everyone)
         while missing and time.monotonic() < until_s:
             time.sleep(0.1)
-            missing = [rank for rank in missing if not store.check([keys[rank]])]
+            missing = [rank for rank in missing if not _has_answered(store, rank, asks)]
             if all(_never(_who(store, rank)) for rank in missing):
                 break
         found = {
-            rank: Standing.model_validate_json(store.get(keys[rank]))
+            rank: Standing.model_validate_json(store.get(f"alive/stands/{rank}"))
             for rank in self.everyone
             if rank not in missing
         }
         for rank in missing:
             found[rank] = _silent(rank, _who(store, rank), found.values())
         return [found[rank] for rank in self.everyone]
+
+
+class _Heartbeats:
+    """Signs of life in the store: each rank gives its own, and looks for that of the next.
+
+    So the store is asked as often as there are ranks, not as often as there are pairs. Seconds are
+    counted while this process runs: one that was stopped itself has missed nothing.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self._own, self._next = (f"alive/beat/{one % world_size}" for one in (rank, rank + 1))
+        self._alone = world_size == 1
+        self._limit_s = timeout_s
+        self._every_s = min(timeout_s / _BEATS, _MOST_BETWEEN_S)
+        self._number, self._since_own_s, self._since_next_s = 0, self._every_s, 0.0
+        self._last: bytes | None = None
+
+    def missed(self, store: Any) -> bool:
+        """Give the own sign of life when it is due; whether the next rank's is overdue."""
+        if self._alone:
+            return False
+        self._since_own_s += _LISTEN_S
+        self._since_next_s += _LISTEN_S
+        if self._since_own_s >= self._every_s:
+            self._since_own_s = 0.0
+            self._number += 1
+            store.set(self._own, str(self._number))
+            found = store.get(self._next) if store.check([self._next]) else None
+            if found != self._last or found == _ENDED:
+                self._last = found
+                self.reset()
+        return self._since_next_s >= self._limit_s
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._since_next_s = 0.0
+
+    def end(self, store: Any) -> None:
+        """No more are to come, and nothing is wrong."""
+        if not self._alone:
+            store.set(self._own, _ENDED)
+
+
+_ENDED = b"ended"
 
 
 def _within(ask: Callable[[], None], limit_s: float) -> None:
@@ -264,6 +372,11 @@ def _never(who: dict[str, Any]) -> bool:
     """Whether a rank will not answer, as far as can be told from its process on this host."""
     here = who.get("host") == socket.gethostname()
     return here and process_state(int(who["pid"])) in _NOT_RUNNING
+
+
+def _has_answered(store: Any, rank: int, asks: int) -> bool:
+    key = f"alive/answered/{rank}"
+    return store.check([key]) and int(store.get(key)) >= asks
 
 
 def _who(store: Any, rank: int) -> dict[str, Any]:
@@ -283,6 +396,11 @@ def _silent(rank: int, who: dict[str, Any], others: Iterable[Standing]) -> Stand
     if seen == "unseen":
         place = _UNSEEN
     return Standing(rank=rank, host=host, pid=pid, state="silent", place=place)
+
+
+def _is_lost(one: Standing) -> bool:
+    """Whether a rank that is silent is so for good: not because it is too busy to answer."""
+    return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), _UNSEEN}
 
 
 def blamed(found: Sequence[Standing]) -> list[Standing]:

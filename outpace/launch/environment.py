@@ -42,6 +42,8 @@ _LAUNCHERS = (
     ),
 )
 
+_LAST_PORT = 65535
+
 _SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -112,6 +114,7 @@ def _require_meeting_point(launcher: Launcher, environ: Mapping[str, str]) -> No
     """torch.distributed finds the other processes there."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if not missing:
+        require_port(environ["MASTER_PORT"])
         return
     how = "as torchrun does"
     if launcher.name == "Open MPI":
@@ -122,6 +125,16 @@ def _require_meeting_point(launcher: Launcher, environ: Mapping[str, str]) -> No
         f"the environment has {launcher.rank} but not {' and '.join(missing)}, so the processes "
         f"cannot find each other. Set both, to the host of rank 0 and a free port there, {how}."
     )
+
+
+def require_port(text: str) -> None:
+    """Raises BadInputError for a MASTER_PORT that is none."""
+    port = _number("MASTER_PORT", text)
+    if not 1 <= port <= _LAST_PORT:
+        raise BadInputError(
+            f"environment: MASTER_PORT = {text!r} is no port: those go from 1 to {_LAST_PORT}. Set "
+            "it to one that is free on rank 0's host, the same on all ranks."
+        )
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

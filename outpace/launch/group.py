@@ -1,6 +1,10 @@
 """The processes of a job as one: process groups, and doing a thing once for all."""
 
 import os
+import re
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +27,10 @@ from outpace.records.ranks import Ranks
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(hours=6)
+# torch's own limits come first, where it heeds them.
+_MARGIN_S = 10.0
+_LOOK_AGAIN_S = 0.1
+_MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # of torch's store, about a key of it
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Groups:
                 outcome[1] = error
         dist.broadcast_object_list(outcome, 0, group=self.patient)
         if isinstance(outcome[1], OutpaceError):
+            outcome[1].on_all_ranks = True
             raise outcome[1]
         return outcome[0]  # type: ignore[return-value]
 
@@ -61,11 +70,13 @@ class Groups:
         for rank, other in enumerate(said):
             for what, value in said[0].items():
                 if other[what] != value:
-                    raise BadInputError(
+                    error = BadInputError(
                         f"rank {rank} has another {what} than rank 0: {other[what]} instead of "
                         f"{value}. All ranks need the same data, model and settings, and devices "
                         "that can do the same."
                     )
+                    error.on_all_ranks = True
+                    raise error
 
 
 def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
@@ -138,12 +149,15 @@ def _meet(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     """Where the ranks met: at their launcher's store, or at one that rank 0 has.
 
     Rank 0 listens on MASTER_ADDR alone, as far as it is clear which address that is to the others.
-    Raises BadInputError where its port is another program's.
+    Raises BadInputError where its port is another program's, and OutpaceError where the ranks do
+    not meet within `timeout`.
     """
     url = meeting_url(os.environ)
-    try:
+    host, port = _place(url)
+    waited_s = _wait_for_name(host, timeout.total_seconds())
+
+    def connect() -> Store:
         if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            host, port = _place(url)
             # Where the port is taken: by these ranks' own groups from before, which torch shares,
             # or by another, as torch says.
             with suppress(OSError):
@@ -152,18 +166,78 @@ def _meet(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
                     return store_on(bound, host, timeout)
         found: Store = next(rendezvous(url, ranks.rank, ranks.world_size, timeout=timeout))[0]
         return found
-    except dist.DistError as error:
-        raise _not_met(error, url, ranks, timeout) from None
+
+    return _in_time(connect, ranks, timeout, waited_s)
 
 
-def _not_met(error: Exception, url: str, ranks: Ranks, timeout: timedelta) -> OutpaceError:
-    host, port = _place(url)
+def _wait_for_name(host: str, limit_s: float) -> float:
+    """Wait until the name of a host has an address, as that of a pod that starts; the seconds.
+
+    Raises BadInputError where it gets none within the limit.
+    """
+    began_s = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except (socket.gaierror, UnicodeError) as error:
+            if time.monotonic() - began_s >= limit_s:
+                raise BadInputError(
+                    f"environment: MASTER_ADDR = {host!r} has no address on this host after "
+                    f"{limit_s:.0f} s ({getattr(error, 'strerror', None) or error}). Set it to a "
+                    "name or an address of rank 0's host that this host knows."
+                ) from None
+        else:
+            return time.monotonic() - began_s
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _in_time(
+    action: Callable[[], Result], ranks: Ranks, timeout: timedelta, waited_s: float = 0.0
+) -> Result:
+    """Do what needs all ranks. Raises OutpaceError where they do not come within `timeout`.
+
+    In a thread, since torch's store waits without limit for a server that does not answer, and
+    since a signal is not heard while it waits.
+    """
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def act() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=act, name="rendezvous", daemon=True)
+    thread.start()
+    until_s = time.monotonic() + max(timeout.total_seconds() - waited_s, 0.0) + _MARGIN_S
+    while thread.is_alive() and time.monotonic() < until_s:
+        thread.join(_LOOK_AGAIN_S)
+    if errors and isinstance(errors[0], RuntimeError):  # of gloo, and torch's DistError
+        raise _not_met(errors[0], ranks, timeout) from None
+    if errors:
+        raise errors[0]
+    if not outcome:
+        silence = TimeoutError("what listens there does not answer as rank 0 does")
+        raise _not_met(silence, ranks, timeout)
+    return outcome[0]
+
+
+def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
+    if ranks.world_size == 1:
+        return error
+    host, port = _place(meeting_url(os.environ))
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return BadInputError(
             f"the ranks cannot meet at {host}, port {port}: another program listens there. Start "
             "them with another MASTER_PORT."
         )
     why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    missing = _MISSING_RANK.search(why)
+    if missing is not None:
+        why = f"rank {missing[1]} did not come"
+    elif "Ping failed" in why:  # torch's own words give bytes as numbers
+        why = "what listens there is another program"
     return OutpaceError(
         f"rank {ranks.rank} does not find the others at {host}, port {port} within "
         f"{timeout.total_seconds():.0f} s ({why}). Look whether all {ranks.world_size} were "
@@ -206,18 +280,19 @@ def process_groups(
         store = PrefixStore(f"outpace-{restart}", _meet(ranks, timeout, apart))
     with ExitStack() as stack:
         own = frozenset[str]() if apart else stack.enter_context(staying_on(LOOPBACK))
-        _join(backend, store, ranks, timeout, device)
+        _in_time(partial(_join, backend, store, ranks, timeout, device), ranks, timeout)
         leave_after_gloo()
         stack.push(partial(_leave, backend))
-        yield Groups(
-            ranks,
-            store=store,
-            control=dist.new_group(backend="gloo", timeout=timeout, group_desc="control"),
-            saving=dist.new_group(
-                backend="gloo", timeout=max(timeout, _PATIENCE), group_desc="saving"
-            ),
-            patient=dist.new_group(
-                backend="gloo", timeout=max(timeout, _PATIENCE), group_desc="patient"
-            ),
-            variables=own,
-        )
+
+        def make_groups() -> Groups:
+            patience = max(timeout, _PATIENCE)
+            return Groups(
+                ranks,
+                store=store,
+                control=dist.new_group(backend="gloo", timeout=timeout, group_desc="control"),
+                saving=dist.new_group(backend="gloo", timeout=patience, group_desc="saving"),
+                patient=dist.new_group(backend="gloo", timeout=patience, group_desc="patient"),
+                variables=own,
+            )
+
+        yield _in_time(make_groups, ranks, timeout)

@@ -19,6 +19,7 @@ from outpace.launch.answer import Answer
 from outpace.launch.assemble import Prepared, assemble
 from outpace.launch.context import Job
 from outpace.launch.describe import with_earlier_precision
+from outpace.launch.exit_deadline import ExitDeadline
 from outpace.launch.fit import Fitting, limit_device
 from outpace.launch.group import Groups, process_groups, resolve_backend
 from outpace.launch.materials import Materials, gather
@@ -129,6 +130,7 @@ def prepared(
     began_s = time.perf_counter()
     heard = list(callbacks) if ranks.rank == 0 else []
     with ExitStack() as stack:
+        deadline = stack.enter_context(ExitDeadline(end))
         stack.callback(lambda: tell(heard, "close"))
         if ahead is not None:
             stack.callback(ahead.end)
@@ -146,6 +148,7 @@ def prepared(
             keep_freed(os.environ)
         guard = Guard(ranks, device, end)
         stack.callback(guard.close)
+        deadline.tidy = partial(_tidy_with, guard)
         if settings.micro_batch == "auto" and (model is not None or backend == "mpi"):
             raise BadInputError(
                 "--micro-batch auto tries sizes in processes of their own, where a live model "
@@ -168,7 +171,7 @@ def prepared(
             process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
         doing = Doing("the preparation")
-        with watched(groups, doing, settings.comm_timeout_s), guard:
+        with watched(groups, doing, settings.comm_timeout_s, deadline), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len
@@ -220,6 +223,11 @@ def prepared(
             if ahead is not None:
                 ahead.end()
             yield ready
+
+
+def _tidy_with(guard: Guard, message: str) -> None:
+    """Tidy up as the guard would then: what there is to tidy changes."""
+    guard.tidy(message)
 
 
 def _with_compile(

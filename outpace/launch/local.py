@@ -24,8 +24,10 @@ import psutil
 
 from outpace.launch.forked import Begin, forking
 from outpace.launch.interfaces import LOOPBACK
+from outpace.launch.parent_watch import child_environment
 from outpace.records.errors import (
     EXIT_INTERRUPTED,
+    EXIT_OUT_OF_MEMORY,
     EXIT_STANDSTILL,
     BadInputError,
     DivergedError,
@@ -232,7 +234,7 @@ def _error_of(message: str, exit_code: int) -> OutpaceError:
 def _run_to_end(command: list[str]) -> tuple[str, int]:
     """Run a command; an interrupt is passed on to it once, and it may take its time."""
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=child_environment()
     ) as process:
         try:
             output, _ = process.communicate()
@@ -354,6 +356,8 @@ def _attributed(first: Report, ended: Ended) -> str:
     who = ended.who(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"
+    if first.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_STANDSTILL):
+        return first.message  # it names the rank that is to blame
     if first.rank == 0 or any(r.rank == 0 and r.message == first.message for r in ended.reports):
         return first.message
     return f"{who}: {first.message}"

@@ -8,6 +8,7 @@ exchange that another has left.
 """
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from outpace.launch.environment import free_port
 from outpace.launch.fit import Fitting
 from outpace.launch.group import Groups
 from outpace.launch.interfaces import LOOPBACK
+from outpace.launch.parent_watch import PARENT
 from outpace.planner.cost import Predict
 from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemoryError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
@@ -149,7 +151,12 @@ def trier(environ: Mapping[str, str]) -> Try:
             handed_over.write_text(json.dumps(document), encoding="utf-8")
             done = subprocess.run(
                 [*PYTHON, "-m", "outpace", "train", "--json", "--handed-over", handed_over],
-                env={"MASTER_ADDR": of_srun or LOOPBACK, **kept, "MASTER_PORT": str(port)},
+                env={
+                    "MASTER_ADDR": of_srun or LOOPBACK,
+                    **kept,
+                    "MASTER_PORT": str(port),
+                    PARENT: str(os.getpid()),
+                },
                 capture_output=True,
                 text=True,
                 check=False,

@@ -19,9 +19,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line
 
 
 class OutpaceError(Exception):
-    """A failure whose message is meant for a person. `exit_code` is the command's exit status."""
+    """A failure whose message is meant for a person. `exit_code` is the command's exit status.
+
+    `on_all_ranks`: rank 0 raises the same.
+    """
 
     exit_code = 1
+    on_all_ranks = False
 
 
 class BadInputError(OutpaceError):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -40,6 +41,9 @@ def _size(value: object) -> object:
 # A number of bytes, which may be written "8GiB".
 Size = Annotated[PositiveInt, BeforeValidator(_size)]
 
+# Above what any training takes, and what Python's clocks hold.
+_MOST_TIMEOUT_S = 1e7
+
 Task = Literal["pretrain", "chat", "classify"]
 
 
@@ -56,6 +60,8 @@ def _axis(help_text: str) -> Any:
 
 class TrainSettings(Record):
     """What to train, on what, how, and where the results go. None means: chosen for you."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     model: str = _field(
         "model",
@@ -330,9 +336,10 @@ class TrainSettings(Record):
     threads: PositiveInt | None = _field(
         "computation", "CPU threads per process (default: cores / processes)"
     )
-    comm_timeout_s: PositiveFloat = _field(
+    comm_timeout_s: Annotated[PositiveFloat, Field(le=_MOST_TIMEOUT_S)] = _field(
         "computation",
-        "seconds: an exchange of a step that takes longer ends the run (saving has six hours)",
+        "seconds: a collective of a step that takes longer ends the run, and so does a rank that "
+        "is lost for so long at any time",
         300.0,
     )
 

@@ -14,7 +14,7 @@ import outpace
 import outpace.cli.version
 from outpace.cli import main as command
 from outpace.nn.torch_versions import VERSION
-from outpace.records.errors import DivergedError, InterruptedRunError, OutpaceError
+from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError, OutpaceError
 
 
 def raising(error: BaseException) -> object:
@@ -174,6 +174,41 @@ def test_only_rank_0_speaks_and_every_rank_leaves_its_message(
     message = json.loads(path.read_text())["message"]
     assert "--lr" in message["message"]
     assert message["extraInfo"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "who"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1: "),
+        ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, "rank 3: "),
+        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, "rank 2: "),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ""),  # a batch script is no rank
+    ],
+)
+def test_a_rank_that_refuses_alone_says_so(
+    environ: dict[str, str],
+    who: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["train", "--lr", "fast"]) == 2
+    assert capsys.readouterr().err.startswith(f"outpace: {who}")
+
+
+def test_what_all_ranks_agreed_on_is_said_by_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agreed = BadInputError("other data")
+    agreed.on_all_ranks = True
+    monkeypatch.setattr(outpace.cli.version, "run", raising(agreed))
+    monkeypatch.setenv("RANK", "1")
+    assert command.main(["version"]) == 2
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "0")
+    assert command.main(["version"]) == 2
+    assert capsys.readouterr().err == "outpace: other data\n"
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

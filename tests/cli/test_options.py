@@ -82,6 +82,10 @@ def test_flags_are_read_as_what_they_hold(
         (["--memory-limit", "lots"], "--memory-limit: 'lots' is no number of bytes: write 8GiB"),
         (["--memory-limit", "0"], "--memory-limit: '0' is no number of bytes"),
         (["--micro-batch", "all"], "not a whole number, such as 200, 1e6 or 10M, and not 'auto'"),
+        (["--comm-timeout-s", "inf"], "--comm-timeout-s inf: input should be a finite number"),
+        (["--comm-timeout-s", "1e308"], "input should be less than or equal to 10000000"),
+        (["--lr", "inf"], "--lr inf: input should be a finite number"),
+        (["--clip", "nan"], "--clip nan: input should be a finite number"),
         (["--micro-batch", "0"], "--micro-batch 0: input should be greater than 0"),
         (["--memory-budget", "1GiB", "--checkpointing", "full"], "Leave one out"),
         (

@@ -123,6 +123,17 @@ time.sleep(60)
     assert end(launch(worker)) == (2, "rank 1: shard 3 is damaged\n")
 
 
+def test_what_names_the_rank_to_blame_gets_no_other_rank_before_it() -> None:
+    worker = """
+import os, sys, time
+from outpace.cli.main import _fail
+if os.environ["RANK"] == "1":
+    sys.exit(_fail("out of memory: rank 0 needs more", 4, [], os.environ))
+time.sleep(60)
+"""
+    assert end(launch(worker)) == (4, "out of memory: rank 0 needs more\n")
+
+
 def test_what_all_ranks_say_is_said_once() -> None:
     worker = """
 import os, sys, time

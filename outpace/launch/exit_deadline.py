@@ -1,0 +1,71 @@
+"""End this process where its main thread cannot: it waits in a library for a rank that is lost.
+
+gloo has no call that interrupts a thread waiting in a collective, and a save in the background
+waits for as long as its process group allows.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+End = Callable[[str, int], NoReturn]
+Tidy = Callable[[str], None]
+
+_TIDY_S = 10.0  # a disk may be lost with the rank
+
+
+def end_process(message: str, exit_code: int) -> NoReturn:
+    """Say why on standard error, and end this process whatever its threads are doing."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(f"outpace: {message}", file=sys.stderr, flush=True)
+    os._exit(exit_code)
+
+
+class ExitDeadline:
+    """A context that a process has to leave in time, once `start` was called within it.
+
+    `end` ends the process with a message and an exit code. `tidy` is told the message first.
+    """
+
+    def __init__(self, end: End | None, tidy: Tidy = lambda message: None) -> None:
+        self._end = end or end_process
+        self.tidy = tidy
+        self._left = threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "ExitDeadline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """The process goes on, or ends by itself."""
+        self._left.set()
+
+    def start(self, message: str, exit_code: int, grace_s: float) -> None:
+        """End the process after `grace_s` seconds, unless it has left this context by then."""
+
+        def wait() -> None:
+            if not self._left.wait(grace_s):
+                self.end_now(message, exit_code)
+
+        threading.Thread(target=wait, name="exit deadline", daemon=True).start()
+
+    def end_now(self, message: str, exit_code: int) -> None:
+        """Tidy up and end the process, unless it has left this context."""
+        with self._lock:
+            if self._left.is_set():
+                return
+
+            def tidy() -> None:
+                with suppress(Exception):  # it has to end, whatever state the run is in
+                    self.tidy(message)
+
+            tidying = threading.Thread(target=tidy, name="tidy", daemon=True)
+            tidying.start()
+            tidying.join(_TIDY_S)
+            self._end(message, exit_code)

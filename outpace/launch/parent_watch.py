@@ -1,0 +1,52 @@
+"""A process that ends with the one that started it, however that one ended.
+
+After `kill -9` of a launcher nobody tells its ranks. The kernel can (PR_SET_PDEATHSIG), but only
+on Linux, and it takes the end of the thread that started a process for that of its parent. The
+number of the parent changes on every system.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+# Set by outpace for the commands that it starts: its process number.
+PARENT = "OUTPACE_PARENT_PID"
+
+_LOOK_S = 0.5
+# Ranks finish the step and save in this time; several of them have lost the launcher's store.
+_SAVE_S = 60.0
+
+
+def child_environment() -> dict[str, str]:
+    """Variables for a command of outpace that is to end with this process."""
+    return {**os.environ, PARENT: str(os.getpid())}
+
+
+def end_with_parent(environ: Mapping[str, str]) -> None:
+    """From now on end with the parent, where that is outpace or torch's elastic launcher.
+
+    First as by SIGTERM, so that a run is saved; by SIGKILL where that takes too long.
+    """
+    parent = os.getppid()
+    of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ
+    if of_launcher or environ.get(PARENT) == str(parent):
+        threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    with suppress(OSError, ValueError, AttributeError):
+        print(
+            f"outpace: process {parent}, which started this one, has ended: this one ends too, as "
+            "by SIGTERM",
+            file=sys.stderr,
+            flush=True,
+        )
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_SAVE_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,250 @@
+"""A rank that is lost ends all the others within the time limit: whatever they do, at any moment.
+
+Strategies × moments × faults, by signals and servers that are real. What is not marked slow is a
+sample of them.
+"""
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outpace.launch.environment import free_port
+from outpace.records.ranks import RANK_NAME
+
+pytestmark = pytest.mark.gloo
+
+STRATEGIES = ("ddp", "zero1", "zero3", "ring", "dp", "ps", "tp", "gpipe", "1f1b", "zb", "zbv", "mp")
+MOMENTS = ("start", "step", "evaluation", "save", "end")
+TIMEOUT_S = 6
+# The time limit, a look at all ranks, an end in order, and the launcher's patience with the rest:
+# by far more than these take, by far less than the six hours that a save may.
+LIMIT_S = 90
+STEPS = 40
+TINY = ("train", "--model", "outpace-tiny", "--seq-len", 32, "--global-batch", 8, "--steps", STEPS,
+        "--save-every", 2, "--eval-every", 2, "--eval-batches", 1, "--sample-tokens", 0,
+        "--precision", "fp32", "--threads", 1, "--device", "cpu",
+        "--comm-timeout-s", TIMEOUT_S)  # fmt: skip
+
+SAMPLE = {("ddp", "save", signal.SIGSTOP, 1), ("1f1b", "step", signal.SIGSTOP, 0)}
+CASES = [
+    pytest.param(
+        *case, id="-".join((*case[:2], case[2].name, str(case[3]))),
+        marks=() if case in SAMPLE else pytest.mark.slow,
+    )
+    for case in itertools.product(STRATEGIES, MOMENTS, (signal.SIGSTOP, signal.SIGKILL), (0, 1))
+]  # fmt: skip
+
+
+def start(*words, cwd, **environ):
+    return subprocess.Popen(
+        [sys.executable, "-m", "outpace", *map(str, words)], cwd=cwd, stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, **environ},
+    )  # fmt: skip
+
+
+def start_ranks(*words, cwd, **environ):
+    """Two ranks that no launcher looks after."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
+    return [start(*words, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **place)
+            for rank in range(2)]  # fmt: skip
+
+
+def find_ranks(launcher):
+    """The processes of both ranks, as soon as they are there."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        found = {}
+        for child in psutil.Process(launcher.pid).children():
+            with contextlib.suppress(psutil.Error, ValueError):
+                found[int(child.name().removeprefix(RANK_NAME))] = child
+        if len(found) == 2:
+            return found[0], found[1]
+        time.sleep(0.01)
+    raise AssertionError("no ranks")
+
+
+def wait_for(moment, run):
+    """Until a run is at a moment, as far as its files tell; not for longer than it takes."""
+
+    def steps():
+        path = run / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+    def at():
+        if moment == "start":
+            return True
+        if moment == "step":
+            return steps() >= 3
+        if moment == "evaluation":
+            path = run / "evals.jsonl"
+            return path.is_file() and path.read_bytes().count(b"\n") >= 2
+        if moment == "save":
+            folders = list((run / "checkpoints").glob("step-*"))
+            return any(not (folder / "complete.json").exists() for folder in folders)
+        return steps() == STEPS
+
+    until_s = time.monotonic() + LIMIT_S
+    while not at() and time.monotonic() < until_s and not (run / "result.json").is_file():
+        time.sleep(0.001)
+
+
+def end_in_time(processes):
+    """Their exit codes and what they said; all are gone after the test."""
+    until_s = time.monotonic() + LIMIT_S
+    try:
+        for process in processes:
+            process.wait(max(until_s - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        pytest.fail("it hangs")
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, process.communicate()[1]) for process in processes]
+
+
+@pytest.fixture
+def words(corpus, token_cache):
+    return (*TINY, "--data", corpus, "--cache-dir", token_cache)
+
+
+def wait_until_gone(processes):
+    _, left = psutil.wait_procs(processes, timeout=LIMIT_S)
+    for one in left:
+        one.kill()
+    return not left
+
+
+@pytest.mark.parametrize(("strategy", "moment", "signum", "victim"), CASES)
+def test_all_end_when_a_rank_is_lost(tmp_path, words, strategy, moment, signum, victim):
+    pipeline = ("--pp-microbatches", 4) if strategy in ("gpipe", "1f1b", "zb", "zbv") else ()
+    launcher = start(
+        *words, "--nproc", 2, "--strategy", strategy, *pipeline, "--out", "run", cwd=tmp_path
+    )
+    ranks = find_ranks(launcher)
+    wait_for(moment, tmp_path / "run")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        ranks[victim].send_signal(signum)
+    ((code, said),) = end_in_time([launcher])
+    assert wait_until_gone(ranks)
+    assert "Traceback" not in said, said
+    if code != 0:  # it was over before the signal came
+        assert f"rank {victim}" in said or "find the others" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_end_without_a_launcher_too(tmp_path, words, moment, victim):
+    """The stopped rank 0 has the store where all meet, and answers nobody."""
+    processes = start_ranks(*words, "--strategy", "ddp", "--out", "run", cwd=tmp_path)
+    wait_for(moment, tmp_path / "run")
+    processes[victim].send_signal(signal.SIGSTOP)
+    try:
+        ((code, said),) = end_in_time([processes[1 - victim]])
+    finally:
+        processes[victim].kill()
+        processes[victim].communicate()
+    assert "Traceback" not in said, said
+    assert code != 0 or moment == "end", said
+
+
+def test_ranks_end_with_their_launcher(tmp_path, words):
+    """After SIGKILL, which it cannot pass on; they save first, and nothing goes on unseen."""
+    launcher = start(*words, "--steps", 5000, "--nproc", 2, "--out", "run", cwd=tmp_path)
+    ranks = find_ranks(launcher)
+    wait_for("step", tmp_path / "run")
+    launcher.kill()
+    assert wait_until_gone(ranks)
+    _, said = launcher.communicate()
+    assert "which started this one, has ended" in said
+    assert len(said) < 20_000
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*/complete.json"))
+
+
+@contextlib.contextmanager
+def server(answer):
+    """The port of a program that is no rank: it answers so, or not at all."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def talk(connection):
+            with contextlib.suppress(OSError), connection:
+                while connection.recv(4096):
+                    if answer is not None:
+                        connection.sendall(answer)
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(
+                        target=talk, args=(listening.accept()[0],), daemon=True
+                    ).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield str(listening.getsockname()[1])
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def rank_alone(words, cwd, rank=1, **environ):
+    """Exit code and words of one rank of two, of which the other is not there."""
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
+    (found,) = end_in_time([start(*words, "--comm-timeout-s", 2, cwd=cwd, **place)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        pytest.param(None, "does not answer as rank 0 does", id="silent"),
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program", id="http",
+                     marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_rank_does_not_wait_for_another_program(tmp_path, words, answer, said):
+    with server(answer) as port:
+        code, errors = rank_alone(words, tmp_path, MASTER_PORT=port)
+    assert code == 1 and said in errors and "rank 1 does not find the others" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("rank", "environ", "code", "said"),
+    [
+        pytest.param(1, {"MASTER_ADDR": "no-such-host.invalid"}, 2,
+                     "outpace: rank 1: environment: MASTER_ADDR = 'no-such-host.invalid' has no "
+                     "address on this host after 2 s", id="a name that leads nowhere"),
+        pytest.param(0, {}, 1, "(rank 1 did not come)", id="a rank that never comes",
+                     marks=pytest.mark.slow),
+        pytest.param(1, {}, 1, "rank 1 does not find the others", id="rank 0 never comes",
+                     marks=pytest.mark.slow),
+        # TEST-NET-1 of RFC 5737: no packet comes back
+        pytest.param(1, {"MASTER_ADDR": "192.0.2.1"}, 1, "does not find the others at 192.0.2.1",
+                     id="an address that nobody answers at", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_rank_does_not_wait_for_ever_to_meet(tmp_path, words, rank, environ, code, said):
+    found, errors = rank_alone(words, tmp_path, rank, **environ)
+    assert found == code and said in errors, errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_signal_is_heard_while_a_rank_waits_for_the_others(tmp_path, words):
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
+    process = start(*words, "--comm-timeout-s", 600, cwd=Path(tmp_path), **place)
+    time.sleep(15)
+    process.send_signal(signal.SIGTERM)
+    ((code, said),) = end_in_time([process])
+    assert code == 75 and "nothing was trained" in said, said
