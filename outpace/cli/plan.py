@@ -13,6 +13,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.optimizers import Precision
 
 if TYPE_CHECKING:
+    from outpace.interop.emit import Emitted
     from outpace.launch.planning import Asked
     from outpace.planner.job import Job
     from outpace.records.estimate import Plans
@@ -167,8 +168,8 @@ def _save(plan: "Plan", question: "Job", path: Path) -> None:
 def _emit(
     arguments: argparse.Namespace, question: "Job", answer: "Plans", chosen: int | None
 ) -> int:
-    """The chosen plan, or the first that the format can say wholly, as a configuration."""
-    from outpace.launch.emitting import pick
+    """The chosen plan, or the fastest that the format can express, as a configuration."""
+    from outpace.launch.emitting import figures, pick
     from outpace.launch.outlines import find_outline
 
     _, _, spec = find_outline(arguments.model)
@@ -180,26 +181,37 @@ def _emit(
     picked = pick(arguments.emit, question, answer, spec, chosen)
     written = picked.emitted
     if arguments.out is not None:
-        _save(answer.plans[picked.number - 1].plan, question, arguments.out)
+        from outpace.records.base import write_atomic
+
+        write_atomic(arguments.out, written.text)
+        written = written.at(arguments.out)
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
                     "command": written.command, "unsaid": list(written.unsaid),
-                    "plan": picked.number, "why": picked.why, "lost": list(written.lost),
+                    "plan": picked.number, "title": picked.planned.title,
+                    "estimate": picked.estimate and picked.estimate.model_dump(mode="json"),
+                    "why": picked.why, "lost": list(written.lost),
                     "warning": picked.warning}  # fmt: skip
         print(json.dumps(document, indent=2), flush=True)
         return 0
-    print(written.text.rstrip())
-    sys.stdout.flush()
+    if arguments.out is None:
+        print(written.text.rstrip())
+        sys.stdout.flush()
     # Formats with comments have said it themselves, in the text above; a warning has what is lost.
     told = written.unsaid if written.commented else written.lost
-    notes = [f"# {one}" for one in written.unsaid if one not in told]
-    warning = [] if picked.warning is None else [f"# WARNING: {picked.warning}"]
-    lines = [
-        f"# On standard output: {written.file_name}. Save it, then: {written.command}",
-        f"# {picked.why}", *warning, *notes,
-    ]  # fmt: skip
-    print("\n".join(lines), file=sys.stderr)
+    notes = [one for one in written.unsaid if one not in told]
+    warning = [] if picked.warning is None else [f"WARNING: {picked.warning}"]
+    estimate = [] if picked.estimate is None else [figures(picked.estimate)]
+    lines = [_start(arguments.out, written), picked.why, *estimate, *warning, *notes]
+    print("\n".join(f"# {line}" for line in lines), file=sys.stderr)
     return 0
+
+
+def _start(out: Path | None, written: "Emitted") -> str:
+    """Where the configuration is, and the command that starts with it."""
+    if out is not None:
+        return f"Written: {out}. Start it: {written.command}"
+    return f"On standard output: {written.file_name}. Save it (--out), then: {written.command}"
 
 
 def _nodes_list(text: str) -> list[int]:
@@ -265,8 +277,8 @@ def _parser() -> Parser:
         help="with link= (a node's network), inside= (a device's link in its node), memory= (a "
         "device's) or nodes= changed")  # fmt: skip
     add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
-        help="the best plan that the format can say wholly (or --explain's), for "
+        help="the fastest plan that the format can express (or --explain's), for "
         f"{', '.join(FORMATS)}")  # fmt: skip
-    add("--out", type=Path, default=None, metavar="plan.json",
-        help="write the best (or --explain's, or --emit's) plan")  # fmt: skip
+    add("--out", type=Path, default=None, metavar="FILE",
+        help="write the best (or --explain's) plan; with --emit what is emitted")  # fmt: skip
     return parser

@@ -1,96 +1,156 @@
-"""Which of the ranked plans is written for another trainer, and what is lost by it."""
+"""Which plan is written for another trainer, what of it is lost, and what was written takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import MappingProxyType
 
-from outpace.interop.emit import Emitted, dropped, emit
+from outpace.interop.emit import Emitted, emit
+from outpace.planner.habits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
 from outpace.planner.job import Job
-from outpace.planner.plans import one
+from outpace.planner.plans import fastest_plan, one
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Planned, Plans
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
-from outpace.records.units import show_bytes
+from outpace.records.units import show_bytes, show_seconds, show_share
+
+# No other trainer takes a large vocabulary's logits in chunks by itself, as outpace does.
+_OTHERS = replace(OUTPACE, chunks_loss=False)
+_HABITS: Mapping[str, Habits] = MappingProxyType({"outpace": OUTPACE})
 
 
 @dataclass(frozen=True)
 class Picked:
-    """A plan's number in the answer, what was written of it, and why this one.
+    """A plan, what was written of it, and why this one.
 
-    `warning` says what of it the format lacks, None where it says it wholly.
+    `number` is its place in the answer, None where it is not among the plans that are shown.
+    `estimate` is of what was written, None where that is no plan that can be reckoned with.
+    `warning` says what of the plan the format lacks, None where it says it wholly.
     """
 
-    number: int
+    planned: Planned
+    number: int | None
     emitted: Emitted
+    estimate: Estimate | None
     why: str
     warning: str | None
 
 
 def pick(name: str, job: Job, answer: Plans, spec: ModelSpec, chosen: int | None) -> Picked:
-    """The `chosen` plan, else the first that format `name` can say wholly, else the first.
+    """The `chosen` plan, else the fastest of all that format `name` can express.
 
-    Raises BadInputError where a configuration of the chosen one, or of any, cannot be written.
+    Where it can express none, the first of the answer. Raises BadInputError where a configuration
+    of the chosen one, or of any, cannot be written.
     """
+    there = replace(job.on(answer.nodes - answer.idle_nodes), habits=_habits(name, job))
     if chosen is not None:
-        written = _written(name, job, answer.plans[chosen - 1], spec)
-        why = f"Plan {chosen}, as --explain says: {answer.plans[chosen - 1].title}."
-        return Picked(chosen, written, why, _warning(name, job, answer.plans[chosen - 1], written))
-    tried = [_written(name, job, planned, spec) for planned in answer.plans]
-    for number, (planned, written) in enumerate(zip(answer.plans, tried, strict=True), 1):
-        if not written.lost:
-            return Picked(number, written, _why(name, number, planned, tried), None)
+        planned = answer.plans[chosen - 1]
+        return _picked(name, there, planned, spec, chosen, f"Plan {chosen}: {planned.title}.")
     first = answer.plans[0]
-    why = f"Plan 1, the fastest, as {name} can say none of the {len(tried)} wholly: {first.title}."
-    return Picked(1, tried[0], why, _warning(name, job, first, tried[0]))
+    # What the format lacks of the model itself, whatever the plan.
+    of_model = set(_write(name, there, Plan(micro_batch=1), spec, 1).lost)
+
+    def expresses(plan: Plan) -> bool:
+        try:
+            return set(_write(name, there, plan, spec).lost) <= of_model
+        except BadInputError:
+            return False
+
+    found, considered = fastest_plan(there, expresses)
+    if found is None:
+        why = f"Plan 1, the fastest, as {name} can express none of those that fit: {first.title}."
+        return _picked(name, there, first, spec, 1, why)
+    same = [number for number, other in enumerate(answer.plans, 1) if other.plan == found.plan]
+    number = same[0] if same else None
+    why = _why(name, there, found, answer, considered, number, spec)
+    return _picked(name, there, found, spec, number, why)
 
 
-def _written(name: str, job: Job, planned: Planned, spec: ModelSpec) -> Emitted:
+def _habits(name: str, job: Job) -> Habits:
+    """What the trainer that is written for holds in memory."""
+    if name == "megatron":
+        precision = job.wanted.keep.get("precision", job.wanted.precision)
+        if precision.startswith(("bf16", "fp8")):
+            return MEGATRON_BF16
+        return MEGATRON_FP16 if precision.startswith("fp16") else _OTHERS
+    return _HABITS.get(name, _OTHERS)
+
+
+def _write(
+    name: str, job: Job, plan: Plan, spec: ModelSpec, global_batch: int | None = None
+) -> Emitted:
     wanted = job.wanted
-    return emit(name, planned.plan, spec, global_batch=wanted.global_batch,
-                seq_len=wanted.seq_len)  # fmt: skip
-
-
-def _why(name: str, number: int, planned: Planned, tried: Sequence[Emitted]) -> str:
-    if number == 1:
-        return f"Plan 1, the fastest: {planned.title}."
-    first = " ".join(tried[0].lost)
-    before = "plan 1" if number == 2 else f"plans 1 to {number - 1}"
-    return (
-        f"Plan {number}, the first that {name} can say wholly: {planned.title}. It cannot say "
-        f"{before}: {first} --explain 1 writes plan 1 all the same."
+    return emit(
+        name, plan, spec, global_batch=global_batch or wanted.global_batch, seq_len=wanted.seq_len
     )
 
 
-def _warning(name: str, job: Job, planned: Planned, written: Emitted) -> str | None:
-    """What is lost, and the memory without it where that can be reckoned."""
+def _picked(
+    name: str, job: Job, planned: Planned, spec: ModelSpec, number: int | None, why: str
+) -> Picked:
+    written = _write(name, job, planned.plan, spec)
+    estimate, known = _as_written(job, planned.plan, written)
+    return Picked(
+        planned, number, written, estimate, why, _warning(name, planned, written, estimate, known)
+    )
+
+
+def _why(
+    name: str, job: Job, found: Planned, answer: Plans, considered: int, number: int | None,
+    spec: ModelSpec,
+) -> str:  # fmt: skip
+    """Why this plan, and what it costs beside the fastest."""
+    first = answer.plans[0]
+    if number == 1:
+        return f"Plan 1, the fastest: {found.title}."
+    which = "Written" if number is None else f"Plan {number}"
+    slower = found.estimate.step_time_s / first.estimate.step_time_s - 1
+    lost = " ".join(_write(name, job, first.plan, spec).lost)
+    cannot = f"{name} cannot express plan 1 ({first.title}): {lost}"
+    if not lost:  # of what it holds beside the plan there is more than outpace holds
+        cannot = f"Plan 1 ({first.title}) does not fit as {name} runs it."
+    return (
+        f"{which}, the fastest of {considered:,} that {name} can express: {found.title}; "
+        f"{show_share(max(slower, 0.0))} slower than plan 1. {cannot} --explain 1 writes plan 1 "
+        "all the same."
+    )
+
+
+def _as_written(job: Job, plan: Plan, written: Emitted) -> tuple[Estimate | None, bool]:
+    """The estimate of what the configuration describes, and whether that is all known."""
+    described, known = written.written(plan)
+    if described is None:
+        return None, False
+    try:
+        return one(job, described).estimate, known
+    except BadInputError:
+        return None, False
+
+
+def _warning(
+    name: str, planned: Planned, written: Emitted, estimate: Estimate | None, known: bool
+) -> str | None:
+    """What is lost, and whether what is written instead fits."""
     if not written.lost:
         return None
-    rests = f"the plan rests on what {name} cannot say. {' '.join(written.lost)}"
-    left = dropped(written.lost)
-    more = len(written.lost) > len(left)
-    differs = " What is written in another way changes time and memory too." if more else ""
-    other = _without(job, planned.plan, left)
-    if other is None:
-        return f"{rests}{differs}"
-    has = "" if other.memory_bytes is None else f" of {show_bytes(other.memory_bytes)}"
-    with_ = " and ".join(f"{name}={value}" for name, value in left.items())
-    verdict = "fits" if other.fits else "does NOT fit"
+    rests = f"the plan rests on what {name} cannot express. {' '.join(written.lost)}"
+    more = "" if known else " What is written in another way may change time and memory too."
+    if estimate is None:
+        return f"{rests}{more}"
+    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     return (
-        f"{rests} With {with_} a device needs {show_bytes(other.peak_memory_bytes)}"
-        f"{has}, as planned {show_bytes(planned.estimate.peak_memory_bytes)}: it {verdict}."
-        f"{differs}"
+        f"{rests} As written, a device needs {show_bytes(estimate.peak_memory_bytes)}{has}, as "
+        f"planned {show_bytes(planned.estimate.peak_memory_bytes)}: it "
+        f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
     )
 
 
-def _without(job: Job, plan: Plan, left: Mapping[str, Any]) -> Estimate | None:
-    """The plan's estimate with some settings at their defaults; None where that is no plan."""
-    if not left:
-        return None
-    # A program that cannot be told to chunk the loss does not do so by itself, as outpace does.
-    habits = replace(job.habits, chunks_loss=job.habits.chunks_loss and "loss" not in left)
-    try:
-        values = {**plan.model_dump(), **left}
-        return one(replace(job, habits=habits), Plan.parse(values, "plan")).estimate
-    except BadInputError:
-        return None
+def figures(estimate: Estimate) -> str:
+    """Time and memory of what was written, in a sentence."""
+    has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
+    low, high = show_seconds(estimate.low_s), show_seconds(estimate.high_s)
+    return (
+        f"As written: {show_seconds(estimate.step_time_s)} a step ({low} to {high} with "
+        f"{estimate.level * 100:.0f} %), {estimate.tokens_per_s:,.0f} tokens/s, "
+        f"{show_bytes(estimate.peak_memory_bytes)}{has} a device."
+    )

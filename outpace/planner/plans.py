@@ -19,7 +19,7 @@ from outpace.planner.job import Job
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
 from outpace.planner.reasons import impossible, lacks, rejected, why
-from outpace.planner.search import Found, fastest, fits, search
+from outpace.planner.search import Found, fastest, fastest_accepted, fits, search
 from outpace.planner.space import Wanted, to_plan
 from outpace.planner.titles import title, varied
 from outpace.records.errors import BadInputError
@@ -154,6 +154,15 @@ def alike(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
     return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
 
 
+def fastest_plan(job: Job, accepts: Callable[[Plan], bool]) -> tuple[Planned | None, int]:
+    """The fastest plan that fits and that `accepts` takes, and of how many."""
+    plan, considered = fastest_accepted(job.question, job.wanted, job.asks, job.limit, accepts)
+    if plan is None:
+        return None, considered
+    named = ", ".join([title(plan), *varied(plan, job.wanted.vary)])
+    return one(job, plan).model_copy(update={"title": named}), considered
+
+
 def one(job: Job, plan: Plan) -> Planned:
     """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
@@ -195,7 +204,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
     mfu = None if peak is None else 3 * forward / seconds / peak / ranks
     low, high = interval(job.cluster.calibrated, job.cluster.guessed)
-    by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind)
+    by_kind = memory.anatomy(job.outline, wanted.seq_len, row, device.kind, habits=job.habits)
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.planner.columns import STRATEGIES, Columns, Floats, Ints
+from outpace.planner.columns import STRATEGIES, Bools, Columns, Floats, Ints
 from outpace.planner.estimate import Times, estimate
-from outpace.planner.space import Wanted, expand, layouts, levers
+from outpace.planner.space import Lever, Wanted, expand, layouts, levers, to_plan
 from outpace.planner.step_setup import Question
+from outpace.records.plan import Plan
 
 # Bytes that each plan's fullest rank needs.
 Needs = Callable[[Columns], Floats]
@@ -104,6 +105,120 @@ def fastest(
         if len(kept) == count:
             worst = float(estimate(question, kept).step_s.max())
     return kept, len(plain) * len(chosen)
+
+
+def fastest_accepted(
+    question: Question,
+    wanted: Wanted,
+    needs: Needs,
+    memory_bytes: float,
+    accepts: Callable[[Plan], bool],
+) -> tuple[Plan | None, int]:
+    """The fastest plan that fits and that `accepts` takes, and of how many.
+
+    Of plans that differ in their micro-batches only one is asked about: `accepts` answers for a way
+    to split a model and what goes with it. Layouts come in the order of what they take without
+    levers, until none can be faster than what was found.
+    """
+    plain, chosen = layouts(wanted), list(levers(wanted))
+    considered = len(plain) * len(chosen)
+    asked = _Asked(accepts, wanted.seq_len)
+    # No lever makes a layout one that can be accepted.
+    plain = plain.take(asked.each(plain))
+    bound = estimate(question, plain).step_s
+    order = np.argsort(bound, kind="stable")
+    chosen = _accepted_levers(plain.take(order), chosen, asked)
+    best, best_s = None, np.inf
+    for begin in range(0, len(order) if chosen else 0, _BATCH):
+        places = order[begin : begin + _BATCH]
+        if bound[places[0]] > best_s * _NEAR:
+            break
+        part = expand(plain.take(places), chosen)
+        ranked = _plainly(part, estimate(question, part).step_s)
+        for piece in _pieces(ranked):
+            piece = piece[ranked[piece] < best_s]
+            fits = piece[needs(part.take(piece)) <= memory_bytes] if len(piece) else piece
+            taken = asked.first(part.take(fits))
+            if taken is not None:
+                place = int(fits[taken])
+                best, best_s = to_plan(part, place), float(ranked[place])
+                break
+    return best, considered
+
+
+class _Asked:
+    """Whether plans are accepted, asked once of plans that are said in the same words."""
+
+    def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
+        self._accepts = accepts
+        self._seq_len = seq_len
+        self._known: dict[bytes, bool] = {}
+
+    def each(self, columns: Columns) -> Bools:
+        """Of all plans."""
+        rows, first, back = np.unique(
+            _sayings(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
+        )
+        answers = [self._one(row, columns, int(at)) for row, at in zip(rows, first, strict=True)]
+        found: Bools = np.array(answers, bool)[back.reshape(-1)]
+        return found
+
+    def first(self, columns: Columns) -> int | None:
+        """The place of the first that is."""
+        rows = _sayings(columns, self._seq_len)
+        places = range(len(columns))
+        return next((place for place in places if self._one(rows[place], columns, place)), None)
+
+    def _one(self, saying: Ints, columns: Columns, place: int) -> bool:
+        key = saying.tobytes()
+        if key not in self._known:
+            self._known[key] = self._accepts(to_plan(columns, place))
+        return self._known[key]
+
+
+def _sayings(c: Columns, seq_len: int) -> Ints:
+    """A row for each plan; of two alike the plans can be said in the same words, or neither.
+
+    Sizes of batches and numbers of replicas and shards are aside.
+    """
+    columns = [
+        c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp, c.cp > 1,
+        seq_len % (2 * c.cp) > 0, c.pp > 1, c.pp * c.stages_per_rank, c.ep > 1, c.schedule,
+        c.stages_per_rank, c.even_stages, c.sequence_parallel, c.async_tp,
+        c.microbatches * c.passes % c.pp > 0, c.offload_activations, c.offload_parameters,
+        c.offload_optimizer, c.precision, c.optimizer, c.chunked_loss, c.compile, c.in_backward,
+        c.bucket_bytes, c.servers, *(c.modes * 1024).T,
+    ]  # fmt: skip
+    return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
+
+
+# Levers of which one may need another: these are tried together.
+_TOGETHER = (
+    ("modes", "offload_activations"),
+    ("offload_parameters", "offload_optimizer"),
+    ("precision", "optimizer", "in_backward"),
+)
+
+
+def _accepted_levers(plain: Columns, chosen: list[Lever], asked: _Asked) -> list[Lever]:
+    """Levers without those of which a part is accepted with no strategy's fastest layout."""
+    if not chosen or not len(plain):
+        return []
+    _, first = np.unique(plain.strategy, return_index=True)
+    some = plain.take(np.sort(first))
+    alone = [(name,) for name in chosen[0] if not any(name in names for names in _TOGETHER)]
+    for names in (*_TOGETHER, *alone):
+        names = tuple(name for name in names if name in chosen[0])
+        fine: dict[str, bool] = {}
+        for lever in chosen:
+            key = str([lever[name] for name in names])
+            if key not in fine:
+                part = expand(some, [{**chosen[0], **{name: lever[name] for name in names}}])
+                fine[key] = asked.first(part) is not None
+        chosen = [one for one in chosen if fine[str([one[name] for name in names])]]
+        if not chosen:
+            break
+    return chosen
 
 
 def _family(

@@ -92,3 +92,18 @@ def requests(draw: st.DrawFn) -> Request:
         plan = plan_or_none(values)
     batch = plan.samples_per_pass * plan.data_parallel * draw(st.integers(1, 3))
     return Request(plan, draw(st.sampled_from(SPECS)), batch, SEQ_LEN)
+
+
+def filled(text: str) -> str:
+    """A configuration with a person's numbers and names in the place of what stops a trainer."""
+    for key, value in {
+        "hf_assets_path": '"assets"', "dataset": '"c4"', "lr": "3e-4", "steps": "1000",
+        "warmup_steps": "100",
+    }.items():  # fmt: skip
+        text = text.replace(f"\n{key} = SET_ME", f"\n{key} = {value}")
+    for key, number in {
+        "train_steps": "1000", "weight_decay": "0.1", "learning_rate": "3.0e-4",
+        "lr_warmup_steps": "100", "min_decay_lr": "3.0e-5",
+    }.items():  # fmt: skip
+        text = text.replace(f" {key}: SET_ME", f" {key}: {number}")
+    return text

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from emit_plans import LEVERS, LLAMA, SEQ_LEN, plan_or_none, requests
+from emit_plans import LEVERS, LLAMA, SEQ_LEN, filled, plan_or_none, requests
 
 from outpace.catalog.models import preset
 from outpace.cli import options
 from outpace.cli.train import _parser
-from outpace.interop.emit import FORMATS, Emitted, Request, dropped, emit
+from outpace.interop.emit import FORMATS, Emitted, Request, emit
 from outpace.interop.emit.request import folded, hosts
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
@@ -150,7 +150,7 @@ def test_accelerate_multiplies_to_the_plan(request_: Request) -> None:
 def test_torchtitan_multiplies_to_the_plan(request_: Request) -> None:
     plan = request_.plan
     written = emitted("torchtitan", request_)
-    config = tomllib.loads(written.text)
+    config = tomllib.loads(filled(written.text))
     degrees = config["parallelism"]
     data = degrees["data_parallel_replicate_degree"] * degrees["data_parallel_shard_degree"]
     others = (
@@ -186,7 +186,7 @@ def layers_of(degrees: dict[str, Any], pp: int) -> int:
 @given(requests())
 def test_torchtitan_has_published_names(request_: Request) -> None:
     text = emitted("torchtitan", request_).text
-    config = tomllib.loads(text)
+    config = tomllib.loads(filled(text))
     nested = config.pop("quantize", {}).get("linear", {})
     for table, values in {
         **config,
@@ -208,7 +208,7 @@ def test_torchtitan_has_published_names(request_: Request) -> None:
 def test_torchtitan_knows_its_own_models() -> None:
     for name in ("llama-3-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-8b", "qwen3-0.6b"):
         written = emit("torchtitan", Plan(), preset(name), global_batch=1, seq_len=128)
-        model = tomllib.loads(written.text)["model"]
+        model = tomllib.loads(filled(written.text))["model"]
         assert model["flavor"] == name.rpartition("-")[2].upper()
         assert not any("flavor" in sentence for sentence in written.unsaid)
     unknown = emit("torchtitan", Plan(), LLAMA, global_batch=1, seq_len=64)
@@ -418,8 +418,8 @@ def test_what_changes_the_plan_is_told_from_what_does_not(name: str) -> None:
         for loss in ("auto", "chunked")
     )
     assert plain.lost == () != plain.unsaid
-    levers = dropped(chunked.lost)
-    assert levers == ({} if name == "outpace" else {"loss": "auto"})
+    described, known = chunked.written(Plan(loss="chunked"))
+    assert known and described == Plan(loss="chunked" if name == "outpace" else "auto")
     assert plain.commented == (name not in ("deepspeed", "fsdp", "outpace"))
 
 

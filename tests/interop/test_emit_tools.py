@@ -4,7 +4,9 @@ import dataclasses
 import json
 import re
 import shlex
+import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import given
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from emit_plans import LLAMA, SEQ_LEN, requests
+from emit_plans import LLAMA, SEQ_LEN, filled, requests
 
 from outpace.interop.emit import Request, emit
 from outpace.records.plan import Plan
@@ -134,6 +136,39 @@ def test_the_trainer_takes_16_bits(precision: str, folder: Path) -> None:
     assert arguments.mixed_precision == precision
 
 
+def filled_by_the_trainer(path: Path, command: str, world_size: int) -> dict[str, Any]:
+    """The JSON as transformers' Trainer hands it to DeepSpeed, with the command's arguments."""
+    from transformers import HfArgumentParser, TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    @dataclasses.dataclass
+    class Arguments(TrainingArguments):
+        """Of a rank among others."""
+
+        @property
+        def world_size(self) -> int:  # type: ignore[override]
+            return world_size
+
+    words = shlex.split(command)
+    words = words[words.index("train.py") + 1 :]
+    assert words[:2] == ["--deepspeed", path.name]
+    # No device with bf16 or fp16 is here; the Trainer asks for one as it is told.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch.compile's TF32, and of devices
+        half = words.index("--fp16") if "--fp16" in words else None
+        given = words[2:] if half is None else words[2:half] + words[half + 2 :]
+        (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(
+            [*given, "--output_dir", "trainer_output", "--learning_rate", "3e-4",
+             "--weight_decay", "0.05", "--use_cpu", "True"]
+        )  # fmt: skip
+    arguments.fp16 = half is not None
+    config = HfTrainerDeepSpeedConfig(json.loads(path.read_text()))
+    config.trainer_config_process(arguments)
+    assert config.mismatches == []
+    values: dict[str, Any] = config.config
+    return values
+
+
 @given(request_=requests())
 @FEW
 def test_deepspeed_parses_it(request_: Request, folder: Path) -> None:
@@ -143,16 +178,23 @@ def test_deepspeed_parses_it(request_: Request, folder: Path) -> None:
     import deepspeed.comm
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    path, _ = written("deepspeed", request_, folder)
-    plan, values = request_.plan, json.loads(path.read_text())
+    path, command = written("deepspeed", request_, folder)
+    plan = request_.plan
+    values = filled_by_the_trainer(path, command, plan.data_parallel)
+    assert values["optimizer"]["params"]["lr"] == 3e-4
+    assert values["optimizer"]["params"]["weight_decay"] == 0.05
+    assert "auto" not in json.dumps(values).replace("autotp_size", "").replace("autoep_size", "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deepspeed.comm, "get_rank", lambda: 0)
         config = DeepSpeedConfig(values, mpu=_Shares(plan.data_parallel))
     assert config.train_batch_size == request_.global_batch
     assert config.world_size == plan.data_parallel
-    assert config.zero_config.stage >= min(request_.stage, 1 if plan.pp > 1 else 3)
+    stage = config.zero_config.stage
+    assert stage >= min(request_.stage, 1 if plan.pp > 1 else 3)
+    assert config.zero_config.overlap_comm == (stage > 0)
+    assert config.zero_config.gather_16bit_weights_on_model_save == (stage == 3)
     assert config.tensor_parallel_config.autotp_size in (0, plan.tp)
-    assert config.bfloat16_config.enabled == (plan.precision in ("bf16", "bf16-pure", "fp8"))
+    assert config.bfloat16_config.enabled == (plan.precision[:4] in ("bf16", "fp8"))
     assert config.float16_config.enabled == plan.precision.startswith("fp16")
     assert config.optimizer_name
     # Keys that it does not know it passes over: they are looked for in its sources.
@@ -163,7 +205,53 @@ def test_deepspeed_parses_it(request_: Request, folder: Path) -> None:
     for key in [*values, *values.get("activation_checkpointing", {})]:
         assert f'"{key}"' in known or f"'{key}'" in known or key == "data_parallel_size"
     fields = type(config.zero_config).model_fields
-    assert set(values["zero_optimization"]) <= set(fields)
+    aliases = {field.alias for field in fields.values()}
+    assert set(values["zero_optimization"]) <= {*fields, *aliases}
+
+
+@given(request_=requests())
+@FEW
+def test_torchtitan_parses_it(request_: Request, folder: Path) -> None:
+    """Its ConfigManager reads the file as it does at the start, once a person has filled it in."""
+    manager = pytest.importorskip(
+        "torchtitan.config", reason="no torchtitan: pip install '.[emit]'", exc_type=ImportError
+    )
+    path, _ = written("torchtitan", request_, folder)
+    words = ["--job.config_file", str(path)]
+    with pytest.raises(tomllib.TOMLDecodeError):
+        manager.ConfigManager().parse_args(words)
+    path.write_text(filled(path.read_text()))
+    config = manager.ConfigManager().parse_args(words)
+    assert config.training.steps == 1000 and config.optimizer.lr == 3e-4
+    assert config.lr_scheduler.warmup_steps == 100
+    assert config.training.global_batch_size == request_.global_batch
+    assert config.parallelism.tensor_parallel_degree == request_.plan.tp
+    assert config.checkpoint.enable
+
+
+def test_a_shell_stops_at_what_is_not_set(folder: Path) -> None:
+    path, command = written("megatron", Request(Plan(), LLAMA, 1, SEQ_LEN), folder)
+    given: dict[str, str] = {}
+    for name in re.findall(r"(\w+)=…", command):
+        ended = subprocess.run(["sh", path], env=given, capture_output=True, text=True, check=False)
+        assert ended.returncode == 2 and f"{name}: set it to" in ended.stderr
+        given[name] = "1e-4"
+    assert set(given) == {"DATA_PATH", "TOKENIZER", "LR", "TRAIN_ITERS", "WARMUP_ITERS"}
+    started = path.read_text().replace("torchrun", "echo")
+    ended = subprocess.run(["sh", "-c", started], env=given, capture_output=True, text=True,
+                           check=True)  # fmt: skip
+    assert "--lr 1e-4" in ended.stdout and "$" not in ended.stdout
+
+
+def test_numbers_that_nobody_chose_are_in_no_file(folder: Path) -> None:
+    """Neither learning rate, length nor weight decay; where a trainer needs one, it stops."""
+    for name in ("torchtitan", "deepspeed", "megatron", "nanotron", "fsdp", "accelerate"):
+        path, command = written(name, Request(Plan(), LLAMA, 1, SEQ_LEN), folder)
+        text = path.read_text() + command
+        for value in ("0.001", "1e-3", " 70", "mock", "c4_test"):
+            assert value not in "".join(
+                line for line in text.splitlines() if not line.startswith("#")
+            ), (name, value)
 
 
 class _Shares:

@@ -13,11 +13,12 @@ from outpace.catalog.models import preset
 from outpace.catalog.nodes import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner import memory
+from outpace.planner.columns import of_plans
 from outpace.planner.estimate import estimate
 from outpace.planner.machines import of_catalog
 from outpace.planner.outlines import outline, parameters
-from outpace.planner.search import FAMILIES, family, search
-from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
+from outpace.planner.search import FAMILIES, family, fastest_accepted, search
+from outpace.planner.space import VARIED, Wanted, expand, layouts, levers, to_plan
 from outpace.planner.step_setup import Question
 
 # Plainness may decide between plans that differ by so little.
@@ -222,3 +223,28 @@ def test_nothing_is_found_where_nothing_can_be():
     for other in (impossible, replace(wanted, global_batch=3, keep={"strategy": "ddp"})):
         found = search(question, other, by_formula(question, other), 80 * GIB, 5)
         assert not len(found.ranked) and not found.smallest
+
+
+@pytest.mark.parametrize("name", ["plain shards", "pipelines", "nothing"])
+def test_of_what_is_accepted_the_fastest_is_found(name):
+    """As by asking about every plan that fits, fastest first."""
+    question, wanted = asked("outpace-tiny", "4x-v100", 1, 16)
+    needs = by_formula(question, wanted)
+    takes = {
+        "plain shards": lambda plan: plan.strategy in ("zero2", "zero3") and plan.loss == "chunked",
+        "pipelines": lambda plan: plan.pp > 1 and plan.checkpointing == "full",
+        "nothing": lambda plan: False,
+    }[name]
+    everything = expand(layouts(wanted), list(levers(wanted)))
+    everything = everything.take(needs(everything) <= GIB)
+    seconds = estimate(question, everything).step_s
+    each = (place for place in np.argsort(seconds) if takes(to_plan(everything, int(place))))
+    best = next(each, None)
+    found, considered = fastest_accepted(question, wanted, needs, GIB, takes)
+    assert considered >= len(everything)
+    if best is None:
+        assert found is None
+        return
+    assert takes(found)
+    columns = of_plans([found], wanted.global_batch, question.outline.layers)
+    assert estimate(question, columns).step_s[0] <= seconds[best] * ALIKE

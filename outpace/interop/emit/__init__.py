@@ -16,13 +16,12 @@ from outpace.interop.emit import (
     own,
     torchtitan,
 )
-from outpace.interop.emit.levers import dropped
 from outpace.interop.emit.request import Emitted, Request
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-__all__ = ["FORMATS", "Emitted", "Request", "dropped", "emit"]
+__all__ = ["FORMATS", "Emitted", "Request", "emit"]
 
 FORMATS: Mapping[str, Callable[[Request], Emitted]] = MappingProxyType(
     {

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from outpace.interop.emit import deepspeed, levers
 from outpace.interop.emit.request import Emitted, Note, Request, hosts
 from outpace.interop.emit.texts import HEAD, as_yaml, heading
-from outpace.records.plan import Plan
+from outpace.records.plan import Checkpointing, Plan
 
 _TOOL = "Accelerate"
 _FILE = "accelerate.yaml"
@@ -90,7 +90,7 @@ def _command(request: Request, kind: Kind) -> str:
 def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
     name = plan.precision
     if name in ("tf32", "fp64"):
-        unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+        unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
     if name in ("fp32", "tf32", "fp64"):
         return "no"
     if name in ("bf16-pure", "fp16-pure"):
@@ -100,7 +100,7 @@ def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
         )
         return "no"
     if name == "fp16-master" and kind != "DEEPSPEED":
-        unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast"))
+        unsaid.append(levers.precision(plan, _TOOL, "fp16 by autocast", "fp16"))
     if kind in ("DEEPSPEED", "MEGATRON_LM") and name in ("bf16", "fp16"):
         unsaid.append(
             Note(
@@ -109,7 +109,7 @@ def _precision(plan: Plan, kind: Kind, unsaid: list[str]) -> str:
             )
         )
     if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):
-        unsaid.append(levers.precision(plan, _TOOL, "bf16 by autocast"))
+        unsaid.append(levers.precision(plan, _TOOL, "bf16 by autocast", "bf16"))
     return name[:4] if name.startswith(("fp16", "bf16")) else name
 
 
@@ -117,7 +117,7 @@ def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed
     again = request.stage == 3 or (request.stage == 0 and plan.cp == 1)
     if request.stage == 1:
-        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)"))
+        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
     if plan.strategy == "cp":
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
     unsaid += levers.reduced_in_16_bits(plan, _TOOL)
@@ -125,7 +125,7 @@ def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
     if offloads and done.mode == "none":
         unsaid.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
     if done.count and (done.mode != "full" or not done.alike or done.count < request.spec.layers):
-        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full"))
+        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
         unsaid.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
     if plan.offload_optimizer != "none" and plan.offload_parameters != "cpu":
@@ -179,15 +179,13 @@ def _deepspeed(request: Request, unsaid: list[str]) -> dict[str, Any]:
         "gradient_clipping": levers.clip(plan),
         "zero_stage": zero["stage"],
         "zero3_init_flag": zero["stage"] == 3,
-        "zero3_save_16bit_model": False,
+        "zero3_save_16bit_model": zero["stage"] == 3,
     }
     for name in ("offload_optimizer", "offload_param"):
         place = zero.get(name, {"device": "none"})
         values[f"{name}_device"] = place["device"]
         if "nvme_path" in place:
             values[f"{name}_nvme_path"] = place["nvme_path"]
-    if request.recomputed.count:
-        unsaid.append(levers.checkpointing(request, f"{_TOOL} with DeepSpeed", "nothing"))
     return values
 
 
@@ -195,7 +193,7 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed
     tool = f"{_TOOL} with Megatron-LM"
     if request.stage > 1:
-        unsaid.append(levers.sharding(request, tool, "the distributed optimizer (ZeRO-1)"))
+        unsaid.append(levers.sharding(request, tool, "the distributed optimizer (ZeRO-1)", 1))
     if request.stage and plan.dp_replicate > 1:
         unsaid.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
@@ -223,8 +221,10 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
             "megatron_lm_recompute_num_layers": 1,
         }
     if done.count and (done.mode != "full" or not done.alike or done.count < request.spec.layers):
-        written = "its selective one" if done.mode == "selective" else "all blocks in full"
-        unsaid.append(levers.checkpointing(request, tool, written))
+        selective = done.mode == "selective"
+        written = "its selective one" if selective else "all blocks in full"
+        kind: Checkpointing | None = None if selective else "full"
+        unsaid.append(levers.checkpointing(request, tool, written, kind))
     if plan.offload_optimizer != "none" or plan.offload_parameters != "none":
         values["megatron_lm_optimizer_cpu_offload"] = True
         values["megatron_lm_use_precision_aware_optimizer"] = True
@@ -242,9 +242,9 @@ def _in_the_script(request: Request, kind: Kind) -> list[str]:
     if plan.optimizer != "adamw-fused":
         makes = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
     sentences: list[str] = [Note(makes)]
-    if kind in ("NO", "MULTI_GPU") and request.recomputed.count:
-        written = "nothing: gradient_checkpointing_enable() does it"
-        sentence = levers.checkpointing(request, _TOOL, written)
+    if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and request.recomputed.count:
+        written = "nothing: gradient_checkpointing_enable() in the script does it"
+        sentence = levers.checkpointing(request, _TOOL, written, "full")
         whole = request.recomputed.mode == "full" and request.recomputed.every == 1
         sentences.append(Note(sentence) if whole else sentence)
     if plan.compress_gradients != "none" and kind == "MULTI_GPU":

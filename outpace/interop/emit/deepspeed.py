@@ -11,6 +11,7 @@ from outpace.records.plan import Plan
 _TOOL = "DeepSpeed"
 _FILE = "ds_config.json"
 NVME = "/local_nvme"
+_AUTO = "auto"  # the Trainer puts its own number there
 _OPTIMIZERS: dict[OptimizerName, str] = {
     "sgd": "SGD",
     "adafactor": "Adafactor",
@@ -43,29 +44,47 @@ def write(request: Request) -> Emitted:
     unsaid += levers.no_sequence_parallel(plan, _TOOL)
     if plan.compile:
         unsaid.append(
-            Note("compile: call engine.compile() in the script; the JSON has nothing for it.")
+            Note(
+                "compile: the JSON has nothing for it. --torch_compile True says it to the Trainer."
+            )
         )
     unsaid += levers.rest(plan, _TOOL, _said(plan))
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
         request,
-        "So are the optimizer's other numbers; train.py is a script of yours.",
-        defaults=levers.DEFAULT_LR,
+        'transformers\' Trainer puts its own arguments in the place of each "auto"; a script that '
+        "calls deepspeed.initialize() itself has to. train.py is a script of yours.",
     )
     return Emitted(
         text=as_json(config),
         file_name=_FILE,
-        command=_launch(request.workers),
+        command=_launch(request),
         unsaid=tuple(unsaid),
     )
 
 
-def _launch(ranks: int) -> str:
-    nodes, each = hosts(ranks)
+def _launch(request: Request) -> str:
+    """Start a script that reads TrainingArguments, with those that the Trainer compares."""
+    nodes, each = hosts(request.workers)
     where = f"--num_gpus {each}"
     if nodes > 1:
         where = f"--hostfile hostfile --num_nodes {nodes} --num_gpus {each}"
-    return f"deepspeed {where} train.py --deepspeed --deepspeed_config {_FILE}"
+    plan = request.plan
+    words = [
+        f"--deepspeed {_FILE}",
+        f"--per_device_train_batch_size {plan.micro_batch}",
+        f"--gradient_accumulation_steps {request.passes}",
+        f"--max_grad_norm {levers.clip(plan):g}",
+    ]
+    if plan.precision.startswith(("bf16", "fp8")):
+        words.append("--bf16 True")
+    elif plan.precision.startswith("fp16"):
+        words.append("--fp16 True")
+    if request.recomputed.count:
+        words.append("--gradient_checkpointing True")
+    if plan.compile:
+        words.append("--torch_compile True")
+    return " ".join([f"deepspeed {where} train.py", *words])
 
 
 def _said(plan: Plan) -> list[str]:
@@ -103,7 +122,7 @@ def zero_optimization(request: Request, unsaid: list[str]) -> dict[str, Any]:
     """ZeRO's stage, what is offloaded, and groups of shards that are replicated."""
     plan = request.plan
     stage = stage_for(request, unsaid)
-    values: dict[str, Any] = {"stage": stage}
+    values: dict[str, Any] = {"stage": stage, **_usual(stage)}
     if stage and plan.dp_replicate > 1 and plan.dp_shard > 1:
         if stage == 3:
             values["zero_hpz_partition_size"] = plan.dp_shard
@@ -131,6 +150,13 @@ def zero_optimization(request: Request, unsaid: list[str]) -> dict[str, Any]:
     return values
 
 
+def _usual(stage: int) -> dict[str, bool]:
+    """What goes with a stage: without the second the Trainer saves no model that can be loaded."""
+    overlaps = {"overlap_comm": True} if stage else {}
+    saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    return overlaps | saves
+
+
 def _device(where: str) -> dict[str, Any]:
     if where == "disk":
         return {"device": "nvme", "nvme_path": NVME}
@@ -141,7 +167,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
     name = plan.precision
     if name in ("fp32", "tf32", "fp64"):
         if name in ("tf32", "fp64"):
-            unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+            unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
         return {}
     if name in ("bf16", "fp16"):
         unsaid.append(
@@ -152,7 +178,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
             )
         )
     if name == "fp8":
-        unsaid.append(levers.precision(plan, _TOOL, "bf16"))
+        unsaid.append(levers.precision(plan, _TOOL, "bf16", "bf16"))
     if name == "bf16-pure":
         unsaid.append("precision bf16-pure: DeepSpeed rounds to nearest, outpace stochastically.")
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -166,12 +192,12 @@ def _precision(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
 
 
 def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
-    params: dict[str, Any] = {"lr": levers.LR, "weight_decay": levers.WEIGHT_DECAY}
+    params: dict[str, Any] = {"lr": _AUTO, "weight_decay": _AUTO}
     kind = _OPTIMIZERS.get(plan.optimizer, "AdamW")
     if plan.optimizer == "sgd":
         params["momentum"] = levers.BETA1
     if kind == "AdamW":
-        params |= {"betas": [levers.BETA1, levers.BETA2], "eps": levers.EPS}
+        params |= {"betas": _AUTO, "eps": _AUTO}
         if plan.optimizer != "adamw-fused":
             params["torch_adam"] = True
         if plan.optimizer not in ("adamw-fused", "adamw-for-loop"):
@@ -186,11 +212,13 @@ def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
     if done.mode == "none":
         unsaid.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
     elif done.mode != "full" or not done.alike or done.count < request.spec.layers:
-        unsaid.append(levers.checkpointing(request, _TOOL, "its checkpointing of whole blocks"))
+        unsaid.append(
+            levers.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
+        )
     unsaid.append(
         Note(
-            "activation_checkpointing sets deepspeed.checkpointing up; which blocks go through it "
-            "is the model's choice (gradient_checkpointing_enable() in transformers)."
+            "activation_checkpointing sets deepspeed.checkpointing up, which transformers does not "
+            "use: there --gradient_checkpointing True recomputes all blocks."
         )
     )
     count = done.count or request.spec.layers

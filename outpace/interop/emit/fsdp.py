@@ -8,7 +8,7 @@ from outpace.interop.emit.accelerate import axes
 from outpace.interop.emit.request import Emitted, Request, folded
 from outpace.interop.emit.texts import as_json, torchrun
 from outpace.records.model import Family
-from outpace.records.optimizers import OptimizerName
+from outpace.records.optimizers import OptimizerName, Precision
 from outpace.records.plan import Plan
 
 _TOOL = "TrainingArguments"
@@ -62,14 +62,6 @@ def write(request: Request) -> Emitted:
         "output_dir": "trainer_output",
         "per_device_train_batch_size": written.micro_batch,
         "gradient_accumulation_steps": written.accumulation,
-        "max_steps": levers.STEPS,
-        "learning_rate": levers.LR,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": levers.STEPS // 20,
-        "weight_decay": levers.WEIGHT_DECAY,
-        "adam_beta1": levers.BETA1,
-        "adam_beta2": levers.BETA2,
-        "adam_epsilon": levers.EPS,
         "max_grad_norm": levers.clip(plan),
         "optim": _optimizer(plan, unsaid),
         **_precision(plan, unsaid),
@@ -89,10 +81,10 @@ def write(request: Request) -> Emitted:
     unsaid += levers.rest(plan, _TOOL, _said(request, written))
     unsaid += levers.not_in_a_plan(
         request,
-        "So are the optimizer's other numbers; train.py is a script of yours that reads this file "
+        "Add learning_rate, num_train_epochs or max_steps, and output_dir to this file, or "
+        "TrainingArguments' defaults hold. train.py is a script of yours that reads it "
         "(HfArgumentParser).",
         written.ranks,
-        levers.DEFAULT_RUN,
     )
     return Emitted(
         text=as_json(values),
@@ -142,16 +134,17 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> str:
 def _precision(plan: Plan, unsaid: list[str]) -> dict[str, bool]:
     name = plan.precision
     if name in ("tf32", "fp64"):
-        unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+        unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
     elif name in ("bf16-pure", "fp16-pure"):
         unsaid.append(
             f"precision {name}: load the model in {name[:4]} in the script; its optimizer rounds "
             "to nearest."
         )
     elif name == "fp8":
-        unsaid.append(levers.precision(plan, _TOOL, "bf16"))
+        unsaid.append(levers.precision(plan, _TOOL, "bf16", "bf16"))
     elif name in ("bf16-master", "fp16-master"):
-        unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} by autocast"))
+        by_autocast: Precision = "bf16" if name == "bf16-master" else "fp16"
+        unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} by autocast", by_autocast))
     return {"bf16": name in ("bf16", "bf16-master", "fp8"), "fp16": name in ("fp16", "fp16-master")}
 
 
@@ -160,10 +153,10 @@ def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[s
     done = request.recomputed
     if done.count == 0:
         return {}
-    if done.mode != "full" or not done.alike or done.every is None:
-        unsaid.append(levers.checkpointing(request, _TOOL, "full recomputation"))
-    offloads = request.plan.offload_activations == "cpu"
     every = done.every or max(1, round(request.spec.layers / done.count))
+    if done.mode != "full" or not done.alike or done.every is None:
+        unsaid.append(levers.checkpointing(request, _TOOL, "full recomputation", "full", every))
+    offloads = request.plan.offload_activations == "cpu"
     if written.shards and every == 1 and not offloads:
         return {}  # fsdp_config says it
     kwargs: dict[str, Any] = {"every_n_layers": every} if every > 1 else {}
@@ -178,7 +171,7 @@ def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[s
 def _fsdp(request: Request, written: _Written, unsaid: list[str], block: str) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed
     if request.stage == 1:
-        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)"))
+        unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
     if plan.strategy == "cp":
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
     unsaid += levers.reduced_in_16_bits(plan, _TOOL)

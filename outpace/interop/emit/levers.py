@@ -6,21 +6,16 @@ its default becomes a sentence here, so that none is lost silently.
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any
 
-from outpace.interop.emit.request import Dropped, Note, Request, hosts
-from outpace.records.optimizers import SHARD_DTYPES, OptimizerName
+from outpace.interop.emit.request import Note, Replaced, Request, hosts
+from outpace.records.optimizers import SHARD_DTYPES, OptimizerName, Precision
 from outpace.records.pipelines import SCHEDULES
-from outpace.records.plan import Plan, Strategy
+from outpace.records.plan import Checkpointing, Plan, Strategy
 from outpace.records.settings import TrainSettings
 
 _SETTINGS = TrainSettings.model_fields
-# Not of a plan, but configurations want them: outpace's defaults.
-LR = 1e-3
-STEPS = 70
-DEFAULT_LR = f"The learning rate of {LR:g} is outpace's default"
-DEFAULT_RUN = f"{STEPS} steps and the learning rate of {LR:g} are outpace's defaults"
-WEIGHT_DECAY: float = _SETTINGS["weight_decay"].default
+# Of no plan: what stands where you have to choose. No trainer takes it for a number or a data set.
+SET_ME = "SET_ME"
 BETA1: float = _SETTINGS["beta1"].default
 BETA2: float = _SETTINGS["beta2"].default
 EPS = 1e-8
@@ -58,9 +53,13 @@ def replicas(request: Request, tool: str) -> list[str]:
     left += ", which step the optimizer" if plan.server_updates else ""
     behind = f", of {plan.worker_devices} devices each" if plan.worker_devices > 1 else ""
     return [
-        f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. Written are "
-        f"{written}{left}."
-    ]
+        Replaced(
+            f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. Written are "
+            f"{written}{left}.",
+            strategy="ddp", dp_replicate=request.workers, servers=0, server_updates=False,
+            worker_devices=1,
+        )
+    ]  # fmt: skip
 
 
 def one_at_a_time(request: Request, tool: str, instead: str) -> list[str]:
@@ -95,27 +94,37 @@ def schedule(request: Request, tool: str, written: str) -> str:
     return _instead(f"schedule {plan.schedule}{of}", tool, written)
 
 
-def sharding(request: Request, tool: str, written: str) -> str:
-    """That something else is sharded than in the plan."""
+def sharding(request: Request, tool: str, written: str, stage: int) -> str:
+    """That something else is sharded than in the plan: what ZeRO's `stage` does."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
-    return (
+    fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
+    return Replaced(
         f"strategy {plan.strategy} shards {what} over {plan.dp_shard * plan.cp} ranks: {tool} "
-        f"cannot do so with the rest of this plan. Written is {written}, the nearest."
+        f"cannot do so with the rest of this plan. Written is {written}, the nearest.",
+        **fields,
     )
 
 
-def checkpointing(request: Request, tool: str, written: str) -> str:
-    """That other blocks are recomputed, or in another way, than in the plan."""
+def checkpointing(
+    request: Request, tool: str, written: str, mode: Checkpointing | None, every: int = 1
+) -> str:
+    """That other blocks are recomputed, or in another way, than in the plan.
+
+    Written is `mode` in each `every`-th block; None: what no plan of outpace does.
+    """
     done = request.recomputed
     kind = "" if done.alike else " and others"
     blocks = f"{done.count} of {request.spec.layers} blocks"
-    return _instead(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
+    sentence = _instead(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
+    if mode is None:
+        return sentence
+    return Replaced(sentence, checkpointing=mode, checkpoint_every=every, checkpoint_layers=())
 
 
-def precision(plan: Plan, tool: str, written: str) -> str:
-    """That another precision is written."""
-    return _instead(f"precision {plan.precision}", tool, written)
+def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
+    """That another precision is written, which outpace calls `name`."""
+    return Replaced(_instead(f"precision {plan.precision}", tool, written), precision=name)
 
 
 def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
@@ -135,8 +144,8 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """That another optimizer is written."""
-    return _instead(f"optimizer {plan.optimizer}", tool, written)
+    """That another optimizer is written: AdamW, in its fastest form."""
+    return Replaced(_instead(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused")
 
 
 def _instead(what: str, tool: str, written: str) -> str:
@@ -155,16 +164,13 @@ def experts(request: Request) -> list[str]:
     ]
 
 
-def not_in_a_plan(
-    request: Request, written: str, ranks: int | None = None, defaults: str | None = None
-) -> list[str]:
-    """What no plan says, and what stands in its place; `defaults` are numbers that nobody chose."""
+def not_in_a_plan(request: Request, written: str, ranks: int | None = None) -> list[str]:
+    """What no plan says, and where you say it."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
-    which = f"{defaults}, not chosen for this model. " if defaults else ""
     sentences: list[str] = [
         Note(
-            "Data, tokenizer, learning rate and length of the run are no part of a plan. "
-            f"{which}{written}"
+            "Data, tokenizer, learning rate and length of the run are no part of a plan: they are "
+            f"yours to set. {written}"
         )
     ]
     if nodes > 1:
@@ -175,18 +181,6 @@ def not_in_a_plan(
             )
         )
     return sentences
-
-
-def dropped(tool_lost: Collection[str]) -> dict[str, Any]:
-    """Of what a tool lost, the levers that it leaves out (see `rest`), and their defaults.
-
-    What it does another way in the place of the plan's is not among them.
-    """
-    return {
-        lost.lever: Plan.model_fields[lost.lever].default
-        for lost in tool_lost
-        if isinstance(lost, Dropped)
-    }
 
 
 def _compress(plan: Plan) -> str | None:
@@ -260,7 +254,9 @@ def rest(plan: Plan, tool: str, said: Collection[str]) -> list[str]:
     """A sentence for each lever that is not at its default and that the format has not `said`."""
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in said}
     return [
-        Dropped(f"{sentence}. {tool} has nothing for it.", name)
+        Replaced(
+            f"{sentence}. {tool} has nothing for it.", **{name: Plan.model_fields[name].default}
+        )
         for name, sentence in found.items()
         if sentence
     ]

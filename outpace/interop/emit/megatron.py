@@ -6,9 +6,10 @@ from itertools import groupby
 
 from outpace.interop.emit import levers
 from outpace.interop.emit.request import Emitted, Note, Request
-from outpace.interop.emit.texts import heading, torchrun
+from outpace.interop.emit.texts import heading, quote, torchrun
 from outpace.planner.stages import layers_per_stage
 from outpace.records.model import ModelSpec, RopeScaling
+from outpace.records.optimizers import Precision
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 
@@ -20,6 +21,14 @@ _LLAMA_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_positions": 8192,
+}
+# Of no plan: a shell stops where one is not set, and says so.
+_YOURS = {
+    "DATA_PATH": "the prefix of your tokenized data, as preprocess_data.py writes it",
+    "TOKENIZER": "the folder or name of a Hugging Face tokenizer",
+    "LR": "the learning rate",
+    "TRAIN_ITERS": "the number of steps",
+    "WARMUP_ITERS": "the steps in which the learning rate rises",
 }
 # An argument and its values: a line of the script.
 Argument = tuple[str, ...]
@@ -39,10 +48,11 @@ def write(request: Request) -> Emitted:
         *_offload(request, unsaid),
         *_model(request, unsaid),
         *_optimizer(request, unsaid),
-        ("--tokenizer-type", "NullTokenizer"),
-        ("--vocab-size", str(spec.vocab - 1)),
+        ("--tokenizer-type", "HuggingFaceTokenizer"),
+        ("--tokenizer-model", "$TOKENIZER"),
+        ("--vocab-size", str(spec.vocab)),
         ("--make-vocab-size-divisible-by", "1"),
-        ("--mock-data",),
+        ("--data-path", "$DATA_PATH"),
         ("--distributed-backend", "nccl"),
     ]
     unsaid += levers.all_under_way(request, _TOOL)
@@ -50,22 +60,22 @@ def write(request: Request) -> Emitted:
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
         request,
-        "--mock-data makes data up; NullTokenizer's vocabulary is --vocab-size and one for the "
-        "end of a document. The optimizer's other numbers are outpace's defaults too.",
-        defaults=levers.DEFAULT_RUN,
+        "The script stops until the environment has the variables that it begins with. What else "
+        "is not here has Megatron-LM's default; --mock-data and NullTokenizer try it without data.",
     )
     return Emitted(
         text="#!/bin/sh\n" + heading(_TOOL, request.title, unsaid) + _script(request, arguments),
         file_name=_FILE,
-        command=f"sh {_FILE}",
+        command=" ".join([*(f"{name}=…" for name in _YOURS), "sh", _FILE]),
         unsaid=tuple(unsaid),
     )
 
 
 def _script(request: Request, arguments: Sequence[Argument]) -> str:
-    lines = ["    " + shlex.join(argument) for argument in arguments]
+    lines = ["    " + " ".join(map(quote, argument)) for argument in arguments]
     start = torchrun(request.workers, "pretrain_gpt.py")
-    return _connections(request) + " \\\n".join([start, *lines]) + "\n"
+    checks = "".join(f': "${{{name}:?set it to {what}}}"\n' for name, what in _YOURS.items())
+    return checks + _connections(request) + " \\\n".join([start, *lines]) + "\n"
 
 
 def _connections(request: Request) -> str:
@@ -167,7 +177,7 @@ def _sharding(request: Request, unsaid: list[str]) -> list[Argument]:
         found.append(("--num-distributed-optimizer-instances", str(plan.dp_replicate)))
     if not _fsdp(request):
         if request.stage > 1:
-            unsaid.append(levers.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)"))
+            unsaid.append(levers.sharding(request, _TOOL, "the distributed optimizer (ZeRO-1)", 1))
         return found
     return [
         *found,
@@ -184,7 +194,7 @@ def _batch(request: Request) -> list[Argument]:
         ("--micro-batch-size", str(request.plan.micro_batch)),
         ("--global-batch-size", str(request.global_batch)),
         ("--seq-length", str(request.seq_len)),
-        ("--train-iters", str(levers.STEPS)),
+        ("--train-iters", "$TRAIN_ITERS"),
     ]
 
 
@@ -192,7 +202,7 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
     name = plan.precision
     if name in ("fp32", "tf32", "fp64"):
         if name in ("tf32", "fp64"):
-            unsaid.append(levers.precision(plan, _TOOL, "fp32"))
+            unsaid.append(levers.precision(plan, _TOOL, "fp32", "fp32"))
         return []
     if name in ("bf16", "fp16"):
         unsaid.append(
@@ -202,7 +212,10 @@ def _precision(plan: Plan, unsaid: list[str]) -> list[Argument]:
             )
         )
     elif name in ("bf16-pure", "fp16-pure"):
-        unsaid.append(levers.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights"))
+        kept: Precision = "bf16-master" if name == "bf16-pure" else "fp16-master"
+        unsaid.append(
+            levers.precision(plan, _TOOL, f"{name[:4]} with fp32 copies of weights", kept)
+        )
     found: list[Argument] = [("--fp16",) if name.startswith("fp16") else ("--bf16",)]
     if name == "fp8":
         found += [("--fp8-format", "hybrid"), ("--fp8-recipe", "tensorwise")]
@@ -222,12 +235,16 @@ def _recompute(request: Request, unsaid: list[str]) -> list[Argument]:
         stages = request.plan.pp * request.plan.stages_per_rank
         each = max(1, round(done.count / stages))
         unsaid.append(
-            levers.checkpointing(request, _TOOL, f"the first {each} blocks of each stage, full")
+            levers.checkpointing(
+                request, _TOOL, f"the first {each} blocks of each stage, full", None
+            )
         )
         return [full, ("--recompute-method", "block"), ("--recompute-num-layers", str(each))]
     modules = ("layernorm",) if done.mode == "selective" else ("layernorm", "mlp")
     unsaid.append(
-        levers.checkpointing(request, _TOOL, f"recompute of {' and '.join(modules)} in all blocks")
+        levers.checkpointing(
+            request, _TOOL, f"recompute of {' and '.join(modules)} in all blocks", None
+        )
     )
     return [("--recompute-granularity", "selective"), ("--recompute-modules", *modules)]
 
@@ -357,13 +374,8 @@ def _optimizer(request: Request, unsaid: list[str]) -> list[Argument]:
         unsaid.append(levers.optimizer(plan, _TOOL, "its fused AdamW"))
     found: list[Argument] = [
         ("--optimizer", name),
-        ("--lr", f"{levers.LR:g}"),
-        ("--min-lr", f"{levers.LR / 10:g}"),
-        ("--lr-decay-style", "cosine"),
-        ("--lr-warmup-iters", str(levers.STEPS // 20)),
-        ("--weight-decay", f"{levers.WEIGHT_DECAY:g}"),
-        ("--adam-beta1", f"{levers.BETA1:g}"),
-        ("--adam-beta2", f"{levers.BETA2:g}"),
+        ("--lr", "$LR"),
+        ("--lr-warmup-iters", "$WARMUP_ITERS"),
         ("--clip-grad", f"{levers.clip(plan):g}"),
     ]
     if name == "sgd":

@@ -12,6 +12,7 @@ _TOOL = "nanotron"
 _FILE = "nanotron.yaml"
 _SEED = 42
 _INIT = 0.02
+_CHECKPOINT_STEPS = 1000
 
 
 def write(request: Request) -> Emitted:
@@ -21,21 +22,25 @@ def write(request: Request) -> Emitted:
     unsaid += levers.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches")
     values = {
         "general": {"project": "outpace", "run": f"{request.spec.family}_%date", "seed": _SEED},
-        "checkpoints": {"checkpoints_path": "checkpoints", "checkpoint_interval": levers.STEPS},
+        "checkpoints": {
+            "checkpoints_path": "checkpoints",
+            "checkpoint_interval": _CHECKPOINT_STEPS,
+        },
         "parallelism": _parallelism(request, unsaid),
         "tokens": {
             "sequence_length": request.seq_len,
-            "train_steps": levers.STEPS,
+            "train_steps": levers.SET_ME,
             "micro_batch_size": plan.micro_batch,
             "batch_accumulation_per_replica": request.passes,
         },
         "model": _model(request, unsaid),
+        "tokenizer": {"tokenizer_name_or_path": levers.SET_ME},
         "optimizer": _optimizer(request, unsaid),
         "data_stages": [
             {
                 "name": "training",
                 "start_training_step": 1,
-                "data": {"dataset": None, "num_loading_workers": 1, "seed": _SEED},
+                "data": {"dataset": levers.SET_ME, "num_loading_workers": 1, "seed": _SEED},
             }
         ],
     }
@@ -44,9 +49,9 @@ def write(request: Request) -> Emitted:
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
         request,
-        "dataset null is nanotron's made-up data, and there is no tokenizer; the optimizer's other "
-        "numbers are outpace's defaults too.",
-        defaults=levers.DEFAULT_RUN,
+        f"Put them in the place of each {levers.SET_ME}, which nanotron takes for no number and no "
+        "data set: dataset is a mapping there (dataset_folder for a Nanoset), or null for made-up "
+        "data.",
     )
     return Emitted(
         text=heading(_TOOL, request.title, unsaid) + as_yaml(values),
@@ -90,7 +95,7 @@ def _recompute(request: Request, unsaid: list[str]) -> bool:
     done = request.recomputed
     some = done.count < request.spec.layers
     if done.count and (done.mode != "full" or not done.alike or some):
-        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full"))
+        unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full", "full"))
     return done.count > 0
 
 
@@ -98,7 +103,7 @@ def _optimizer(request: Request, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     stage = min(request.stage, 1)
     if request.stage > 1:
-        unsaid.append(levers.sharding(request, _TOOL, "zero_stage 1"))
+        unsaid.append(levers.sharding(request, _TOOL, "zero_stage 1", 1))
     elif stage and plan.dp_replicate > 1:
         unsaid.append(
             f"dp_shard {plan.dp_shard}: nanotron shards over all {plan.data_parallel} "
@@ -118,16 +123,16 @@ def _optimizer(request: Request, unsaid: list[str]) -> dict[str, Any]:
         unsaid.append(levers.optimizer(plan, _TOOL, "AdamW"))
     return {
         "zero_stage": stage,
-        "weight_decay": levers.WEIGHT_DECAY,
+        "weight_decay": levers.SET_ME,
         "clip_grad": levers.clip(plan) or None,
         "accumulate_grad_in_fp32": plan.precision not in ("bf16-pure", "fp16-pure"),
         "optimizer_factory": factory,
         "learning_rate_scheduler": {
-            "learning_rate": levers.LR,
-            "lr_warmup_steps": levers.STEPS // 20,
+            "learning_rate": levers.SET_ME,
+            "lr_warmup_steps": levers.SET_ME,
             "lr_warmup_style": "linear",
             "lr_decay_style": "cosine",
-            "min_decay_lr": levers.LR / 10,
+            "min_decay_lr": levers.SET_ME,
         },
     }
 
@@ -145,7 +150,7 @@ def _model(request: Request, unsaid: list[str]) -> dict[str, Any]:
 def _dtype(plan: Plan, unsaid: list[str]) -> str:
     if plan.precision in ("fp32", "tf32", "fp64"):
         if plan.precision in ("tf32", "fp64"):
-            unsaid.append(levers.precision(plan, _TOOL, "float32"))
+            unsaid.append(levers.precision(plan, _TOOL, "float32", "fp32"))
         return "float32"
     if plan.precision == "bf16":
         unsaid.append(
@@ -157,7 +162,7 @@ def _dtype(plan: Plan, unsaid: list[str]) -> str:
     elif plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: nanotron rounds to nearest, outpace stochastically.")
     elif plan.precision != "bf16-master":
-        unsaid.append(levers.precision(plan, _TOOL, "bfloat16"))
+        unsaid.append(levers.precision(plan, _TOOL, "bfloat16", "bf16"))
     return "bfloat16"
 
 

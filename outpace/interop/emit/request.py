@@ -4,9 +4,13 @@ What another trainer calls ranks, shards and micro-batches is derived here, once
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, Self
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
 
+from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Checkpointing, Plan
 
@@ -23,15 +27,19 @@ class Note(str):
     __slots__ = ()
 
 
-class Dropped(str):
-    """A sentence on a lever that is left out: the plan becomes the one with its default."""
+class Replaced(str):
+    """A sentence on what is written in the place of a part of the plan.
 
-    lever: str
+    `fields` are the fields of the plan that the configuration describes instead; a lever that is
+    left out has its default there.
+    """
 
-    def __new__(cls, sentence: str, lever: str) -> Self:
-        """The sentence; `lever` is the name of the plan's field."""
+    fields: Mapping[str, Any]
+
+    def __new__(cls, sentence: str, **fields: Any) -> Self:
+        """The sentence, with the plan's fields as they are written."""
         found = super().__new__(cls, sentence)
-        found.lever = lever
+        found.fields = fields
         return found
 
 
@@ -54,10 +62,33 @@ class Emitted:
         """What of the plan itself could not be said: its memory or time would be another's."""
         return tuple(sentence for sentence in self.unsaid if not isinstance(sentence, Note))
 
+    def written(self, plan: Plan) -> tuple[Plan | None, bool]:
+        """The plan that `text` describes, and whether all that it has instead is known.
+
+        None where what is known of it makes no plan.
+        """
+        values = plan.model_dump()
+        for sentence in self.lost:
+            values |= getattr(sentence, "fields", {})
+        known = all(isinstance(sentence, Replaced) for sentence in self.lost)
+        try:
+            return Plan.parse(values, "plan"), known
+        except BadInputError:
+            return None, False
+
+    def at(self, path: Path) -> Self:
+        """The same in a file of another name: text and command name it."""
+        there = str(path)
+        return replace(
+            self,
+            file_name=there,
+            command=self.command.replace(self.file_name, shlex.quote(there)),
+        )
+
     @property
     def commented(self) -> bool:
         """Whether `text` has the sentences too: JSON has no comments."""
-        return not self.file_name.endswith(".json")
+        return not self.text.startswith("{")
 
 
 @dataclass(frozen=True)

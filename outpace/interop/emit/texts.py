@@ -10,6 +10,14 @@ from typing import Any
 from outpace.interop.emit.request import hosts
 
 _WIDTH = 98
+
+
+class Placeholder(str):
+    """A word in the place of a value: TOML has no such value, and its readers stop at the line."""
+
+    __slots__ = ()
+
+
 # What a person puts in the place of these words before starting several hosts.
 HEAD = "$HEAD_NODE"
 
@@ -62,6 +70,8 @@ def as_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _toml_value(value: Any) -> str:
+    if isinstance(value, Placeholder):
+        return value
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     if isinstance(value, list):

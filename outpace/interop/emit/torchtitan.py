@@ -8,7 +8,7 @@ from typing import Any
 
 from outpace.interop.emit import levers
 from outpace.interop.emit.request import Emitted, Note, Request
-from outpace.interop.emit.texts import as_toml, comments, heading, torchrun
+from outpace.interop.emit.texts import Placeholder, as_toml, comments, heading, torchrun
 from outpace.planner.stages import layers_per_stage
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import OptimizerName
@@ -56,6 +56,7 @@ _CONFIGS = {
     ("qwen3", "32B"): "qwen3_32b",
 }
 _OWN_FLAVOR = "outpace"
+_SET_ME = Placeholder(levers.SET_ME)
 
 
 def write(request: Request) -> Emitted:
@@ -75,7 +76,10 @@ def write(request: Request) -> Emitted:
         "activation_checkpoint": _recompute(request, unsaid),
         "compile": {"enable": plan.compile, "components": ["model"]},
         "optimizer": _optimizer(plan, unsaid),
+        "lr_scheduler": {"warmup_steps": _SET_ME},
+        "checkpoint": {"enable": True},
     }
+    model["hf_assets_path"] = _SET_ME
     if plan.precision == "fp8":
         model["converters"] = ["float8"]
         tables["quantize.linear.float8"] = {"recipe_name": "tensorwise"}
@@ -85,7 +89,10 @@ def write(request: Request) -> Emitted:
     unsaid += levers.rest(plan, _TOOL, said)
     unsaid += levers.experts(request)
     unsaid += levers.not_in_a_plan(
-        request, "So is the weight decay; the rest is torchtitan's.", defaults=levers.DEFAULT_RUN
+        request,
+        f"Put them in the place of each {levers.SET_ME}, at which torchtitan stops: hf_assets_path "
+        "is the folder of the tokenizer, dataset a name that torchtitan knows (c4), with "
+        "dataset_path for files of yours. What else is not here has torchtitan's default.",
     )
     newer = comments(
         ["torchtitan 0.3 and later read no TOML. There:", _flags(request, tables)], bullet="# "
@@ -136,11 +143,12 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
 def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
     plan = request.plan
     values: dict[str, Any] = {
+        "dataset": _SET_ME,
         "local_batch_size": plan.samples_per_pass,
         "global_batch_size": request.global_batch,
         "seq_len": request.seq_len,
         "max_norm": levers.clip(plan) or float("inf"),
-        "steps": levers.STEPS,
+        "steps": _SET_ME,
         "enable_cpu_offload": False,
         "dtype": "float32",
         "mixed_precision_param": "bfloat16",
@@ -153,9 +161,9 @@ def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
     if plan.precision == "bf16-pure":
         unsaid.append("precision bf16-pure: torchtitan rounds to nearest, outpace stochastically.")
     elif plan.precision in ("tf32", "fp64"):
-        unsaid.append(levers.precision(plan, _TOOL, "float32"))
+        unsaid.append(levers.precision(plan, _TOOL, "float32", "fp32"))
     elif plan.precision.startswith("fp16"):
-        unsaid.append(levers.precision(plan, _TOOL, "bfloat16"))
+        unsaid.append(levers.precision(plan, _TOOL, "bfloat16", "bf16"))
     if plan.offload_parameters == "cpu":
         values["enable_cpu_offload"] = True
         if request.stage == 0:
@@ -191,7 +199,7 @@ def _parallelism(request: Request, unsaid: list[str]) -> dict[str, Any]:
 def _reshard(request: Request, unsaid: list[str]) -> str:
     plan = request.plan
     if request.stage == 1:
-        unsaid.append(levers.sharding(request, _TOOL, "fsdp_reshard_after_forward never (ZeRO-2)"))
+        unsaid.append(levers.sharding(request, _TOOL, "shards without resharding (ZeRO-2)", 2))
     if request.stage in (1, 2) or plan.strategy == "cp":
         return "never"
     return "always" if request.stage == 3 else "default"
@@ -226,16 +234,18 @@ def _recompute(request: Request, unsaid: list[str]) -> dict[str, Any]:
         return {"mode": "none"}
     if done.mode == "selective":
         if done.count < request.spec.layers or not done.alike:
-            unsaid.append(levers.checkpointing(request, _TOOL, "selective in all blocks"))
+            unsaid.append(levers.checkpointing(request, _TOOL, "selective in all", "selective"))
         return {"mode": "selective", "selective_ac_option": "op"}
     full = done.mode == "full" and done.alike
     if done.count == request.spec.layers:
         if not full:
-            unsaid.append(levers.checkpointing(request, _TOOL, "full in all blocks"))
+            unsaid.append(levers.checkpointing(request, _TOOL, "full in all blocks", "full"))
         return {"mode": "full"}
     every = done.every or max(2, round(request.spec.layers / done.count))
     if not full or done.every is None:
-        unsaid.append(levers.checkpointing(request, _TOOL, f"full in every {every}th block"))
+        unsaid.append(
+            levers.checkpointing(request, _TOOL, f"full in every {every}th block", "full", every)
+        )
     return {"mode": "selective", "selective_ac_option": str(every)}
 
 
@@ -244,11 +254,7 @@ def _optimizer(plan: Plan, unsaid: list[str]) -> dict[str, Any]:
         unsaid.append(levers.optimizer(plan, _TOOL, "AdamW"))
     return {
         "name": "AdamW",
-        "lr": levers.LR,
-        "beta1": levers.BETA1,
-        "beta2": levers.BETA2,
-        "eps": levers.EPS,
-        "weight_decay": levers.WEIGHT_DECAY,
+        "lr": _SET_ME,
         "implementation": _IMPLEMENTATIONS.get(plan.optimizer, "fused"),
         "early_step_in_backward": plan.optimizer_in_backward,
     }
@@ -259,7 +265,11 @@ def _flags(request: Request, tables: dict[str, dict[str, Any]]) -> str:
     name, flavor = tables["model"]["name"], tables["model"]["flavor"]
     words = ["--module", name, "--config", _CONFIGS.get((name, flavor), f"{name}_{_OWN_FLAVOR}")]
     plain = {
-        table: {key: value for key, value in values.items() if isinstance(value, int | float | str)}
+        table: {
+            key: value
+            for key, value in values.items()
+            if isinstance(value, int | float | str) and key != "dataset"
+        }
         for table, values in tables.items()
         if table in ("training", "parallelism")
     }
