@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.nn.spread import as_spread, is_spread, local
+from outpace.optim.fused_master import FusedMasterAdamW, takes
 from outpace.optim.rounding import Noise
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import MASTER_PIECE_BYTES
@@ -54,6 +55,7 @@ class MasterWeights(OwnDtypes):
         )
         self._inner_state = initial_state
         self.factor: Tensor | None = None
+        self._fused = FusedMasterAdamW() if isinstance(self._inner, torch.optim.AdamW) else None
         self._step_supports_amp_scaling = _skips_by_itself(self._inner)
         for mine, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             mine.update({name: inner[name] for name in inner if name != "params"})
@@ -71,8 +73,13 @@ class MasterWeights(OwnDtypes):
             self._step(factor)
 
     def _step(self, factor: Tensor | None) -> None:
+        scaled = any(hasattr(self, name) for name in ("grad_scale", "found_inf"))
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
+            if not stepped:
+                continue
+            if not scaled and self._step_fused(group, stepped, factor):
+                continue
             for piece in _pieces(stepped):
                 masters = [self._prepared(parameter, group) for parameter in piece]
                 _give_gradients(piece, masters)
@@ -83,6 +90,15 @@ class MasterWeights(OwnDtypes):
                 for master in masters:
                     master.grad = None
                 _copy(map(local, masters), map(local, piece))
+
+    def _step_fused(
+        self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
+    ) -> bool:
+        """Whether one kernel has stepped them."""
+        if self._fused is None or not takes(group, stepped):
+            return False
+        states = [self._settled(parameter, group) for parameter in stepped]
+        return self._fused.step(group, stepped, states, factor)
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
@@ -96,15 +112,27 @@ class MasterWeights(OwnDtypes):
             for name in told:
                 delattr(self._inner, name)
 
-    def _prepared(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
-        """A parameter's copy, its state being the parameter's."""
-        master, state = self._masters[parameter], self.state[parameter]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; what is stepped lies elsewhere then."""
+        super().load_state_dict(state_dict)
+        if self._fused is not None:
+            self._fused.forget()
+
+    def _settled(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state, with the copy that is stepped."""
+        state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter, group))
-        if state["master"] is not self._views[parameter]:  # but loaded
-            master.copy_(state["master"])
-            state["master"] = self._views[parameter]
-        self._inner.state[master] = state
+        view = self._views[parameter]
+        if state["master"] is not view:  # but loaded
+            view.copy_(state["master"])
+            state["master"] = view
+        return state
+
+    def _prepared(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
+        """A parameter's copy, its state being the parameter's."""
+        master = self._masters[parameter]
+        self._inner.state[master] = self._settled(parameter, group)
         return master
 
 

@@ -243,7 +243,8 @@ class Layout:
             return norm
         factor = (limit / (norm + CLIP_EPS)).clamp(max=1.0)
         masters = masters_within(optimizer)
-        if masters is not None and any(one.itemsize == 2 for one in self.local_gradients()):
+        narrow = (p for p in self._parameters() if p.grad is not None and p.grad.itemsize == 2)
+        if masters is not None and next(narrow, None) is not None:
             masters.factor = factor
         else:
             self.scale_gradients(factor)
