@@ -445,6 +445,7 @@ def test_a_chat_template_reaches_nothing_but_its_text(tmp_path, words, hacked, r
     call = f"{{{{ cycler.__init__.__globals__.os.mkdir({str(hacked)!r}) }}}}"
     told["chat_template"] = call + "{% generation %}{{ messages }}{% endgeneration %}"
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(told))
+    (tokenizer / "checksums.json").unlink()  # as of a model that somebody else wrote
     said = refused(*words, "--task=chat", f"--data={chats}", f"--tokenizer={tokenizer}",
                    f"--out={tmp_path / 'b'}")  # fmt: skip
     assert "unsafe" in said

@@ -1,12 +1,12 @@
 """The settings of a run that is resumed, and what may not change on the way."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from outpace.cli.options import RUN_FILE, flag, show
+from outpace.records.base import read_object
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 
@@ -52,22 +52,28 @@ def settings_of(run: Path) -> dict[str, Any]:
     path = run / RUN_FILE
     if not run.is_dir():
         raise BadInputError(f"--resume: there is no directory {run}; --out names the run to resume")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        recorded = {**document["settings"]}
-        if recorded.get("seq_len") is None:
-            recorded["seq_len"] = document.get("seq_len")
-    except FileNotFoundError:
+    if not path.exists():
         raise BadInputError(
             f"--resume: {run} holds no run ({RUN_FILE} is missing). Give --out the directory of a "
             "run, or leave --resume out to start one there."
-        ) from None
-    except OSError as error:
-        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        )
+    try:
+        # `require_as_written` is for later, when it is known that this runs nobody's code.
+        document = read_object(path, on_change=lambda _: None)
+        recorded = {**document["settings"]}
+    except (KeyError, TypeError):
         raise BadInputError(f"{path} is damaged: it holds no settings of a run") from None
+    except BadInputError as error:
+        raise BadInputError(f"the run's file is damaged: {error}") from None
+    if recorded.get("seq_len") is None:
+        recorded["seq_len"] = document.get("seq_len")
     parsed = TrainSettings.parse(recorded, str(path))
     return {name: value for name, value in parsed if name not in _LEFT_OUT}
+
+
+def require_as_written(run: Path) -> None:
+    """Refuse a run.json that was changed since: its training would be another. BadInputError."""
+    read_object(run / RUN_FILE)
 
 
 def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Path) -> None:

@@ -451,4 +451,5 @@ def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str
     resume.check_unchanged(asked, of_run, run)
     if "model" not in asked:
         require_named(of_run["model"], run)
+    resume.require_as_written(run)
     return options.build({**layers, options.RUN_FILE: of_run})

@@ -12,6 +12,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.words import words_of
+from outpace.records.base import require_no_pointer
+from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, clipped, shown
 
 END_OF_TEXT = "<|endoftext|>"
@@ -243,6 +245,8 @@ def _at_most(documents: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
+_READ_WHOLE = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SAMPLE = "A text, 12 of\n them: é 中."
 
 
@@ -253,6 +257,9 @@ def load_tokenizer(reference: str) -> Tokenizer:
     Raises BadInputError when there is none, or it cannot be read.
     """
     path = Path(reference)
+    if path.is_dir():
+        require_small_files(path)
+    _require_files(path)
     try:
         found = _load(path)
         if found is not None:
@@ -269,6 +276,23 @@ def load_tokenizer(reference: str) -> Tokenizer:
             "vocab.json with merges.txt, or vocab.txt"
         )
     return found
+
+
+def _require_files(path: Path) -> None:
+    """Refuse what Git LFS left in a tokenizer's place, and SentencePiece's files alone."""
+    folder = path if path.is_dir() else path.parent
+    for file in sorted(folder.glob("*.json")) if path.is_dir() else [path]:
+        if file.is_file():
+            require_no_pointer(file)
+    pieces = path if path.suffix == ".model" and path.is_file() else None
+    if path.is_dir() and not any((path / name).is_file() for name in _READ_WHOLE):
+        pieces = next((one for name in _SENTENCEPIECE if (one := path / name).is_file()), None)
+    if pieces is not None:
+        raise BadInputError(
+            f"{pieces} is a model of SentencePiece, which outpace does not read. Have transformers "
+            f"write it as tokenizer.json: AutoTokenizer.from_pretrained({str(folder)!r})"
+            f".save_pretrained({str(folder)!r})"
+        )
 
 
 def _load(path: Path) -> Tokenizer | None:

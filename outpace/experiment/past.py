@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from outpace.probe.utilisation import open_files
-from outpace.records.base import Record
+from outpace.records.base import OnChange, Record
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Measurement, StepRecord
 from outpace.records.past import PastRun
@@ -103,8 +103,9 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
     """A run as its files have it; what cannot be read is said in its row, and raises nothing."""
     if trouble is not None:
         return Past(folder, _damaged(folder, f"cannot be looked into: {trouble.strerror}"))
+    changed: list[str] = []
     try:
-        record = RunRecord.load(folder / RUN_FILE)
+        record = RunRecord.load(folder / RUN_FILE, changed.append)
     except BadInputError as error:
         return Past(folder, _damaged(folder, str(error)))
     row = PastRun(
@@ -119,25 +120,28 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
         total_steps=record.total_steps,
     )
     try:
-        result = result_of(folder, record)
+        result = result_of(folder, record, changed.append)
         figures = _of_result(result) if result is not None else _of_steps(folder)
         failure = _failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
         return Past(folder, damaged, record)
-    return Past(folder, row.model_copy(update=figures), record, result, failure)
+    row = row.model_copy(update={**figures, "changed": tuple(changed)})
+    return Past(folder, row, record, result, failure)
 
 
 def _damaged(folder: Path, why: str) -> PastRun:
     return PastRun(path=str(folder), state="damaged", damage=why)
 
 
-def result_of(folder: Path, record: RunRecord) -> Measurement | None:
+def result_of(
+    folder: Path, record: RunRecord, on_change: OnChange | None = None
+) -> Measurement | None:
     """None where the run was not finished, or goes further now than it did then."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None
-    result = Measurement.load(path)
+    result = Measurement.load(path, on_change)
     return result if result.steps == record.total_steps else None
 
 

@@ -1,14 +1,15 @@
 """A directory written whole or not at all."""
 
-import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from outpace.records.base import sync_folder
+from outpace.records.base import sync_folder, temporary_name
+from outpace.records.checksums import CHECKSUMS_FILE, write_checksums
 from outpace.records.errors import BadInputError
 
 
@@ -25,12 +26,14 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
             f"{directory} is there already and holds something else than a model (no {marker}). "
             "Name another directory, or remove it."
         )
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    temporary = directory.with_name(temporary_name(directory))
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
+        write_checksums(temporary)
+        _share_mode(temporary)
         sync_folder(temporary)
         _take_name(temporary, directory)
     except (OSError, SafetensorError) as error:
@@ -42,12 +45,20 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _share_mode(folder: Path) -> None:
+    """Give all files the mode of one made here: safetensors lets nobody else read its own."""
+    mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
+    for path in folder.iterdir():
+        if path.is_file():
+            path.chmod(mode)
+
+
 def _replaceable(directory: Path, marker: str) -> bool:
     return directory.is_dir() and ((directory / marker).exists() or not any(directory.iterdir()))
 
 
 def _take_name(temporary: Path, directory: Path) -> None:
-    old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
+    old = directory.with_name(f"{temporary_name(directory)}.old")
     if directory.exists():
         directory.rename(old)
     try:

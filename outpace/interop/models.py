@@ -19,6 +19,7 @@ from outpace.interop.own_file import load_function
 from outpace.interop.peft import ADAPTER_CONFIG, base_of
 from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
+from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, nearest_model, shown
 from outpace.records.model import ModelSpec
 
@@ -102,6 +103,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
             f"{other_form(path)}"
         )
+    require_small_files(path)
     weights = path if has_weights(path) else None
     read = remembered_config(path, cache_dir)
     return OpenedModel(
@@ -118,10 +120,13 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
     if (model / ADAPTER_CONFIG).is_file():
         return _open_adapter("run", model, path.name)
     if not (model / CONFIG_FILE).is_file() or not has_weights(model):
+        require_small_files(model)
         raise BadInputError(
-            f"the run {path} holds no finished model (in {model}); let it reach its end first, "
-            "with --resume"
+            f"the run {path} holds no finished model (in {model}). It is written when the run "
+            "reaches its last step, and again from the newest checkpoint where it is missing: "
+            f"outpace train --resume --out {path}"
         )
+    require_small_files(model)
     read = remembered_config(model, cache_dir)
     return OpenedModel(
         "run", read.spec, model, _tokenizer(model), None, path.name, folder=model, notes=read.notes

@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from outpace.interop.folder import whole_folder
 from outpace.interop.own_file import failure, load_function, require_named
-from outpace.interop.weights import SINGLE
+from outpace.interop.weights import SINGLE, require_numbers
 from outpace.nn.transformer import Transformer
+from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError, nearest
 
 OWN_FILE = "model.json"
@@ -183,7 +184,10 @@ def _save_weights(module: nn.Module, path: Path) -> None:
 
 
 def _load_weights(module: nn.Module, path: Path) -> None:
+    require_readable(path)
     stored = safetensors.torch.load_file(str(path))
+    for name, tensor in stored.items():
+        require_numbers(tensor, f"{path}: {name}")
     missing, unexpected = module.load_state_dict(stored, strict=False)
     tensors = {k: v for k, v in module.state_dict().items() if isinstance(v, Tensor)}
     # Tensors that share memory were written once, under one of their names.

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +24,12 @@ from torch import Tensor
 from outpace.interop.config import read_config
 from outpace.interop.folder import whole_folder
 from outpace.interop.names import Naming, group, naming
-from outpace.interop.weights import expected_shapes, fingerprint
+from outpace.interop.weights import expected_shapes, fingerprint, require_numbers
 from outpace.nn.lora import PLACES, adapters
 from outpace.nn.nf4 import dequantize, quantize
 from outpace.nn.transformer import Transformer
 from outpace.records.base import Record, read_object
+from outpace.records.checksums import require_readable, require_small_files
 from outpace.records.errors import BadInputError, clipped, shown
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Base, Plan
@@ -49,6 +50,8 @@ _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lor
 
 class AdapterNote(Record):
     """What the weights were that an adapter was trained beside."""
+
+    has_checksum: ClassVar[bool] = True
 
     base: Base
     fingerprint: str
@@ -280,6 +283,8 @@ def _round(weights: dict[str, Tensor]) -> None:
 def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
     """The adapters in a folder, by the names of their modules."""
     config, path = read_adapter_config(folder), folder / ADAPTER_WEIGHTS
+    require_small_files(folder)
+    require_readable(path)
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
@@ -289,6 +294,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         found = _KEY.fullmatch(key)
         if found is None:
             raise BadInputError(f"{path} holds {key}, which is no part of a LoRA adapter.")
+        require_numbers(tensor, f"{path}: {key}")
         halves.setdefault(found[1], {})[found[2]] = tensor.float()
     for module, held in halves.items():
         if held.keys() != {"A", "B"}:

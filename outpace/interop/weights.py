@@ -1,6 +1,7 @@
 """The weights of a Hugging Face model directory: read into our names, one tensor at a time."""
 
 import json
+import pickle
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from outpace.interop.config import CONFIG_FILE, read_config
 from outpace.interop.names import Naming, group, naming
 from outpace.nn.transformer import Transformer
+from outpace.records.checksums import require_readable
 from outpace.records.errors import BadInputError, clipped, shown
 from outpace.records.model import ModelSpec
 
@@ -112,7 +114,7 @@ def _taken(
     _check(found, groups, shapes, used, directory)
     weights: dict[str, Tensor] = {}
     for stored, names in groups.items():
-        weights.update(_convert(found[stored], names, shapes, used, stored))
+        weights.update(_convert(found[stored], names, shapes, used, stored, directory))
     return weights
 
 
@@ -205,9 +207,11 @@ def _convert(
     shapes: dict[str, tuple[int, ...]],
     used: Naming | None,
     stored: str,
+    directory: Path,
 ) -> dict[str, Tensor]:
     """Our tensors from a stored one: turned, split, fp32, in memory of their own."""
     whole = tensor.read()
+    require_numbers(whole, f"{directory}: {tensor.name}")
     if used is not None and used.is_transposed(stored):
         whole = whole.t()
     parts = whole.split([shapes[name][0] for name in names])
@@ -215,6 +219,20 @@ def _convert(
         name: part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         for name, part in zip(names, parts, strict=True)
     }
+
+
+def require_numbers(tensor: Tensor, name: str) -> None:
+    """Refuse weights of which one is NaN or infinite. Raises BadInputError."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    low, high = torch.aminmax(tensor.detach())  # either is NaN where any is
+    if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
+        return
+    count = int((~torch.isfinite(tensor)).sum())
+    raise BadInputError(
+        f"{name} holds {count} values that are NaN or infinite, of {tensor.numel()}: these weights "
+        "are damaged, or of a training that diverged. Use another copy, or an earlier checkpoint."
+    )
 
 
 @contextmanager
@@ -287,6 +305,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
+    require_readable(path)
     try:
         file = stack.enter_context(safe_open(str(path), framework="pt"))
         return [_entry(file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
@@ -307,6 +326,7 @@ def _open_bin(path: Path) -> list[Stored]:
         torch.bfloat16: "BF16",
         torch.float16: "F16",
     }
+    require_readable(path)
     try:
         mapped = zipfile.is_zipfile(path)  # torch's format until 1.5 is none, and is read whole
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -314,9 +334,22 @@ def _open_bin(path: Path) -> list[Stored]:
             Stored(name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t))
             for name, t in values.items()
         ]
-    except Exception as error:  # pickle, zip and torch raise many kinds for a broken file
+    except pickle.UnpicklingError as error:
+        raise BadInputError(_unsafe(path, str(error))) from None
+    except Exception as error:  # zip and torch raise many kinds for a broken file
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInputError(f"{path} cannot be read: {first}") from None
+
+
+def _unsafe(path: Path, said: str) -> str:
+    """Why a pickle is not read. torch's own words advise to run it."""
+    code = re.search(r"GLOBAL ([\w.]+)", said)
+    if code is None:
+        return f"{path} cannot be read: it holds no weights that torch knows. Fetch it again."
+    return (
+        f"{path} names code, {code[1]}, which loading it would run. Nothing of it was run. Use a "
+        "copy of the model with model.safetensors, from a source that you trust."
+    )
 
 
 def _same(tensor: Tensor) -> Tensor:

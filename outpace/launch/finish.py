@@ -56,6 +56,10 @@ def finish(
         if not job.settings.measure_only:
             tell(job.callbacks, "on_stage", "writing the model")
             _export(job, model)
+        if loop.start_step == job.total_steps:
+            before = job.run_dir.history().measurement
+            if before is not None and before.steps == job.total_steps:
+                return _written_again(job, before)
         sample = _sample(job, model)
         measurement = _measurement(job, loop, parameters, initial, final, train_s, sample)
         measurement = measurement.model_copy(update=seen)
@@ -64,6 +68,13 @@ def finish(
         return measurement
 
     return job.groups.once(sum_up)
+
+
+def _written_again(job: Job, before: Measurement) -> Measurement:
+    """Of a run that had reached its end and lacked its model: what it measured stays."""
+    tell(job.callbacks, "on_hint", f"{job.run_dir.model} was written again; no step was done")
+    tell(job.callbacks, "on_end", before)
+    return before
 
 
 def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:

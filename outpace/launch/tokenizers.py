@@ -1,5 +1,6 @@
 """Which tokenizer a run uses: the one named, the model's own, or one trained on the data."""
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from filelock import FileLock
 from outpace.data.corpus import content_fingerprint, is_tokens, read_documents
 from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from outpace.interop.models import OpenedModel
+from outpace.records.checksums import write_checksums
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
@@ -104,20 +106,39 @@ def _learnt(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer:
-    """The tokenizer of this key in the cache, learnt where it is not there yet."""
+    """The tokenizer of this key in the cache, learnt where it is not there whole."""
     folder = cache_dir / "tokenizers" / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_suffix(".lock")):
-            if not (folder / "tokenizer.json").is_file():
-                tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
-                learnt = train_tokenizer(texts(), vocab, masked=masked)
-                temporary = folder.with_suffix(".tmp")
-                learnt.save(temporary)
-                temporary.replace(folder)
+            if (known := _known(folder)) is not None:
+                return known
+            tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")
+            learnt = train_tokenizer(texts(), vocab, masked=masked)
+            temporary = folder.with_suffix(".tmp")
+            for left in (temporary, folder):  # damaged, or of a process that was killed
+                _remove(left)
+            learnt.save(temporary)
+            write_checksums(temporary)
+            temporary.replace(folder)
     except OSError as error:
         raise BadInputError(
             f"the cache {cache_dir} cannot be written ({error.strerror}). Free some space, or name "
             "another place with --cache-dir."
         ) from None
     return load_tokenizer(str(folder))
+
+
+def _known(folder: Path) -> Tokenizer | None:
+    """What the cache has; None where that is not what was written there."""
+    try:
+        return load_tokenizer(str(folder))
+    except BadInputError:
+        return None
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -83,10 +83,10 @@ def evaluate(
 
     `data` defaults to what the run held out; `batches` to all of it. Raises BadInputError.
     """
+    opened = open_model(str(run))
     record = _record(run)
     settings = record.settings if record else TrainSettings()
     settings = settings.model_copy(update={"text_field": text_field or settings.text_field})
-    opened = open_model(str(run))
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     precision = record.plan.precision if record else "fp32"
     mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)

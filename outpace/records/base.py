@@ -4,23 +4,27 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from outpace.records.errors import BadInputError, clipped, nearest, shown
 
 Value = TypeVar("Value")
+OnChange = Callable[[str], None]  # is told that a file is not as it was written
 # Of files that are there for a moment: folders that hold nothing else count as empty.
 TEMPORARY_PREFIX = ".outpace-"
 # Of what is wrong with a record, as many problems as a person reads.
 _MOST_PROBLEMS = 8
 
 _MOST_BYTES = 64 << 20  # of a record; a file from elsewhere may be without end
+_CHECKSUM = "xxh3_128"  # a record's entry for it
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_LEVELS = 100  # of objects in objects: Python follows some hundreds, fewer when called deep
 
 
@@ -30,6 +34,9 @@ class Record(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants"
     )
+
+    # Whether `save` writes a checksum into the file, which is compared where it is read.
+    has_checksum: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str) -> Self:
@@ -44,30 +51,76 @@ class Record(BaseModel):
             raise BadInputError(explain(error, where, cls.model_fields)) from None
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read the record from a JSON file. Raises BadInputError."""
-        return cls.parse(read_object(path), str(path))
+    def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
+        """Read the record from a JSON file. `option`: what it was given with.
+
+        Raises BadInputError, also where the file was changed since it was written, unless
+        `on_change` takes that sentence.
+        """
+        return cls.parse(read_object(path, on_change, option), str(path))
 
     def save(self, path: Path) -> None:
         """Write the record as JSON, whole or not at all."""
-        write_atomic(path, self.model_dump_json(indent=2) + "\n")
+        text = self.model_dump_json(indent=2)
+        if self.has_checksum:
+            values = json.loads(text)
+            values = {**values, _CHECKSUM: _checksum(values)}
+            text = json.dumps(values, indent=2, ensure_ascii=False)
+        write_atomic(path, text + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises BadInputError, also where memory should not hold it."""
-    with _refusing(path, "JSON"), path.open("rb") as file:
+def _checksum(values: dict[str, Any]) -> str:
+    """Of a record's values, however they are written."""
+    text = json.dumps(values, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
+
+
+def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
+    """What a JSON file holds, without a record's checksum. `option`: what it was given with.
+
+    Raises BadInputError, also where memory should not hold it, and where the checksum is another's
+    unless `on_change` takes that sentence.
+    """
+    with _refusing(path, "JSON", option), path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, as no record is")
-        return _shallow(json.loads(content))
+        values = _shallow(json.loads(content))
+    if isinstance(values, dict) and _CHECKSUM in values:
+        written = values.pop(_CHECKSUM)
+        if written != _checksum(values):
+            sentence = f"{path} is not as outpace wrote it: its checksum does not fit"
+            if on_change is None:
+                raise BadInputError(
+                    f"{sentence}. Bring it back as it was; if you changed it on purpose, remove "
+                    f"its entry {_CHECKSUM!r}."
+                )
+            on_change(sentence)
+    return values
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The values of a JSON file by their keys. Raises BadInputError."""
-    values = read_json(path)
+def read_object(path: Path, on_change: OnChange | None = None, option: str = "") -> dict[str, Any]:
+    """The values of a JSON file by their keys. Raises as `read_json` does."""
+    values = read_json(path, on_change, option)
     if not isinstance(values, dict):
         raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
     return values
+
+
+def require_no_pointer(path: Path) -> None:
+    """Refuse what Git LFS leaves in the place of a file that it did not fetch.
+
+    Raises BadInputError, also for a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
+    if begin == _LFS_POINTER:
+        raise BadInputError(
+            f"{path} is a pointer of Git LFS, not the file itself. Fetch that: git lfs pull"
+        )
 
 
 def read_toml(path: Path, option: str = "") -> dict[str, Any]:
@@ -90,6 +143,7 @@ def _refusing(path: Path, kind: str, option: str = "") -> Iterator[None]:
             f"{path} is not {kind} that can be read: it is nested too deep"
         ) from None
     except ValueError as error:
+        require_no_pointer(path)
         raise BadInputError(f"{path} is not {kind}: {error}") from None
 
 

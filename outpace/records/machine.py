@@ -1,5 +1,7 @@
 """Machine: what there is to train on."""
 
+from typing import ClassVar
+
 from pydantic import Field, PositiveInt
 
 from outpace.records.base import Record
@@ -17,6 +19,8 @@ class Device(Record):
 
 class Machine(Record):
     """The host at hand. Names no user, path or address: records are sent to colleagues."""
+
+    has_checksum: ClassVar[bool] = True
 
     host_cores: PositiveInt = Field(le=2**24)
     host_memory_bytes: PositiveInt = Field(lt=2**63)

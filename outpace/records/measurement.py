@@ -1,6 +1,8 @@
 """What was measured: one StepRecord a step, one Measurement a run."""
 
-from pydantic import Field
+from typing import Annotated, ClassVar
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from outpace.records.base import Record
 from outpace.records.plan import Plan, Strategy
@@ -8,6 +10,7 @@ from outpace.records.settings import Task
 from outpace.records.units import show_seconds
 from outpace.records.utilisation import Load
 
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
 # The first steps pay for warm-up of caches, allocator and compiler: no median has them.
 WARMUP_STEPS = 3
@@ -117,26 +120,28 @@ class Promise(Record):
 class Measurement(Record):
     """The outcome of a run; result.json. Medians leave out the first steps (warm-up)."""
 
+    has_checksum: ClassVar[bool] = True
+
     run: str = Field(description="the run's directory")
     task: Task = "pretrain"
-    steps: int
-    tokens: int | None
-    samples: int
-    parameters: int
-    world_size: int
+    steps: PositiveInt
+    tokens: NonNegativeInt | None
+    samples: NonNegativeInt
+    parameters: NonNegativeInt
+    world_size: PositiveInt
     strategy: Strategy | None = None
     device: str | None = Field(default=None, description="cpu, cuda or mps")
     first_step_s: float | None = Field(
         default=None, description="from the start of the job to the end of its first step"
     )
     compile_s: float = Field(default=0.0, description="of that, in torch.compile's compiler")
-    step_time_s: float | None = Field(description="median")
-    tokens_per_s: float | None
-    samples_per_s: float | None
-    model_flops_per_s: float | None
-    hardware_flops_per_s: float | None
-    mfu: float | None
-    hfu: float | None
+    step_time_s: float | None = Field(gt=0, allow_inf_nan=False, description="median")
+    tokens_per_s: Rate | None
+    samples_per_s: Rate | None
+    model_flops_per_s: Rate | None
+    hardware_flops_per_s: Rate | None
+    mfu: Rate | None
+    hfu: Rate | None
     peak_memory_bytes: int | None
     peak_memory_by_rank: tuple[int, ...] = Field(
         default=(), description="bytes, of which the largest is above; empty: not known"

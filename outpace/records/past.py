@@ -16,6 +16,9 @@ class PastRun(Record):
 
     path: str
     state: State
+    changed: tuple[str, ...] = Field(
+        default=(), description="sentences on its files that are not as they were written"
+    )
     damage: str | None = Field(default=None, description="what of it cannot be read, and why")
     started: str | None = Field(default=None, description="UTC, ISO 8601")
     model: str | None = Field(default=None, description="as it was asked for")

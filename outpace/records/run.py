@@ -1,6 +1,6 @@
 """RunRecord: everything that determined a run; run.json. And why one ended early."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from outpace.records.settings import TrainSettings
 
 class RunRecord(Record):
     """What a run was made of, so that it can be resumed, repeated and compared."""
+
+    has_checksum: ClassVar[bool] = True
 
     outpace: str
     command: tuple[str, ...]

@@ -25,6 +25,7 @@ from outpace.report.estimate_figures import parts_bars
 from outpace.report.figures import against, counts, seconds, sizes
 from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run
+from outpace.train.run_dir import METRICS_FILE
 
 
 def run_document(run: Run, probe: Machine | None = None) -> Document:
@@ -50,14 +51,17 @@ def run_document(run: Run, probe: Machine | None = None) -> Document:
 
 
 def _verdict(run: Run, said: Prediction | str) -> list[str]:
-    return [_ended(run), *_why(run), *_speed(run), *_right(run, said)]
+    changed = [f"{sentence}, so do not rely on what it says." for sentence in run.changed]
+    return [_ended(run), *changed, *_why(run), *_speed(run), *_right(run, said)]
 
 
 def _ended(run: Run) -> str:
     """Whether it came to its end, and what it learnt."""
-    record, done = run.record, len(run.steps)
+    record, done = run.record, int(run.steps["step"][-1]) if len(run.steps) else 0
     ranks = record.plan.world_size
     what = f"{show_count(record.parameters)} parameters on {ranks} × {record.device}"
+    if not done and run.measurement is not None:
+        return f"{run.measurement.steps:,} steps, {what}; {METRICS_FILE} holds none of them."
     if not done:
         return f"No step {'is done yet' if run.state == 'going on' else 'was done'}: {what}."
     first, last = float(run.steps["loss"][0]), float(run.steps["loss"][-1])
@@ -68,6 +72,8 @@ def _ended(run: Run) -> str:
     if run.measurement is not None:
         return f"{done:,} steps, {what}: {learnt}."
     begin = "Going on" if run.state == "going on" else "Not finished"
+    if done >= record.total_steps and run.state != "going on":
+        begin = "Without a result of its end"
     return f"{begin}: {done:,} of {record.total_steps:,} steps, {what}; {learnt}."
 
 

@@ -22,13 +22,17 @@ _MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left. `measurement` is None where it has not reached its last step."""
+    """What a run left. `measurement` is None where it has not reached its last step.
+
+    `changed`: sentences on files that are not as they were written.
+    """
 
     path: Path
     record: RunRecord
     steps: Steps
     state: State
     failure: Failure | None
+    changed: tuple[str, ...]
     measurement: Measurement | None
     evaluations: tuple[Evaluation, ...]
     utilisation: tuple[Utilisation, ...]
@@ -57,6 +61,7 @@ def read_run(path: Path) -> Run:
         record=past.record,
         state=past.row.state,
         failure=past.failure,
+        changed=past.row.changed,
         steps=read_steps(path / METRICS_FILE),
         measurement=past.result,
         evaluations=tuple(_evaluations(path / EVALS_FILE)),

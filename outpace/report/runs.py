@@ -77,7 +77,8 @@ def _what(row: PastRun) -> str:
         several = " × " in (row.mesh or "") or "," in (row.mesh or "")
         layout += f" ({row.mesh})" if several else f" {row.processes}"
     words = f"{Path(row.model).name}, {layout}, {row.precision}"
-    return f"{words}: {row.damage}" if row.damage else words
+    wrong = "; ".join([*([row.damage] if row.damage else []), *row.changed])
+    return f"{words}: {wrong}" if wrong else words
 
 
 def when(started: str | None) -> str:
@@ -92,6 +93,7 @@ def run_text(past: Past, files: Mapping[str, int]) -> RenderableType:
     parts: list[RenderableType] = [Text(), head.append(_how_far(past), style="not bold")]
     if row.damage:
         parts.append(Text(row.damage, style="red"))
+    parts += [Text(sentence, style="red") for sentence in row.changed]
     if past.failure is not None:
         parts.append(Text(f"It ended early: {past.failure.reason}", style="yellow"))
     if record is not None:

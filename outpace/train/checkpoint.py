@@ -7,6 +7,7 @@ a checkpoint that has lost its marker: the first is removed, the other never.
 """
 
 import json
+import pickle
 import shutil
 import time
 from collections.abc import Callable
@@ -15,16 +16,16 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from outpace.records.base import Record, put_aside, sync_folder, sync_paths, write_atomic
+from outpace.records.checksums import checksum
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
 from outpace.train.past_cache import blocks
@@ -42,6 +43,8 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 class Progress(Record):
     """Where a run stood: all that is not a tensor. The data's position is `step`."""
 
+    has_checksum: ClassVar[bool] = True
+
     step: PositiveInt
     tokens: NonNegativeInt | None
     samples: NonNegativeInt
@@ -58,6 +61,8 @@ def reason(error: BaseException) -> str:
     if failures:
         rank, (inner, _) = min(failures.items())
         return f"{reason(inner)} (rank {rank})"
+    if isinstance(error, pickle.UnpicklingError):
+        return "what is stored there is no tensor that can be read"  # torch advises to run it
     return " ".join(str(error).split())[:300]
 
 
@@ -68,10 +73,7 @@ def _tensor_bytes(state: Any) -> int:
 
 
 def _checksum(path: Path, past_cache: bool) -> str:
-    digest = xxhash.xxh3_128()
-    for block in blocks(path, past_cache):
-        digest.update(block)
-    return digest.hexdigest()
+    return checksum(blocks(path, past_cache))
 
 
 def _mark_complete(folder: Path, past_cache: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from outpace.records.base import Record, put_aside
+from outpace.records.checksums import folder_damage
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import Failure, RunRecord
@@ -22,6 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
+# Of which an exported model has one, by its kind.
+MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
 STANDSTILL_FILE = "standstill.json"
 UTILISATION_FOLDER = "utilisation"
 # Of a file by which several hosts are asked whether they see a folder, for some seconds.
@@ -113,7 +116,7 @@ class RunDir:
         if not self.has_steps:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def end_early(self, reason: str, checkpoint_step: int | None) -> None:
+    def end_early(self, reason: str, checkpoint_step: int | None = None) -> None:
         """Write down why the run ends before its last step, and which checkpoint is its newest."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         failure = Failure(reason=reason, ended=now, checkpoint_step=checkpoint_step)
@@ -132,6 +135,14 @@ class RunDir:
             result_damage=damage,
             has_model=self.model.is_dir() and any(self.model.iterdir()),
         )
+
+    def model_damage(self, history: "History") -> str | None:
+        """What is wrong with the model, in words; None where it is what was written."""
+        if not history.has_model:
+            return f"{self.model} holds no model"
+        if not any((self.model / name).is_file() for name in MODEL_FILES):
+            return f"{self.model} lacks the file that describes it"
+        return folder_damage(self.model)
 
     def continue_from(
         self, step: int, total_steps: int, history: "History", say: Callable[[str], None]

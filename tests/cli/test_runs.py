@@ -200,8 +200,8 @@ def test_one_run_is_shown_with_what_was_asked_and_what_came_of_it(run, capsys, m
     assert "weight-decay" not in shown and "eval-fraction" not in shown  # as by default
     assert main(["runs", "show", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["record"] == json.loads((run / "run.json").read_text())
-    assert document["result"] == json.loads((run / "result.json").read_text())
+    assert document["record"] == read_object(run / "run.json")
+    assert document["result"] == read_object(run / "result.json")
     assert document["bytes"]["run.json"] == (run / "run.json").stat().st_size
     assert document["bytes"]["model"] > 1000
 

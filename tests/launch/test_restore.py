@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from outpace.cli.main import main
 
@@ -128,3 +129,93 @@ def test_what_is_asked_is_checked_before_anything_is_cut(run: Path) -> None:
     assert resume(run, steps=4) == 2
     assert resume(run, steps=2) == 2
     assert contents(run) == before
+
+
+def said_by(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
+    capsys.readouterr()
+    assert main([*map(str, words)]) == code
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x40
+    path.write_bytes(data)
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "harm", [shutil.rmtree, lambda model: flip(model / "model.safetensors"),
+             lambda model: (model / "config.json").unlink()],
+)  # fmt: skip
+def test_a_lost_model_is_written_again_from_the_checkpoint(
+    run: Path, harm: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(run)
+    harm(run / "model")
+    assert f"--resume --out {run}" in said_by(capsys, 2, "eval", "--run", run)
+    said = said_by(capsys, 0, "train", "--resume", f"--out={run}", "--json")
+    assert json.loads(said[said.index("{\n") : said.rindex("}") + 1])["steps"] == 4
+    again = ("run.json", "evals.jsonl", "utilisation/host-0.json")  # with other times
+    after = contents(run)
+    assert [name for name in before if name not in again and after.get(name) != before[name]] == []
+    assert len((run / "evals.jsonl").read_text().splitlines()) == 2
+    assert said_by(capsys, 2, "train", "--resume", f"--out={run}")  # nothing is left to do
+
+
+def test_a_changed_run_is_not_taken_for_the_one_that_was(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = json.loads((run / "run.json").read_text())["settings"]
+    change(run / "run.json", settings={**settings, "seed": 1})
+    before = contents(run)
+    for words in (
+        ["train", "--resume", f"--out={run}", "--steps=5"],
+        ["train", "--resume", f"--out={run}", "--steps=5", "--print-config"],
+        ["eval", "--run", run],
+        ["generate", "x", "--run", run],
+    ):
+        assert "its checksum does not fit" in said_by(capsys, 2, *words)
+    for words in (["report", run, "--format=md"], ["runs", "show", run], ["runs", run.parent]):
+        assert "checksum" in said_by(capsys, 0, *words)
+    assert contents(run) == before
+
+
+def test_a_changed_result_is_shown_with_that_said(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(run / "result.json", final_loss=0.5)
+    assert "its checksum does not fit" in said_by(capsys, 0, "report", run, "--format=md")
+    change(run / "result.json", step_time_s=-1)
+    assert "step_time_s" in said_by(capsys, 2, "report", run, "--format=md")
+
+
+def test_a_report_without_metrics_does_not_deny_what_was_done(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "metrics.jsonl").unlink()
+    said = said_by(capsys, 0, "report", run, "--format=md")
+    assert "4 steps" in said and "metrics.jsonl holds none of them" in said
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_weights_that_are_no_numbers_are_named(
+    run: Path, tmp_path: Path, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "model" / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = max(weights, key=lambda one: weights[one].numel())
+    weights[name].view(-1)[3] = float(value)
+    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
+    (run / "model" / "checksums.json").unlink()
+    for words in (
+        ["eval", "--run", run],
+        ["generate", "x", "--run", run],
+        ["train", "--model", run, f"--out={tmp_path / 'other'}"],
+    ):
+        said = said_by(capsys, 2, *words)
+        assert f"{name} holds 1 values that are NaN or infinite" in said

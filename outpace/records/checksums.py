@@ -1,0 +1,110 @@
+"""Checksums of a folder's files, written beside them and compared where they are read."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from outpace.records.base import read_object, require_no_pointer, write_atomic
+from outpace.records.errors import BadInputError
+
+CHECKSUMS_FILE = "checksums.json"
+_BLOCK_BYTES = 1 << 22
+_LARGE = (".safetensors", ".bin")  # compared where they are read, not where a folder is opened
+
+
+def checksum(blocks: Iterable[bytes | memoryview]) -> str:
+    """xxh3_128 of a file's contents, in hexadecimal."""
+    digest = xxhash.xxh3_128()
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def write_checksums(folder: Path) -> None:
+    """List size and checksum of every file in `folder`, but for files in folders in it."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    entries = {
+        path.name: {"bytes": path.stat().st_size, "xxh3_128": checksum(_blocks(path))}
+        for path in files
+        if path.name != CHECKSUMS_FILE
+    }
+    write_atomic(folder / CHECKSUMS_FILE, json.dumps(entries, indent=1) + "\n")
+
+
+def folder_damage(folder: Path) -> str | None:
+    """What is wrong with a folder's files, in words; None where they are those written."""
+    try:
+        names = _entries(folder)
+        return next((found for name in names if (found := _damage(folder / name, names))), None)
+    except BadInputError as error:
+        return str(error)
+
+
+def require_small_files(folder: Path) -> None:
+    """Compare all files but large ones, of which only the size is. Raises BadInputError."""
+    entries = _entries(folder)
+    for name in entries:
+        _refuse(folder, _damage(folder / name, entries, reads=not name.endswith(_LARGE)))
+
+
+def require_readable(path: Path) -> None:
+    """Refuse a file that cannot be read, is a pointer of Git LFS, or has another checksum.
+
+    The checksum is compared where one is beside it. Raises BadInputError.
+    """
+    require_no_pointer(path)
+    entries = _entries(path.parent)
+    if path.name in entries:
+        _refuse(path.parent, _damage(path, entries))
+
+
+def _refuse(folder: Path, damage: str | None) -> None:
+    if damage is None:
+        return
+    run = folder.parent
+    again = f"have it written again: outpace train --resume --out {run}"
+    way = again if (run / "run.json").is_file() else "bring it back as it was"
+    raise BadInputError(
+        f"{damage}. Either it was damaged: {way}. Or you changed it on purpose: then remove "
+        f"{folder / CHECKSUMS_FILE}."
+    )
+
+
+def _entries(folder: Path) -> dict[str, Any]:
+    """What a folder lists; nothing where it has no checksums."""
+    path = folder / CHECKSUMS_FILE
+    if not path.is_file():
+        return {}
+    entries = read_object(path)
+    for name, entry in entries.items():
+        known = isinstance(entry, dict) and {"bytes", "xxh3_128"} <= entry.keys()
+        if not known or Path(name).name != name:
+            raise BadInputError(
+                f"{path} is damaged: it holds no checksum of {name!r}. Bring it back as it was, or "
+                "remove it, and nothing is compared."
+            )
+    return entries
+
+
+def _damage(path: Path, entries: dict[str, Any], reads: bool = True) -> str | None:
+    entry = entries[path.name]
+    if not path.is_file():
+        return f"{path} is {'a folder' if path.is_dir() else 'missing'}"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"{path} has {size} bytes instead of {entry['bytes']}"
+    if reads and checksum(_blocks(path)) != entry["xxh3_128"]:
+        return f"{path} does not have the checksum it was written with"
+    return None
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror}") from None
