@@ -52,7 +52,7 @@ def run_document(run: Run, probe: Machine | None = None) -> Document:
 
 def _verdict(run: Run, said: Prediction | str) -> list[str]:
     changed = [f"{sentence}, so do not rely on what it says." for sentence in run.changed]
-    return [_ended(run), *changed, *_why(run), *_speed(run), *_right(run, said)]
+    return [_ended(run), *_why(run), *_speed(run), *_right(run, said), *changed]
 
 
 def _ended(run: Run) -> str:

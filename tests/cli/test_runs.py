@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace.cli.main import main
+from outpace.records.base import read_object
 from outpace.train.run_dir import RunDir
 
 

@@ -126,7 +126,8 @@ def test_names_end_where_no_other_does():
 
 def test_what_is_refused(adapted, tmp_path):
     _, _, base, adapter = adapted("llama-mha")
-    config = json.loads((adapter / "adapter_config.json").read_text())
+    written = (adapter / "adapter_config.json").read_text()
+    config = json.loads(written)
 
     def said(**values):
         (adapter / "adapter_config.json").write_text(json.dumps({**config, **values}))
@@ -138,7 +139,7 @@ def test_what_is_refused(adapted, tmp_path):
     assert "use_dora is True" in said(use_dora=True)
     assert "bias is 'all'" in said(bias="all")
     assert "is no directory here" in said(base_model_name_or_path="meta-llama/Llama-2-7b")
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_config.json").write_text(written)
     other = Transformer(spec_from_hf(base), seed=3)
     write_model(base, other.spec, other.state_dict(), None)
     with pytest.raises(BadInputError, match=r"are not those that the adapter .* trained beside"):
