@@ -2,8 +2,8 @@
 
 Counted are the matrix products and attention, 2·m·n·k for an (m, k) by (k, n) product; norms,
 activations, softmax and the optimizer are left out, as in all published figures of MFU.
-Causal attention is counted in full, not halved; nor do sliding windows or document boundaries
-reduce the count.
+Causal attention is counted in full, not halved, as in published figures; of a sliding window the
+keys that it reaches. Document boundaries do not reduce the count.
 """
 
 from collections.abc import Sequence
@@ -65,9 +65,22 @@ def head_weights(spec: ModelSpec) -> int:
     return spec.vocab * spec.hidden + (0 if spec.norm_first else spec.hidden**2)
 
 
+def keys_reached(keys: int, window: int | None, causal: bool) -> int:
+    """Keys that are counted for a query: all, or those of its window (both ways if not causal)."""
+    if window is None:
+        return keys
+    return min(keys, (1 if causal else 2) * (window - 1) + 1)
+
+
+def _layer_product(spec: ModelSpec, seq_len: int, layer: int) -> int:
+    """FLOPs of one (S, C) by (C, keys) product over all heads of a layer, one sample."""
+    keys = keys_reached(seq_len, spec.layer_window(layer), spec.causal)
+    return 2 * spec.heads * spec.head_dim * seq_len * keys
+
+
 def _attention_product(spec: ModelSpec, seq_len: int) -> int:
-    """FLOPs of one (S, C) by (C, S) product over all heads and layers, one sample."""
-    return 2 * spec.layers * spec.heads * spec.head_dim * seq_len**2
+    """The same over all layers."""
+    return sum(_layer_product(spec, seq_len, layer) for layer in range(spec.layers))
 
 
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
@@ -88,7 +101,7 @@ def _unread(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
     multiply by, keys' and values' among them; `products`: of attention's.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
-    a_place = 2 * spec.heads * spec.head_dim * seq_len
+    a_place = _layer_product(spec, seq_len, spec.layers - 1) // seq_len
     return (seq_len - 1) * (2 * (weights - keys_and_values) + products * a_place)
 
 
@@ -124,11 +137,12 @@ def step_flops(
         return products
     modes = [checkpointing] * spec.layers if isinstance(checkpointing, str) else checkpointing
     scores = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * _attention_product(spec, seq_len)
-    again = sum(recomputed_flops(spec, seq_len, mode) for mode in modes)
+    again = sum(recomputed_flops(spec, seq_len, mode, at) for at, mode in enumerate(modes))
     share = sum(mode in ("full", "attention") for mode in modes) / spec.layers
     again += round(share * 2 * seq_len * (adapters or 0))
     if not head:
-        scores -= round(scores * (1 - 1 / seq_len) / spec.layers)
+        last = _layer_product(spec, seq_len, spec.layers - 1)
+        scores -= (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * (last - last // seq_len)
         again -= _unread_again(spec, seq_len, modes[-1])
     return products + samples * (scores + again)
 
@@ -141,8 +155,8 @@ def _unread_again(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
     return _unread(spec, seq_len, _recomputed_weights(spec), products)
 
 
-def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """FLOPs that one block computes again in the backward, one sample.
+def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
+    """FLOPs that the block of a layer computes again in the backward, one sample.
 
     "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention"
     that without attention itself; "selective" keeps all products here.
@@ -152,4 +166,4 @@ def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
     products = 2 * seq_len * _recomputed_weights(spec)
     if mode == "attention":
         return products
-    return products + _FORWARD_PRODUCTS * _attention_product(spec, seq_len) // spec.layers
+    return products + _FORWARD_PRODUCTS * _layer_product(spec, seq_len, layer)

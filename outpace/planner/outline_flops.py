@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from outpace.planner.flops import keys_reached
 from outpace.planner.outlines import Weight, weights
 from outpace.records.outline import Attention, Outline, Product, Stack
 
@@ -9,7 +10,8 @@ from outpace.records.outline import Attention, Outline, Product, Stack
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    2·m·n·k a product. `attention` is counted in full, whatever is masked; of experts those that a
+    2·m·n·k a product. Of `attention` all keys are counted, masked or not, or those that a window
+    reaches; of experts those that a
     token goes through, with the router. Stacks with a length of their own keep it; a decoder's
     cross-attention sees what the encoder has.
     """
@@ -51,7 +53,8 @@ def _multiplied(weight: Weight) -> int:
 
 
 def _scores_and_mix(attention: Attention, queries: int, keys: int) -> int:
-    return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * keys
+    seen = keys_reached(keys, attention.window, attention.causal)
+    return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * seen
 
 
 def _products(products: Sequence[Product], rows: int) -> int:

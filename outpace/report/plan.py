@@ -191,7 +191,8 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
 def _rates(one: Estimate) -> str:
     ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
     used = "" if one.mfu is None else (
-        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (attention in full)"
+        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (causal "
+        "attention not halved, of windows what they reach)"
     )  # fmt: skip
     return f"{show_count(one.tokens_per_s)} tokens/s on {ranks}{used}"
 

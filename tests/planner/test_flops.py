@@ -23,6 +23,8 @@ from outpace.planner.flops import (
     parameter_count,
     step_flops,
 )
+from outpace.planner.outline_flops import forward_flops as outline_flops
+from outpace.planner.outlines import outline
 from outpace.records.model import ModelSpec
 
 SEQ_LEN, SAMPLES = 24, 3
@@ -84,20 +86,34 @@ def _counted(spec, mode="none", backend=SDPBackend.FLASH_ATTENTION, backward=Tru
     return counter.get_total_flops()
 
 
+def _beyond_windows(spec, products, layers=None, queries=SEQ_LEN):
+    """What torch counts of masked attention beyond the windows, of so many products."""
+    beyond = sum(
+        SEQ_LEN - min(SEQ_LEN, spec.layer_window(layer) or SEQ_LEN)
+        for layer in (range(spec.layers) if layers is None else layers)
+    )
+    return products * SAMPLES * 2 * spec.heads * spec.head_dim * queries * beyond
+
+
 def test_forward_is_what_torch_counts(spec):
-    assert forward_flops(spec, SEQ_LEN, SAMPLES) == _counted(spec, backward=False)
+    counted = _counted(spec, backward=False) - _beyond_windows(spec, 2)
+    assert forward_flops(spec, SEQ_LEN, SAMPLES) == counted
 
 
 def test_a_models_step_is_what_torch_counts_without_fusion(spec):
     """Unfused, the backward of attention has four products: what the model needs."""
-    assert step_flops(spec, SEQ_LEN, SAMPLES) == _counted(spec, backend=SDPBackend.MATH)
+    counted = _counted(spec, backend=SDPBackend.MATH) - _beyond_windows(spec, 6)
+    assert step_flops(spec, SEQ_LEN, SAMPLES) == counted
 
 
 @pytest.mark.parametrize(
     "mode", ["none", "selective", "attention", "full", ["full", "attention", "none"]]
 )
 def test_the_hardwares_step_is_what_torch_counts(spec, mode):
-    assert step_flops(spec, SEQ_LEN, SAMPLES, mode) == _counted(spec, mode)
+    counted = _counted(spec, mode) - _beyond_windows(spec, 7)
+    modes = mode if isinstance(mode, list) else [mode] * spec.layers
+    counted -= _beyond_windows(spec, 2, [at for at, one in enumerate(modes) if one == "full"])
+    assert step_flops(spec, SEQ_LEN, SAMPLES, mode) == counted
 
 
 @pytest.mark.parametrize(
@@ -109,6 +125,11 @@ def test_a_classifiers_last_block_is_counted_where_it_is_read(spec, mode):
     counted = _counted(spec, mode or "none", classes=3, **unfused)
     pooler = 0 if spec.causal else spec.hidden**2
     beside = 6 * SAMPLES * (pooler + 3 * spec.hidden)
+    modes = mode if isinstance(mode, list) else [mode] * spec.layers
+    for at, one in enumerate(modes):
+        products = (6 if mode is None else 7) + 2 * (one == "full")
+        queries = 1 if at == spec.layers - 1 else SEQ_LEN
+        counted -= _beyond_windows(spec, products, [at], queries)
     assert step_flops(spec, SEQ_LEN, SAMPLES, mode, head=False) + beside == counted
 
 
@@ -141,6 +162,20 @@ def test_full_recomputation_with_dropout_repeats_the_last_product_too():
     fused_extra = step_flops(spec, SEQ_LEN, SAMPLES, "none") - step_flops(spec, SEQ_LEN, SAMPLES)
     wanted = step_flops(spec, SEQ_LEN, SAMPLES, "full") - fused_extra
     assert wanted == _counted(spec, "full", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+
+
+def test_a_window_counts_what_it_reaches():
+    """Of a long sequence each token has the window's keys; a window as long as it changes nothing.
+
+    Gemma's and Qwen's windows are of some layers.
+    """
+    full = PRESETS["llama-3.2-1b"].spec
+    for layers in (None, (0, 3)):
+        windowed = full.model_copy(update={"sliding_window": 512, "window_layers": layers})
+        spared = (16 if layers is None else 2) * 12 * 2048 * 8192 * (8192 - 512)
+        assert step_flops(full, 8192, 1) - step_flops(windowed, 8192, 1) == spared
+        assert step_flops(full, 512, 1) == step_flops(windowed, 512, 1)
+        assert outline_flops(outline(windowed, "x"), 8192, 2) == forward_flops(windowed, 8192, 2)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 5))

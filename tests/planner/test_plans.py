@@ -178,6 +178,19 @@ def test_what_never_fits_asks_for_other_devices():
         plans(asked("llama-3.1-405b", "4x-gtx-1080-ti", keep="strategy=ddp", seq_len=4096))
 
 
+@pytest.mark.parametrize(
+    ("model", "seq_len"),
+    [("mistral-7b", 131072), ("gemma-2-9b", 131072), ("phi-3-mini", 131072),
+     ("llama-3.1-8b", 131072)],
+)  # fmt: skip
+def test_no_device_computes_more_than_it_can(model, seq_len):
+    """Neither by windows, which reach less than the sequence, nor by long attention."""
+    answer = plans(asked(model, seq_len=seq_len, global_batch=8))
+    assert answer.plans
+    for planned in answer.plans:
+        assert 0.1 < planned.estimate.mfu <= planned.estimate.hfu < 1
+
+
 def test_what_nobody_trains_is_not_planned_for_as_trained():
     with pytest.raises(BadInputError, match="mixtral-8x7b is planned for, but outpace does not"):
         plans(asked("mixtral-8x7b", trained=True))
