@@ -1,7 +1,7 @@
 """Samples of different lengths as batches: padded to the longest, or to one length."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,8 @@ class PaddedDataset(Dataset[Batch]):
     make few shapes, for what is made ready once for each (see `shape_multiple`). `mask` adds a
     `padding_mask`, True for what is not padding, which encoders need and causal models do not;
     `last` the place of each sample's last token. With `once_in` the samples come in their own
-    order, each once, in batches of so many: the last one is filled up with samples without target.
+    order, each once or only the first `most_samples`, in batches of so many: the last one is filled
+    up with samples without target.
     """
 
     samples: Ragged
@@ -91,11 +92,21 @@ class PaddedDataset(Dataset[Batch]):
     last: bool = False
     once_in: int | None = None
     multiple: int = MULTIPLE
+    most_samples: int | None = None
 
     def __len__(self) -> int:
         if self.once_in is None:
             return len(self.samples)
-        return -(-len(self.samples) // self.once_in) * self.once_in
+        return rounded(self._used, self.once_in)
+
+    @property
+    def _used(self) -> int:
+        """Samples that are used, of those that come once."""
+        return min(len(self.samples), self.most_samples or len(self.samples))
+
+    def each_once(self, most: int, batch: int) -> "PaddedDataset":
+        """The first `most` samples, or all, each once, in batches of `batch`."""
+        return replace(self, once_in=batch, most_samples=most)
 
     @property
     def mean_targets(self) -> int:
@@ -115,7 +126,7 @@ class PaddedDataset(Dataset[Batch]):
             found: list[int] = samples_at(seed, positions, len(self.samples)).tolist()
             return found
         places = positions % len(self)
-        return [int(p) if p < len(self.samples) else FILLER for p in places.tolist()]
+        return [int(p) if p < self._used else FILLER for p in places.tolist()]
 
     def padded_length(self, longest: int) -> int:
         """How long a batch with such a longest sample is."""

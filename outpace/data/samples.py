@@ -1,5 +1,6 @@
 """Samples of a fixed length from a corpus, as batches of tensors."""
 
+import copy
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,6 +18,7 @@ IGNORED = -100
 # Devlin et al. 2019, §3.1: of the 15 % to predict, 80 % are masked and 10 % replaced at random.
 PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
 
+FILLER = -1  # the stream of a sample that stands for none
 # Where a sample lies, and the place in training at which it is used.
 Key = tuple[int, int, int]  # stream, sample within it, position since the start of training
 Batch = dict[str, torch.Tensor]
@@ -27,7 +29,7 @@ class TokenDataset(Dataset[Batch]):
 
     `locate` says which samples are used at given positions of training; `__getitems__` makes them
     a batch: `tokens` and `targets` (B, S) int64, and `documents` (B, S) int32 if asked for.
-    Raises BadInputError when a source has less than one sample.
+    Raises BadInputError when a source has less than one sample; `part` says of what it is the data.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TokenDataset(Dataset[Batch]):
         seed: int,
         document_attention: bool,
         tokenizer: Tokenizer | None,
+        part: str = "",
     ) -> None:
         self._streams = corpus.streams
         self._seq_len = seq_len
@@ -57,20 +60,44 @@ class TokenDataset(Dataset[Batch]):
         for stream, size in zip(self._streams, self._sizes, strict=True):
             if size < 1:
                 raise BadInputError(
-                    f"the data has {len(stream)} tokens, which is less than one sample of "
+                    f"the data{part} has {len(stream)} tokens, which is less than one sample of "
                     f"{seq_len} + 1. Give more data or a shorter --seq-len."
                 )
         self._counts = None
         if corpus.weights is not None:
             self._counts = block_counts(corpus.weights, block_size_for(corpus.weights))
+        self._most: int | None = None
+        self._once_in = 1
 
     def __len__(self) -> int:
+        if self._most is not None:
+            return -(-self._most // self._once_in) * self._once_in
         return sum(self._sizes)
+
+    def each_once(self, most: int, batch: int) -> "TokenDataset":
+        """The first `most` samples of a pass, or all, each once, in batches of `batch`.
+
+        The last one is filled up with samples without a target, so that a mean over all targets
+        does not depend on the batch.
+        """
+        found = copy.copy(self)
+        found._most, found._once_in = min(most, len(self)), batch
+        return found
+
+    def passes(self, samples: int) -> tuple[float, ...]:
+        """How often so many samples of training go through each source."""
+        if self._counts is None:
+            return (samples / len(self),) * len(self._sizes)
+        whole = sum(self._counts)
+        return tuple(
+            samples * count / whole / size
+            for count, size in zip(self._counts, self._sizes, strict=True)
+        )
 
     def locate(self, seed: int, positions: Index) -> list[Key]:
         """The sample for each position since the start of training."""
         if self._counts is None:
-            flat = samples_at(seed, positions, len(self))
+            flat = samples_at(seed, positions, sum(self._sizes))
             borders = np.cumsum(self._sizes)
             source = np.searchsorted(borders, flat, side="right")
             index = flat - np.concatenate(([0], borders))[source]
@@ -80,6 +107,8 @@ class TokenDataset(Dataset[Batch]):
             for k, size in enumerate(self._sizes):
                 chosen = source == k
                 index[chosen] = samples_at(seed + k + 1, rank[chosen], size)
+        if self._most is not None:
+            source[positions >= self._most] = FILLER
         keys = zip(source.tolist(), index.tolist(), positions.tolist(), strict=True)
         return [(int(s), int(i), int(p)) for s, i, p in keys]
 
@@ -92,7 +121,9 @@ class TokenDataset(Dataset[Batch]):
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """A batch of the samples at `keys`."""
+        """A batch of the samples at `keys`; those of FILLER have no target."""
+        filled = [row for row, (source, _, _) in enumerate(keys) if source == FILLER]
+        keys = [(0, 0, p) if source == FILLER else (source, i, p) for source, i, p in keys]
         length = self._seq_len
         rows = np.stack([self._streams[s].read(i * length, length + 1) for s, i, _ in keys])
         if self._mask is None:
@@ -100,6 +131,9 @@ class TokenDataset(Dataset[Batch]):
         else:
             places = [position for _, _, position in keys]
             batch = self._mask.apply(rows[:, :-1], self._seed, places)
+        if filled:
+            batch["targets"] = batch["targets"].copy()
+            batch["targets"][filled] = IGNORED
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in batch.items()}
         if self._document_attention:
             numbers = [
@@ -136,8 +170,12 @@ class _MaskIds:
         tokens, targets = rows.copy(), np.full_like(rows, IGNORED)
         for row, position in enumerate(positions):
             draw = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, position))))
-            chosen = draw.random(rows.shape[1]) < PREDICTED
-            chosen &= ~np.isin(rows[row], self._special)
+            shares, open_to = draw.random(rows.shape[1]), ~np.isin(rows[row], self._special)
+            chosen = (shares < PREDICTED) & open_to
+            if not chosen.any() and open_to.any():
+                # At least one, as in BERT's own create_pretraining_data.py: short samples would
+                # teach nothing, and a batch of them would have no loss.
+                chosen[np.argmin(np.where(open_to, shares, 1.0))] = True
             fate = draw.random(rows.shape[1])
             other = draw.integers(0, self._vocab, rows.shape[1])
             targets[row, chosen] = rows[row, chosen]

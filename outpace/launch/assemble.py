@@ -12,6 +12,7 @@ from torch import nn
 
 from outpace.data.loader import Loader
 from outpace.data.padded import PaddedDataset
+from outpace.data.samples import TokenDataset
 from outpace.launch.answer import Answer
 from outpace.launch.context import Job
 from outpace.launch.describe import claim, run_info, run_record
@@ -20,7 +21,7 @@ from outpace.launch.materials import build_objective, weights_of
 from outpace.launch.oom import Guard
 from outpace.launch.promise import Promised
 from outpace.launch.resolve import (
-    DEFAULT_EVAL_BATCHES,
+    DEFAULT_EVAL_SAMPLES,
     peak_flops_per_s,
     takes_cuda_graphs,
 )
@@ -394,14 +395,16 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
     )
 
 
-def _loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader:
-    """This rank's micro-batches of `data`, step by step."""
+def _loader(
+    job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
+) -> Loader:
+    """This rank's micro-batches of `data`, step by step, of a `batch` other than the global one."""
     settings = job.settings
     pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
     return Loader(
         data,
         seed=settings.seed,
-        global_batch=settings.global_batch,
+        global_batch=batch or settings.global_batch,
         micro_batch=job.plan.samples_read,
         rank=job.plan.data_rank(job.ranks.rank),
         data_parallel=job.plan.readers,
@@ -414,16 +417,23 @@ def _loader(job: Job, data: Any, start_step: int, total_steps: int) -> Loader:
 
 
 def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation | None:
-    """The held-out loss, and a task's metrics; None where there is no held-out data, or no wish."""
+    """The held-out loss, and a task's metrics; None where there is no held-out data, or no wish.
+
+    Of outpace's own data each sample is used once, whatever the global batch and the ranks are; of
+    a user's data set what does not fill a batch of all ranks is left out.
+    """
     data = job.materials.eval_data
     if data is None or job.settings.eval_batches == 0:
         return None
-    all_batches = len(data) // job.settings.global_batch
-    wanted = job.settings.eval_batches
-    if wanted is None:
-        wanted = all_batches if job.materials.labels is not None else DEFAULT_EVAL_BATCHES
-    batches = max(1, min(wanted, all_batches))
-    loader = _loader(job, data, 0, batches)
+    most = len(data) if job.materials.labels is not None else DEFAULT_EVAL_SAMPLES
+    if job.settings.eval_batches is not None:
+        most = job.settings.eval_batches * job.settings.global_batch
+    batch = job.plan.samples_read * job.plan.readers
+    if isinstance(data, (PaddedDataset, TokenDataset)):
+        data = data.each_once(most, batch)
+        most = len(data)
+    batches = max(1, min(most, len(data)) // batch)
+    loader = _loader(job, data, 0, batches, batch)
     try:
         return evaluate(
             layout,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from outpace.data.samples import TokenDataset
 from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
 from outpace.probe.versions import changes, commit, variables, versions
@@ -28,6 +29,8 @@ from outpace.train.schedule import warmup_steps
 
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
 _TOY_PARAMETERS = 1_000_000
+# Up to so many passes repeated data is about as good as new (Muennighoff et al., arXiv 2305.16264).
+_USEFUL_PASSES = 4
 
 
 def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
@@ -146,7 +149,7 @@ def run_record(
 def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
     """What is about to be trained, with hints on what may be better otherwise."""
     parameters = record.parameters
-    hints = [*job.materials.hints]
+    hints = [*job.materials.hints, *_repetitions(job)]
     hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
     hints += float8_hints(job.plan)
     slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
@@ -211,6 +214,26 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
         hosts=math.ceil(job.ranks.world_size / job.ranks.local_world_size),
         hints=tuple(hints),
     )
+
+
+def _repetitions(job: Job) -> list[str]:
+    """What of the data is used more often than its share of a run looks like."""
+    data, batch = job.materials.train_data, job.settings.global_batch
+    hints = []
+    if batch > len(data):
+        hints.append(
+            f"the global batch of {batch} is more than the {len(data)} samples of the data: a step "
+            f"has each of them up to {math.ceil(batch / len(data))} times"
+        )
+    if isinstance(data, TokenDataset) and job.settings.data_weights is not None:
+        passes = data.passes(job.total_steps * batch)
+        hints += [
+            f"{source} is gone through {count:,.0f} times by its weight; beyond "
+            f"{_USEFUL_PASSES} times more data helps more"
+            for source, count in zip(job.settings.data, passes, strict=True)
+            if count > _USEFUL_PASSES
+        ]
+    return hints
 
 
 def with_earlier_precision(settings: TrainSettings) -> TrainSettings:

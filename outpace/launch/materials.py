@@ -18,7 +18,7 @@ from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnModel, OwnObjective, build_own, own_positions, own_vocab
 from outpace.interop.peft import merge
 from outpace.launch.resolve import resolve_seq_len
-from outpace.launch.tasks import gather_task
+from outpace.launch.tasks import gather_task, held_out_part
 from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import adapt
@@ -146,8 +146,9 @@ def gather(
             seed=settings.seed,
             document_attention=settings.document_attention,
             tokenizer=tokenizer,
+            part=part,
         )
-        for corpus in corpora
+        for corpus, part in zip(corpora, ("", f" {held_out_part(settings)}"), strict=True)
     )
     return Materials(
         name, opened, own, spec, tokenizer, train, held_out,

@@ -34,7 +34,8 @@ from outpace.train.schedule import warmup_steps
 
 DEFAULT_STEPS = 70
 DEFAULT_SEQ_LEN = 256
-DEFAULT_EVAL_BATCHES = 8
+# Of evaluations, where nothing is said: whatever the global batch is, so that runs compare.
+DEFAULT_EVAL_SAMPLES = 128
 DEFAULT_TASK_EPOCHS = 3.0  # BERT's (arXiv 1810.04805, §A.3) and run_glue's
 RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # what transformers.Trainer takes too

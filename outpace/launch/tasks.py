@@ -185,7 +185,7 @@ def _chat(
     parts = [
         encode_all(chat, rows, seq_len, part)
         for rows, part in (
-            (source.train, " to train on"), (source.validation, f" {_held_out_part(settings)}"),
+            (source.train, " to train on"), (source.validation, f" {held_out_part(settings)}"),
         )
     ]  # fmt: skip
     hints = [*source.hints, *_chat_hints(chat, parts, seq_len, _count(source))]
@@ -205,8 +205,8 @@ def _chat(
     )
 
 
-def _held_out_part(settings: TrainSettings) -> str:
-    """What the rows to validate with are called."""
+def held_out_part(settings: TrainSettings) -> str:
+    """What the data to validate with is called, after a noun."""
     if settings.eval_data is not None:
         return f"in --eval-data {' '.join(settings.eval_data)}"
     return "held out for validation (give other data with --eval-data)"

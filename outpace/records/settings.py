@@ -345,7 +345,7 @@ class TrainSettings(Record):
 
     eval_every: NonNegativeInt = _field("run", "steps between evaluations; 0 = start and end", 0)
     eval_batches: NonNegativeInt | None = _field(
-        "run", "global batches per evaluation, 0 for none (default: 8; to classify all)"
+        "run", "global batches per evaluation, 0 for none (default: 128 samples; to classify all)"
     )
     measure_only: bool = _field("run", "write neither checkpoints nor the model", False)
     expect_step_time_s: PositiveFloat | None = _field(
