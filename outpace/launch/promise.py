@@ -1,4 +1,4 @@
-"""Says during a run when its first steps do not take what was expected of them."""
+"""Says during a run when its first steps take longer than was expected of them."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ class Promised(Callback):
             return
         self._looked = True
         found = self._ledger.promise(self._expected_s)
-        if found is not None and not found.kept:
+        if found is not None and found.slower:
             tell(
                 self._heard,
                 "on_hint",

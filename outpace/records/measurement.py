@@ -104,14 +104,30 @@ class Promise(Record):
     kept: bool = Field(description="within 3 %")
 
     @property
+    def ratio(self) -> float:
+        """Measured to expected: below 1 where steps were faster."""
+        return self.step_time_s / self.expected_s
+
+    @property
+    def slower(self) -> bool:
+        """Whether steps took longer than expected, by more than what is within it."""
+        return not self.kept and self.ratio > 1
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is as expected, in three words."""
+        if self.kept:
+            return "As expected"
+        return "Slower than expected" if self.slower else "Faster than expected"
+
+    @property
     def words(self) -> str:
         """As a person would say it."""
-        off = self.step_time_s / self.expected_s - 1
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         few = ", and so few tell little: 100 are compared where there are as many"
         return (
             f"the first {steps} took {show_seconds(self.step_time_s)} where "
-            f"{show_seconds(self.expected_s)} was expected ({off:+.1%})"
+            f"{show_seconds(self.expected_s)} was expected ({self.ratio - 1:+.1%})"
             + few
             * (self.steps < _FEW_STEPS)
         )

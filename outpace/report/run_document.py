@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.play import Timeline
 from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
-from outpace.records.measurement import Measurement, TimeParts
+from outpace.records.measurement import Measurement, Promise, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.report import (
     anatomy,
@@ -26,6 +26,10 @@ from outpace.report.figures import against, counts, seconds, sizes
 from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run
 from outpace.train.run_dir import METRICS_FILE
+
+
+# An interval that is wider, of a machine that was never measured, confirms any time.
+_WIDEST = 4.0
 
 
 def run_document(run: Run, probe: Machine | None = None) -> Document:
@@ -102,11 +106,21 @@ def _speed(run: Run) -> list[str]:
     return [f"{speed}: {share} of it computing{lost if most_s > 0.01 * parts.total_s else ''}."]
 
 
+def _promise(run: Run) -> Promise | None:
+    """What was expected of a step by what was measured before, as by tuning."""
+    return None if run.measurement is None else run.measurement.promise
+
+
 def _right(run: Run, said: Prediction | str) -> list[str]:
-    step_time_s = step_time(run)
+    """One prediction: what was measured before the run, else the planner's where it says enough."""
+    promise, step_time_s = _promise(run), step_time(run)
+    if promise is not None:
+        return [f"{promise.verdict}: {promise.words}."]
     if isinstance(said, str) or step_time_s is None:
         return []
     one = said.planned.estimate
+    if one.high_s > _WIDEST * one.low_s:
+        return []
     inside = one.low_s <= step_time_s <= one.high_s
     return [
         f"The planner says {show_seconds(one.step_time_s)} a step, {show_seconds(one.low_s)} to "
@@ -117,6 +131,7 @@ def _right(run: Run, said: Prediction | str) -> list[str]:
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     measured, tokens, skipped = run.measurement, tokens_per_s(run), skipped_steps(run)
+    promise = _promise(run)
     found = {
         "throughput": None if tokens is None else f"{show_count(tokens)} tokens/s",
         "time of a step": None if step_time(run) is None else show_seconds(step_time(run)),
@@ -126,7 +141,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "model FLOP/s": None
         if measured is None or measured.model_flops_per_s is None
         else show_count(measured.model_flops_per_s, "FLOP/s"),
-        "promise": None if measured is None or measured.promise is None else measured.promise.words,
+        "expected time of a step": None if promise is None else show_seconds(promise.expected_s),
+        "measured to expected": None if promise is None else f"{promise.ratio - 1:+.1%}",
         "peak memory": None if peak_memory(run) is None else show_bytes(peak_memory(run)),
         "layout": run.record.plan.mesh,
         "precision": run.record.plan.precision,
@@ -265,7 +281,7 @@ def _memory(run: Run, said: Prediction | str) -> Section:
         parts.append(anatomy.at_the_peak(at_peak, limit))
     peak = peak_memory(run)
     if peak is not None:
-        parts.append(Words(f"The fullest rank took {show_bytes(peak)} in all."))
+        parts.append(Words(_whole(peak, run.record.device)))
     if run.measurement is not None:
         parts += runs_parts.memory_by_rank({"": run.measurement.peak_memory_by_rank})
     if run.memory is None:
@@ -275,8 +291,23 @@ def _memory(run: Run, said: Prediction | str) -> Section:
     return Section("Memory", tuple(parts))
 
 
+def _whole(peak: float, device: str) -> str:
+    """The peak of what a rank took in all, and what that has besides tensors."""
+    if device == "cpu":
+        return (
+            f"The fullest rank's process took {show_bytes(peak)} in all: Python and its libraries "
+            "are in it, which an estimate of tensors does not have."
+        )
+    return f"The fullest rank's allocator took {show_bytes(peak)} in all."
+
+
 def _predicted(run: Run, said: Prediction | str) -> Section:
-    title = "Predicted against measured"
+    title, promise = "Predicted against measured", _promise(run)
+    if promise is not None:
+        unit = seconds([promise.expected_s, promise.step_time_s])
+        both = [promise.expected_s], [promise.step_time_s]
+        figure = against("Time of a step", ["Time of a step"], *both, unit, "time")
+        return Section(title, (Words(f"By what was measured before: {promise.words}."), figure))
     if isinstance(said, str):
         return Section(title, (Words(f"There is no prediction. {said}"),))
     one = said.planned.estimate

@@ -30,9 +30,8 @@ def summary(measurement: Measurement) -> RenderableType:
     if measurement.utilisation:
         parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
     if measurement.promise is not None:
-        style = "green" if measurement.promise.kept else "yellow"
-        kept = "As promised" if measurement.promise.kept else "NOT as promised"
-        line = Text(f"{kept}: {measurement.promise.words}.", style=style)
+        style = "yellow" if measurement.promise.slower else "green"
+        line = Text(f"{measurement.promise.verdict}: {measurement.promise.words}.", style=style)
         parts += [Text(), Padding(line, (0, 2))]
     if measurement.sample:
         parts += [Text(), _sample(measurement.sample)]

@@ -15,7 +15,7 @@ from outpace.planner.play import StageTime
 from outpace.records.comparison import Comparison
 from outpace.records.estimate import Plans
 from outpace.records.machine import Device, Machine
-from outpace.records.measurement import Measurement
+from outpace.records.measurement import Measurement, Promise
 from outpace.records.plan import Plan
 from outpace.records.topology import Endpoint, Topology
 from outpace.records.tuning import Tuning
@@ -74,6 +74,22 @@ def test_a_run_has_a_verdict_first_and_every_section(of_run):
     assert titles == ["Loss", "Time of a step", "Memory", "Predicted against measured",
                       "Utilisation", "Topology", "Sample", "Environment and command"]  # fmt: skip
     assert dict(of_run.facts)["steps"] == "8 of 8"
+
+
+def test_a_run_cites_one_prediction_which_is_what_was_measured_before_it(run):
+    found = read_run(run)
+    promise = Promise(expected_s=0.53, step_time_s=0.47, steps=100, kept=False)
+    measured = found.measurement.model_copy(update={"promise": promise})
+    document = run_document(replace(found, measurement=measured))
+    sentence = "Faster than expected: the first 100 steps took 470.0 ms where 530.0 ms was expected"
+    assert any(line.startswith(sentence) for line in document.verdict)
+    assert "planner says" not in " ".join([*document.verdict, words(document)])
+    assert dict(document.facts)["measured to expected"] == "-11.3%"
+
+
+def test_a_guess_that_any_time_confirms_is_no_verdict(of_run):
+    """This machine was not probed: the interval is of a factor of some ten."""
+    assert not any("planner says" in line for line in of_run.verdict)
 
 
 def test_losses_can_be_seen_by_step_tokens_and_time(of_run):
