@@ -31,6 +31,7 @@ from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, harmless
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
+from outpace.train.run_dir import RUN_FILE
 
 if TYPE_CHECKING:
     from outpace.experiment.compare import Ended, Run
@@ -62,6 +63,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     given = vars(arguments)
     out = None if given.get("out") is None else Path(given["out"])
+    _take_runs(arguments)
     if arguments.runs:
         if out is not None and out.exists():
             raise BadInputError(f"{out} is there already. Use another --out.")
@@ -140,6 +142,7 @@ def _compared(
 ) -> Comparison:  # fmt: skip
     """Run it and judge; where it is interrupted what there is is kept before that is raised."""
     from outpace.experiment import arms
+    from outpace.experiment.judge import judge
 
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
@@ -152,7 +155,7 @@ def _compared(
     took_s = time.monotonic() - began_s
     trusted = ("--trusted",) if _code_of(experiment) else ()
     command = ("outpace", "compare", str(folder / RESULT), *trusted)
-    comparison = _judged(experiment, folder, ended, took_s, started, command)
+    comparison = judge(experiment, folder, ended, took_s, started, command)
     if interrupt is not None:
         comparison.save(folder / RESULT)
         raise interrupt
@@ -218,41 +221,24 @@ def _rounds(
 
 def _of_runs(arguments: argparse.Namespace) -> Comparison:
     """Of runs that are over."""
-    from outpace.experiment.compare import Ended
-    from outpace.experiment.stored import NOT_IN_TURN, arms_of, outcomes_of
+    from outpace.experiment.judge import compare_runs
 
-    _refuse(arguments, ("runs", "price", "out"), "--runs compares what was run already")
-    experiment = arms_of(arguments.runs, arguments.price)
-    ended = Ended(tuple(outcomes_of(arguments.runs, experiment)), "the runs are over")
-    words = ["outpace", "compare", "--runs", *map(str, arguments.runs)]
-    words += [] if arguments.price is None else ["--price", f"{arguments.price:g}"]
-    found = _judged(experiment, Path(), ended, 0.0, now(), tuple(words))
-    return found.model_copy(update={"differing": (NOT_IN_TURN, *found.differing)})
+    _refuse(arguments, ("runs", "arm", "price", "out"), "finished runs are compared as they are")
+    return compare_runs(arguments.runs, arguments.price)
 
 
-def _judged(
-    experiment: Experiment, folder: Path, ended: "Ended", took_s: float, started: str,
-    command: tuple[str, ...],
-) -> Comparison:  # fmt: skip
-    """What the outcomes come to."""
-    from outpace.catalog.accelerators import find_accelerator
-    from outpace.experiment.facts import differing, other_clocks, read_facts
-    from outpace.experiment.results import curves, losses_in_words, results
-    from outpace.probe.machine import identify
-
-    facts = read_facts(experiment, folder, ended.outcomes)
-    return Comparison(
-        experiment=experiment,
-        command=command,
-        arms=tuple(results(experiment, folder, ended.outcomes, facts)),
-        outcomes=ended.outcomes,
-        differing=(*differing(experiment, facts), *other_clocks(folder, ended.outcomes)),
-        losses=losses_in_words(curves(experiment, folder, ended.outcomes)),
-        stopped=ended.stopped,
-        took_s=took_s,
-        machine=identify(find_accelerator),
-        started=started,
-    )
+def _take_runs(arguments: argparse.Namespace) -> None:
+    """Arms that are folders of runs are runs, also without --runs. Raises BadInputError."""
+    folders = [Path(word) for word in arguments.arm if (Path(word) / RUN_FILE).is_file()]
+    if not folders and not arguments.runs:
+        return
+    others = [word for word in arguments.arm if Path(word) not in folders]
+    if others:
+        raise BadInputError(
+            f"{others[0]!r} is no finished run, and {(folders or arguments.runs)[0]} is one. "
+            "Compare finished runs with each other, or strategies and settings."
+        )
+    arguments.runs = [*arguments.runs, *folders]
 
 
 def _line(outcome: Outcome, experiment: Experiment) -> str:
@@ -352,7 +338,8 @@ def _parser() -> Parser:
     parser = Parser("compare", _ABOUT, _EPILOG, usage="ARM ARM … [options]")
     parser.add_json()
     add = parser.arguments.add_argument
-    add("arm", nargs="*", default=[], metavar="ARM", help="what is compared")
+    add("arm", nargs="*", default=[], metavar="ARM",
+        help="what is compared; folders of finished runs are compared as they are")  # fmt: skip
     add("--command", action="append", default=[], metavar="CMD",
         help="an arm that is a command of your own; repeat it")  # fmt: skip
     add("--metric", default=None, metavar="REGEX",
@@ -368,6 +355,6 @@ def _parser() -> Parser:
     add("--trusted", action="store_true", default=False,
         help="take commands and variables of a comparison.json, which may be anyone's")  # fmt: skip
     add("--runs", nargs="*", default=[], type=Path, metavar="RUN",
-        help="compare what was already run")  # fmt: skip
+        help="folders of finished runs to compare")  # fmt: skip
     options.add_settings(parser, _TEXTS)
     return parser

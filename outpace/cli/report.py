@@ -25,8 +25,8 @@ _ABOUT = "A run, comparison, tuning, plan, probe or certificate as a page that n
 _EPILOG = (
     "A PATH is a run's or a comparison's directory, comparison.json, tuning.json, machine.json of "
     "outpace probe, certificate.json of outpace verify, standstill.json of a run whose ranks "
-    "waited in vain, or what outpace plan --json printed. Several make one page; a probe among "
-    "them is what runs are predicted from."
+    "waited in vain, or what outpace plan --json printed. Several make one page, runs with what "
+    "they differ in first; a probe among them is what runs are predicted from."
 )
 _FORMATS = ("html", "md", "csv", "png")
 _RUN = "run.json"
@@ -60,10 +60,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         from outpace.report.picture import find_browser
 
         browser = find_browser(arguments.browser)  # before the work
-    documents = list(_documents(subjects))
+    documents = [*_compared(subjects), *_documents(subjects)]
     out = arguments.out
     if out is None and (kind in ("html", "png") or arguments.json):
-        out = _beside(arguments.path[0], kind)
+        alone = len(subjects) == 1
+        out = _beside(arguments.path[0], kind) if alone else Path(f"report.{kind}")
+        if not alone and out.exists():
+            raise BadInputError(f"{out} is there already. Name another with --out.")
     content = _content(documents, kind, browser)
     if out is not None:
         _write(out, content)
@@ -125,6 +128,22 @@ def _record(path: Path) -> Any:
         f"{path} is none of what is reported on: comparison.json, tuning.json, machine.json, "
         "certificate.json, standstill.json, what outpace plan --json printed, or a run's directory."
     )
+
+
+def _compared(subjects: Sequence[_Subject]) -> "Iterator[Document]":
+    """Of several runs what they differ in, before each of them."""
+    runs = [one.path for one in subjects if one.record is None]
+    if len(runs) < 2:
+        return
+    from outpace.experiment.judge import compare_runs
+    from outpace.report.comparison_document import comparison_document
+
+    try:
+        comparison = compare_runs(runs)
+    except BadInputError as error:  # of runs that are too short or hold no steps
+        print(f"outpace: these runs are not compared: {error}", file=sys.stderr)
+        return
+    yield comparison_document(comparison, Path())
 
 
 def _documents(subjects: Sequence[_Subject]) -> "Iterator[Document]":
@@ -216,8 +235,8 @@ def _parser() -> Parser:
     add = parser.arguments.add_argument
     add("path", nargs="+", type=Path, metavar="PATH", help="what to report on")
     add("--out", type=Path, default=None, metavar="FILE",
-        help="where to (default: report.html beside it; standard output for md and csv without "
-             "--json)")  # fmt: skip
+        help="where to (default: report.html beside it, of several here; standard output for md "
+             "and csv without --json)")  # fmt: skip
     add("--format", choices=_FORMATS, default=None, metavar="FORMAT",
         help="html, md, csv or png (default: as --out ends, else html)")  # fmt: skip
     add("--browser", default=None, metavar="PROGRAM",

@@ -161,8 +161,8 @@ class Verdict(Record):
             parts = f"{_signed(self.low)} to {_signed(self.high)} over parts of the runs"
         return (
             f"{arm} took {show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} "
-            f"than {against} in these two runs ({parts}). Two runs of the same may differ as much, "
-            "so no difference is claimed: that takes runs in turn, as outpace compare makes them"
+            f"than {against} in these two runs ({parts}). Two runs alike may differ as much: a "
+            "claim takes runs in turn, as outpace compare makes them"
         )
 
 
@@ -241,6 +241,9 @@ class Comparison(Record):
     arms: tuple[ArmResult, ...]
     outcomes: tuple[Outcome, ...]
     differing: tuple[str, ...] = Field(default=(), description="that were not asked for")
+    differences: tuple[str, ...] = Field(
+        default=(), description="of runs that were over: what they differ in, and where it shows"
+    )
     losses: str | None = Field(default=None, description="whether the curves agree, in words")
     stopped: str = Field(description="why no further round was run")
     took_s: float

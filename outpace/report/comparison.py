@@ -92,6 +92,12 @@ def _claims(claimed: Sequence[str], of: int) -> str:
     return f", claimed against {', '.join(claimed)}" if claimed else ", which is not claimed"
 
 
+def opening(comparison: Comparison) -> list[str]:
+    """What is said first: of runs that were over what they differ in, then the verdict."""
+    head = headline(comparison)
+    return [*comparison.differences, *([head] if head else []), *verdict_lines(comparison)]
+
+
 def verdict_lines(comparison: Comparison) -> list[str]:
     """A sentence for each arm against the first."""
     first = comparison.arms[0].arm
@@ -135,8 +141,7 @@ def _left_out(comparison: Comparison) -> dict[str, str | None]:
 
 def shown(comparison: Comparison) -> RenderableType:
     """For a terminal."""
-    head = headline(comparison)
-    said = [*([head] if head else []), *verdict_lines(comparison)]
+    said = opening(comparison)
     parts: list[RenderableType] = [Text(), *(Text(line, style="bold") for line in said)]
     parts += [Text(), *_arms(comparison, _FIGURES)]
     if any(arm.parts for arm in comparison.arms):

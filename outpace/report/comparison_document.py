@@ -14,7 +14,7 @@ from outpace.report.comparison import (
     Column,
     column_notes,
     columns,
-    headline,
+    opening,
     rounds_of,
     verdict_lines,
 )
@@ -60,8 +60,7 @@ def comparison_document(
     """What may be claimed, how sure, and where the arms differ; runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
-    head = headline(comparison)
-    said = (*([head] if head else []), *verdict_lines(comparison))
+    said = tuple(opening(comparison))
     trained = _of_trainings(comparison, runs, probe) if comparison.experiment.metric is None else ()
     return Document(
         "comparison", " against ".join(names) if len(names) < 4 else f"{len(names)} arms",
@@ -86,7 +85,7 @@ def _of_trainings(
 
 def _facts_of(comparison: Comparison) -> Iterable[tuple[str, str]]:
     if not comparison.experiment.in_turn:
-        return [("run for it", "nothing: these runs were over")]
+        return []
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
     return [("rounds", str(rounds)), ("took", show_seconds(comparison.took_s)),
             ("why it ended", comparison.stopped)]  # fmt: skip

@@ -27,7 +27,6 @@ from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run
 from outpace.train.run_dir import METRICS_FILE
 
-
 # An interval that is wider, of a machine that was never measured, confirms any time.
 _WIDEST = 4.0
 

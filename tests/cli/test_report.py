@@ -56,6 +56,63 @@ def test_several_make_one_page(run, capsys, tmp_path):
     assert out.read_text().count("<article>") == 2
 
 
+def other_run(run, folder):
+    """A copy with other threads, checkpointing and variables, whose steps took twice as long."""
+    other = copied(run, folder)
+    record = json.loads((other / "run.json").read_text())
+    record["threads"] += 3
+    record["plan"]["checkpointing"] = "full"
+    record["environment"]["NCCL_ALGO"] = "Ring"
+    (other / "run.json").write_text(json.dumps(record))
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "step_time_s" in line:
+            line["step_time_s"] *= 2
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = json.loads((other / "result.json").read_text())
+    result["parts"]["backward_s"] = 3 * result["parts"]["backward_s"] + 1
+    (other / "result.json").write_text(json.dumps(result))
+    return other
+
+
+@pytest.mark.parametrize("words", [["compare"], ["compare", "--runs"]])
+def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
+    words, run, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "400")
+    other = other_run(run, tmp_path)
+    threads = json.loads((run / "run.json").read_text())["threads"]
+    assert main([*words, str(run), str(other)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0].startswith("They differ in: checkpointing none → full")
+    assert f"threads {threads} → {threads + 3}" in lines[0]
+    assert "NCCL_ALGO= none → Ring" in lines[0]
+    assert lines[1].startswith("It shows most in backward: ")
+    assert any("took 100.0 % longer than" in line for line in lines[2:5])
+
+
+def test_runs_that_are_alike_are_said_to_be(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["compare", str(run), str(copied(run, tmp_path))]) == 0
+    assert "Nothing that was recorded of them differs." in capsys.readouterr().out
+
+
+def test_a_report_of_two_runs_begins_with_what_they_differ_in(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = other_run(run, tmp_path)
+    assert main(["report", str(run), str(other)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("They differ in: checkpointing none → full")
+    assert said[-1] == "report: report.html" and not (other / "report.html").exists()
+    assert (tmp_path / "report.html").read_text().count("<article>") == 3
+    assert "report.html is there already" in refused(capsys, run, other)
+
+
+def test_a_run_and_a_strategy_are_not_compared(run, capsys):
+    assert main(["compare", str(run), "zero3"]) == 2
+    assert "'zero3' is no finished run" in capsys.readouterr().err
+
+
 def copied(run, folder):
     shutil.copytree(run, folder / "other")
     return folder / "other"

@@ -113,7 +113,7 @@ def test_of_runs_that_are_over_nothing_is_claimed():
     assert not found.claimed
     assert found.words("b", "a").startswith(
         "b took 10.0 % less time than a in these two runs (-10.0 % to -10.0 % over parts of the "
-        "runs). Two runs of the same may differ as much, so no difference is claimed"
+        "runs). Two runs alike may differ as much: a claim takes runs in turn"
     )
 
 

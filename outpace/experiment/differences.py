@@ -1,0 +1,106 @@
+"""What finished runs differ in: settings, plan, program, machine; and where in a step it shows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from outpace.experiment.facts import facts_of
+from outpace.experiment.results import steps_of
+from outpace.records.comparison import ArmResult
+from outpace.records.measurement import PARTS
+from outpace.records.plan import Plan
+from outpace.records.run import RunRecord
+from outpace.records.settings import OF_A_RUN, TrainSettings
+from outpace.records.units import show_seconds
+from outpace.train.run_dir import RUN_FILE
+
+# Of settings: what the plan has as it was resolved, what facts say, and where things lie.
+_ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
+              "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
+_MAPPINGS = ("versions", "variables")  # facts that are JSON objects: told key by key
+_LONG = 60  # characters of a value that a person reads in a list
+_LOST = 0.1  # share of a run's time in slow steps, from which on it is told
+
+
+def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
+    """Sentences: what the runs differ in, which part of a step differs, and what slow steps cost.
+
+    `runs` are folders by their arms' names, in the order of `results`.
+    """
+    records = [RunRecord.load(run / RUN_FILE) for run in runs.values()]
+    found = _values(records)
+    told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
+    first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
+    return first, *_part(results), *_slow_steps(runs)
+
+
+def _change(values: Sequence[str]) -> str:
+    short = [one if len(one) <= _LONG else f"{one[: _LONG - 1]}…" for one in values]
+    return " → ".join(short)
+
+
+def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
+    """By name, what is not the same in all, as each run had it."""
+    rows = [_of(record) for record in records]
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = {name: [row.get(name, "none") for row in rows] for name in names}
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
+
+
+def _of(record: RunRecord) -> dict[str, str]:
+    """Everything that may explain a difference, what explains most of them first."""
+    plan = {name: _shown(getattr(record.plan, name)) for name in Plan.model_fields}
+    settings = {
+        name: _shown(getattr(record.settings, name))
+        for name in TrainSettings.model_fields
+        if name not in _ELSEWHERE
+    }
+    facts = facts_of(record)
+    apart = {
+        key if name == "versions" else f"{key}=": value
+        for name in _MAPPINGS
+        for key, value in json.loads(facts.pop(name)).items()
+    }
+    facts = {_NAMES.get(name, name): value for name, value in facts.items()}
+    return plan | settings | facts | apart
+
+
+_NAMES = {"threads a process": "threads", "load before": "processes that wanted a core before"}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
+
+
+def _part(results: Sequence[ArmResult]) -> list[str]:
+    """Which part of a step differs the most between the first run and the others."""
+    known = [one.parts for one in results if one.parts is not None]
+    if len(known) < 2 or len(known) < len(results):
+        return []
+    seconds = {part: [getattr(one, f"{part}_s") for one in known] for part in PARTS}
+    part, most = max(seconds.items(), key=lambda pair: max(pair[1]) - min(pair[1]))
+    if max(most) <= min(most):
+        return []
+    return [f"It shows most in {part}: {' → '.join(map(show_seconds, most))} a step."]
+
+
+def _slow_steps(runs: Mapping[str, Path]) -> list[str]:
+    """Of runs whose time in all is not told by their median step: what slower steps took."""
+    told = []
+    for name, run in runs.items():
+        times_s = [float(step["step_time_s"]) for step in steps_of(run)]
+        middle_s = median(times_s)
+        lost_s = sum(times_s) - middle_s * len(times_s)
+        if lost_s > _LOST * sum(times_s):
+            told.append(
+                f"{name}: {len(times_s)} steps took {show_seconds(sum(times_s))} in all; at its "
+                f"median of {show_seconds(middle_s)} they would take "
+                f"{show_seconds(middle_s * len(times_s))}: {show_seconds(lost_s)} went to slower "
+                "steps."
+            )
+    return told

@@ -1,0 +1,56 @@
+"""Outcomes to a comparison: medians, verdicts, what differs, whether losses agree."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.experiment.compare import Ended
+from outpace.experiment.differences import differences
+from outpace.experiment.facts import differing, other_clocks, read_facts
+from outpace.experiment.results import curves, losses_in_words, results
+from outpace.experiment.stored import NOT_IN_TURN, arms_of, outcomes_of
+from outpace.probe.machine import identify
+from outpace.records.comparison import Comparison, Experiment
+
+
+def judge(
+    experiment: Experiment, folder: Path, ended: Ended, took_s: float, started: str,
+    command: tuple[str, ...],
+) -> Comparison:  # fmt: skip
+    """What the outcomes come to; runs are read from `folder`."""
+    facts = read_facts(experiment, folder, ended.outcomes)
+    return Comparison(
+        experiment=experiment,
+        command=command,
+        arms=tuple(results(experiment, folder, ended.outcomes, facts)),
+        outcomes=ended.outcomes,
+        differing=(*differing(experiment, facts), *other_clocks(folder, ended.outcomes)),
+        losses=losses_in_words(curves(experiment, folder, ended.outcomes)),
+        stopped=ended.stopped,
+        took_s=took_s,
+        machine=identify(find_accelerator),
+        started=started,
+    )
+
+
+def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison:
+    """Compare runs that are over. Raises BadInputError."""
+    experiment = arms_of(runs, price)
+    ended = Ended(tuple(outcomes_of(runs, experiment)), "the runs are over")
+    words = ["outpace", "compare", "--runs", *map(str, runs)]
+    words += [] if price is None else ["--price", f"{price:g}"]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    found = judge(experiment, Path(), ended, 0.0, now, tuple(words))
+    folders = {arm.name: run for arm, run in zip(experiment.arms, runs, strict=True)}
+    return found.model_copy(
+        update={
+            "differing": (NOT_IN_TURN, *_unsaid(found.differing)),
+            "differences": differences(folders, found.arms),
+        }
+    )
+
+
+def _unsaid(differing: Sequence[str]) -> list[str]:
+    """Without what differs between arms "which nobody asked for": of such runs nothing was."""
+    return [one for one in differing if "which nobody asked for" not in one]
