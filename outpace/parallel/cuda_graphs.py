@@ -68,11 +68,11 @@ class CudaRecorder:
     def refuse_waits(self) -> Iterator[None]:
         """By torch's own watch."""
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        _set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
         """Twice what passes took up to now: once for graphs, once for what runs without them."""
@@ -94,6 +94,13 @@ class CudaRecorder:
             self._pool = graph.pool()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """Without torch's word that its watch is a prototype."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @dataclass

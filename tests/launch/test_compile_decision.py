@@ -52,7 +52,8 @@ def test_it_compiles_where_that_pays_back_within_the_run_and_says_after_how_many
         assert "2,000 steps" in found.sentence and f"{steps:,}" in found.sentence
         assert ("--no-compile" in found.sentence) == compiles
     assert by_times(0.06, 0.06, 20.0, 2800).compile  # 12 % of a step, as measured, are counted
-    assert expected_compile_s(12, "whole") == pytest.approx(20, abs=1)  # one H200, nothing cached
+    # One H200, nothing cached: Llama-3.2-1B took some 49 s.
+    assert expected_compile_s(16, "whole") == pytest.approx(49, abs=1)
     assert expected_compile_s(12, "blocks") == expected_compile_s(24, "blocks") < 10
 
 
@@ -95,6 +96,7 @@ def test_a_resumed_run_stays_as_it_was(tmp_path, corpus, token_cache):
     for was in (False, True):
         record = json.loads(path.read_text())
         record["plan"]["compile"] = was
+        record.pop("xxh3_128", None)  # changed on purpose
         path.write_text(json.dumps(record))
         again = settings.model_copy(update={"resume": True})
         assert decide(again, made, CPU, NO_GPU, Ranks(), 9, None).compile == was
