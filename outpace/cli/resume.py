@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 
 # What determines the samples, their order, the model, or what of it is trained and with which
-# state: another value would be another run. (Precisions: see `launch.describe.claim`.)
+# state: another value would be another run. (Precisions and contents: see `launch.describe.claim`.)
 FIXED = (
     "model",
     "init",
@@ -29,7 +29,6 @@ FIXED = (
     "seq_len",
     "global_batch",
     "optimizer",
-    "weight_decay",
     "beta1",
     "beta2",
     "lora_rank",
@@ -39,6 +38,7 @@ FIXED = (
     "base",
     "seed",
 )
+# What may lie elsewhere by now: `claim` compares the contents.
 _PATHS = ("model", "data", "eval_data", "tokenizer")
 # Not of the run but of the moment.
 _LEFT_OUT = ("resume", "out")
@@ -83,6 +83,8 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
     """
     for name in FIXED:
         if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):
+            if name in _PATHS and of_run.get(name) is not None and _lies_there(asked[name]):
+                continue
             kept = of_run.get(name)
             was = "left to outpace" if kept is None else show(kept)
             raise BadInputError(
@@ -90,6 +92,19 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
                 f"{flag(name)} {was}, and another value would make it another run. Leave "
                 f"{flag(name)} out to go on, or start a new run with another --out."
             )
+
+
+def _lies_there(value: Any) -> bool:
+    """Whether all that is named is found: files, folders, patterns, a file's function, datasets."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_lies_there, value))
+    file = str(value).rpartition(":")[0]
+    return (
+        Path(value).exists()
+        or (file.endswith(".py") and Path(file).is_file())
+        or str(value).startswith("hf:")
+        or any(sign in str(value) for sign in "*?[")
+    )
 
 
 def _normal(name: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """A person's Python file, run for the function that `file.py:function` names."""
 
+import ast
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -36,6 +37,19 @@ def load_function(reference: str) -> Callable[[], Any]:
         )
     found: Callable[[], Any] = build
     return found
+
+
+def code_fingerprint(reference: str) -> str | None:
+    """A hash of what "file.py:function" says, but for comments and the way it is set; None else.
+
+    Modules that the file imports are not looked at.
+    """
+    file = Path(reference.rpartition(":")[0]).expanduser()
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=16).hexdigest()
 
 
 def require_named(reference: str, where: Path) -> None:

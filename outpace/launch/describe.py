@@ -9,11 +9,13 @@ from pathlib import Path
 import psutil
 
 from outpace.data.samples import TokenDataset
+from outpace.interop.own_file import code_fingerprint
 from outpace.interop.weights import fingerprint
 from outpace.launch.context import Job
 from outpace.probe.versions import changes, commit, variables, versions
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS, RunInfo
+from outpace.records.model import ModelSpec
 from outpace.records.optimizers import MEANS, PURE
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.run import RunRecord
@@ -25,8 +27,10 @@ from outpace.train.callbacks import tell
 from outpace.train.held import held
 from outpace.train.precision import float8_hints, shape_hints
 from outpace.train.run_dir import RUN_FILE, RunDir
-from outpace.train.schedule import warmup_steps
+from outpace.train.schedule import learning_rate, warmup_steps
 
+# What may be another when a run is resumed, and changes what it learns.
+_MAY_CHANGE = ("lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay")
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
 _TOY_PARAMETERS = 1_000_000
 # Up to so many passes repeated data is about as good as new (Muennighoff et al., arXiv 2305.16264).
@@ -68,10 +72,13 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
 
 
 def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
-    """Refuse to go on with other samples, or with ids that mean something else."""
+    """Refuse to go on with another model, other samples, or ids that mean something else."""
+    code = (earlier.model_code, now.model_code)
     changed = [
         what
         for what, was, is_now in (
+            (_model_change(earlier.model, now.model), earlier.model, now.model),
+            ("the code of your model", *(code if all(code) else (None, None))),
             ("the tokenizer", earlier.tokenizer, now.tokenizer),
             ("the training data", earlier.train_data, now.train_data),
             ("the validation data", earlier.eval_data, now.eval_data),
@@ -85,6 +92,47 @@ def _require_same_materials(earlier: RunRecord, now: RunRecord, run_dir: RunDir)
             "changed. Bring it back as it was, or start another run from its weights with "
             f"--model {run_dir.path}."
         )
+
+
+def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
+    """The model, with what of it is another now."""
+    if was is None or now is None:
+        return "the model"
+    earlier, later = was.model_dump(), now.model_dump()
+    changes = [
+        f"{name} was {value}, is {later[name]}"
+        for name, value in earlier.items()
+        if later[name] != value
+    ]
+    return f"the model ({'; '.join(changes)})"
+
+
+def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | None:
+    """What a resumed run does otherwise from here on, and what that makes of its learning rate."""
+    before, now = earlier.settings, job.settings
+    changes = [
+        f"--{name.replace('_', '-')} was {getattr(before, name)}, is {getattr(now, name)}"
+        for name in _MAY_CHANGE
+        if getattr(before, name) != getattr(now, name)
+    ]
+    if earlier.total_steps != job.total_steps:
+        changes.insert(0, f"the run had {earlier.total_steps} steps, has {job.total_steps}")
+    if earlier.plan.precision != job.plan.precision:
+        changes.append(f"precision was {earlier.plan.precision}, is {job.plan.precision}")
+    if not changes:
+        return None
+    rates = [
+        learning_rate(settings, start_step, steps)
+        for settings, steps in ((before, earlier.total_steps), (now, job.total_steps))
+        if settings.lr is not None
+    ]
+    said = f"resumed with other settings: {'; '.join(changes)}"
+    if len(rates) == 2 and not math.isclose(*rates, rel_tol=1e-6):
+        said += (
+            f". The learning rate of step {start_step + 1} would have been {rates[0]:.3g}, and "
+            f"is {rates[1]:.3g}"
+        )
+    return said
 
 
 def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
@@ -124,6 +172,7 @@ def run_record(
         plan=job.plan,
         identity=job.plan.identity(job.settings.global_batch),
         model=materials.spec,
+        model_code=None if materials.own is None else code_fingerprint(job.settings.model),
         parameters=parameters,
         total_steps=job.total_steps,
         seq_len=materials.seq_len,

@@ -33,6 +33,7 @@ from outpace.launch.resolve import (
     resolve_plan,
     resolve_steps,
     takes_cuda_graphs,
+    with_axes_that_fit,
     with_powersgd_start,
 )
 from outpace.launch.tasks import check_task
@@ -136,6 +137,7 @@ def prepared(
             stack.callback(ahead.end)
         stop = stack.enter_context(StopSignal())
         settings = with_earlier_precision(settings)
+        settings = with_axes_that_fit(settings, ranks, origins, partial(tell, heard, "on_hint"))
         if settings.device in ("auto", "cuda"):
             grow_segments(os.environ)  # before anything is on the device
         device = resolve_device(settings, ranks)

@@ -1,7 +1,7 @@
 """From what was asked for to what is done: device, layout, length, place of the run."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from outpace.records.plan import (
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.train.precision import default_precision
+from outpace.train.run_dir import RUN_FILE
 from outpace.train.schedule import warmup_steps
 
 DEFAULT_STEPS = 70
@@ -82,6 +83,40 @@ def _cuda(ranks: Ranks) -> torch.device:
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def with_axes_that_fit(
+    settings: TrainSettings,
+    ranks: Ranks,
+    origins: Mapping[str, str],
+    say: Callable[[str], None],
+) -> TrainSettings:
+    """The settings of a resumed run without a layout that is for another number of ranks.
+
+    A checkpoint is read into any layout. What was asked for now stays as it is.
+    """
+    laid_out: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
+    given = {axis: size for axis, size in laid_out.items() if size is not None}
+    if not settings.resume or not given or any(origins.get(axis) != RUN_FILE for axis in given):
+        return settings
+    strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
+    try:
+        fill_axes(strategy, ranks.world_size - count_servers(
+            strategy, ranks.world_size, settings.servers), laid_out)  # fmt: skip
+    except BadInputError:
+        dropped: dict[str, None] = dict.fromkeys(given)
+        for name in ("strategy", "micro_batch", "pp_schedule", "pp_microbatches"):
+            if getattr(settings, name) is not None and origins.get(name) == RUN_FILE:
+                dropped[name] = None
+        changed = settings.model_copy(update=dropped)
+        was = " × ".join(f"{axis} {size}" for axis, size in given.items())
+        now = changed.strategy or _strategy_for(changed, ranks.world_size)
+        say(
+            f"the run was laid out as {was}, which {ranks.world_size} "
+            f"process{'es' if ranks.world_size > 1 else ''} cannot be: it is resumed as {now}"
+        )
+        return changed
+    return settings
 
 
 def resolve_plan(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from outpace.launch.context import Job
+from outpace.launch.describe import changed_settings
 from outpace.nn.mixed import Mixed
 from outpace.records.base import put_aside
 from outpace.records.errors import BadInputError
@@ -105,6 +106,9 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
         )
     if model_damage is not None and history.has_model:
         say(f"{model_damage}: {run_dir.model} is kept as {put_aside(run_dir.model)}")
+    change = changed_settings(run_dir.require_run(), job, start_step)
+    if change is not None:
+        say(change)
     put_later_aside(run_dir.checkpoints, start_step, say)
     run_dir.continue_from(start_step, job.total_steps, history, say)
     resumes = [*record.resumes[:-1], {**record.resumes[-1], "step": start_step}]

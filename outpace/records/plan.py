@@ -547,6 +547,14 @@ def fill_axes(
         sizes[axis] = max(1, world_size // fixed)
     if math.prod(sizes.values()) != world_size:
         split = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+        needed = math.prod(sizes.values())
+        if not own and split:
+            flags = " and ".join(f"--{axis.replace('_', '-')}" for axis in AXES if sizes[axis] > 1)
+            raise BadInputError(
+                f"{' × '.join(split)} needs {needed} processes, but there "
+                f"{'is 1' if world_size == 1 else f'are {world_size}'}. Start {needed} (--nproc "
+                f"{needed}), or leave {flags} out."
+            )
         if not own:
             raise BadInputError(
                 f"strategy {strategy} is for one process, but there are {world_size}. Start one, "

@@ -23,6 +23,9 @@ class RunRecord(Record):
     plan: Plan
     identity: str
     model: ModelSpec | None
+    model_code: str | None = Field(
+        default=None, description="hash of what the file of a user's own model says, but comments"
+    )
     parameters: int
     total_steps: int
     seq_len: int | None

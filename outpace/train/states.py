@@ -371,6 +371,7 @@ def put(
     weights, states = state["model"], dict(state["optimizer"])
     for name in _masters(model, optimizer):
         states[_STATE_OF_MASTER.format(name)] = weights[name]
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     with _without_empty_groups(optimizer):
         set_state_dict(
             model,
@@ -379,6 +380,10 @@ def put(
             optim_state_dict=states,
             options=_options(trained_only),
         )
+    # The settings decide it, not what was saved.
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
 
 
 def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -109,3 +109,107 @@ def test_what_repeats_a_run_that_went_on_is_what_began_it(
     assert "--steps 8" in again and "--clip 0.5" in again
     flags = {word.split("=")[0] for word in train_flags} | {"--lr", "--clip"}
     assert {word for word in again.split() if word.startswith("--")} <= flags
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> tuple[list[str], Path]:
+    """A run of 2 of 4 steps with a model, data and tokenizer in files of their own."""
+    rows = [{"text": f"orchard window {n} " * 9} for n in range(30)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = "family = 'llama'\nlayers = 1\nhidden = 16\nheads = 4\nkv_heads = 2\nvocab = 300\n"
+    (tmp_path / "m.toml").write_text(spec + "max_positions = 64\n")
+    out = tmp_path / "run"
+    flags = [
+        f"--model={tmp_path / 'm.toml'}", f"--data={tmp_path / 'd.jsonl'}", "--seq-len=16",
+        "--global-batch=2", "--precision=fp32", "--device=cpu", "--eval-batches=0", "--lr=1e-3",
+        "--sample-tokens=0", f"--cache-dir={tmp_path / 'cache'}", f"--out={out}",
+    ]  # fmt: skip
+    assert main(["train", *flags, "--steps=4"]) == 0
+    return ["train", "--resume", f"--out={out}"], tmp_path
+
+
+def said_by(capsys: pytest.CaptureFixture[str], argv: list[str], *more: str) -> tuple[int, str]:
+    capsys.readouterr()
+    code = main([*argv, *more])
+    told = capsys.readouterr()
+    return code, " ".join((told.out + told.err).split())
+
+
+def test_what_a_resumed_run_does_otherwise_is_said_with_its_learning_rate(
+    begun: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume, _ = begun
+    code, said = said_by(capsys, resume, "--steps=8", "--lr=5e-4", "--weight-decay=0", "--warmup=2")
+    assert code == 0
+    for part in (
+        "the run had 4 steps, has 8", "--lr was 0.001, is 0.0005", "--weight-decay was 0.1, is 0.0",
+        "--warmup was None, is 2", "rate of step 5 would have been 0.0001, and is 0.00038",
+    ):  # fmt: skip
+        assert part in said, (part, said)
+    code, said = said_by(capsys, resume, "--steps=8")
+    assert code == 2 and "done already" in said
+    code, said = said_by(capsys, resume, "--steps=9", "--precision=bf16", "--schedule=constant")
+    assert "precision was fp32, is bf16" in said and "--schedule was cosine, is constant" in said
+
+
+def test_a_run_is_resumed_with_its_data_and_model_elsewhere(
+    begun: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume, home = begun
+    (home / "moved").mkdir()
+    (home / "d.jsonl").rename(home / "moved" / "e.jsonl")
+    (home / "m.toml").rename(home / "moved" / "n.toml")
+    moved = [f"--data={home / 'moved' / 'e.jsonl'}", f"--model={home / 'moved' / 'n.toml'}"]
+    code, said = said_by(capsys, resume, "--steps=5", *moved)
+    assert code == 0, said
+    (home / "moved" / "e.jsonl").write_text(json.dumps({"text": "others " * 2000}) + "\n")
+    code, said = said_by(capsys, resume, "--steps=6", *moved)
+    assert code == 2 and "since then the t" in said and "has changed" in said
+
+
+@pytest.mark.parametrize(
+    ("edit", "part"),
+    [
+        (("heads = 4\nkv_heads = 2", "heads = 2\nkv_heads = 1"), "heads was 4, is 2; kv_heads was"),
+        (("vocab", "rope_theta = 500000.0\nvocab"), "rope_theta was 10000.0, is 500000.0"),
+    ],
+)
+def test_another_model_under_a_run_is_refused(
+    begun: tuple[list[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    edit: tuple[str, str],
+    part: str,
+) -> None:
+    resume, home = begun
+    spec = (home / "m.toml").read_text()
+    (home / "m.toml").write_text(spec.replace(*edit))
+    code, said = said_by(capsys, resume, "--steps=5")
+    assert code == 2 and part in said, said
+    (home / "m.toml").write_text(spec.replace("heads", "# as before\nheads", 1))
+    assert said_by(capsys, resume, "--steps=5")[0] == 0
+
+
+OWN = """
+import torch
+def build():
+    layers = torch.nn.Embedding(300, 8), torch.nn.{layer}(), torch.nn.Linear(8, 300)
+    return torch.nn.Sequential(*layers)
+"""
+
+
+def test_another_code_of_your_model_is_refused(
+    begun: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, home = begun
+    (home / "mine.py").write_text(OWN.format(layer="ReLU"))
+    flags = ["train", f"--model={home / 'mine.py'}:build", f"--data={home / 'd.jsonl'}",
+             "--seq-len=16", "--global-batch=2", "--precision=fp32", "--device=cpu",
+             "--eval-batches=0", f"--cache-dir={home / 'cache'}",
+             f"--out={home / 'own'}"]  # fmt: skip
+    assert main([*flags, "--steps=1"]) == 0
+    resume = ["train", "--resume", f"--out={home / 'own'}"]
+    (home / "mine.py").write_text("# a comment\n" + OWN.format(layer="ReLU"))
+    assert said_by(capsys, resume, "--steps=2")[0] == 0
+    (home / "mine.py").write_text(OWN.format(layer="Tanh"))
+    code, said = said_by(capsys, resume, "--steps=3")
+    assert code == 2 and "the code of your model has changed" in said
