@@ -18,10 +18,15 @@ from typing import Any
 import tokenizers
 
 from outpace.data.conversations import Conversation, Message, conversation_of
+from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
 from outpace.data.padded import IGNORED, Ragged, ragged
 from outpace.data.row_files import Row, checked_text
 from outpace.data.tokenizer import Tokenizer
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, OutpaceError
+
+# Processor time and memory that a template may take: by far more than any that is meant well.
+_TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
+_MEMORY_BYTES = 2 << 30
 
 Span = tuple[int, int]  # characters [start, end) of a text
 
@@ -120,7 +125,12 @@ class ChatFormat:
     def _stop_id(self) -> int:
         """The last special token of an answer, where it has one; else the end of text."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        ids, said = self.encode(self.render(talk, "the first conversation tried, of two messages"))
+        where = "the first conversation tried, of two messages"
+        # A template that never ends, or asks for all memory, is found here.
+        with self._refusals(where):
+            ids, said = call_isolated(
+                lambda: self.encode(self.render(talk, where)), _TRIAL_CPU_S, _MEMORY_BYTES
+            )
         special = {
             number
             for number, token in self.tokenizer.inner.get_added_tokens_decoder().items()
@@ -131,7 +141,13 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation so far, with the header of the answer to come."""
-        return self._text(messages, True, "the conversation", (), self._template)
+        where = "the conversation"
+        with self._refusals(where):
+            return call_isolated(
+                lambda: self._text(messages, True, where, (), self._template),
+                _CONVERSATION_CPU_S,
+                _MEMORY_BYTES,
+            )
 
     def _text(
         self,
@@ -205,17 +221,25 @@ class ChatFormat:
         """A template raises what it likes."""
         try:
             yield
-        except BadInputError:
+        except IsolatedError as error:
+            raise BadInputError(
+                f"{where}: the tokenizer's chat template{self._file()} cannot be used: {error}"
+            ) from None
+        except (OutpaceError, MemoryError):  # refused already, a signal, or too much of it
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            file = self.tokenizer.template_file
-            place = f" in {file}" if file is not None else ""
+            place = self._file()
             if (line := _line_of(error)) is not None:
                 place += f", line {line},"
             raise BadInputError(
                 f"{where}: the tokenizer's chat template{place} refuses it: {reason}"
             ) from None
+
+    def _file(self) -> str:
+        """The file of the template, to go behind "template"."""
+        file = self.tokenizer.template_file
+        return "" if file is None else f" in {file}"
 
     def encode(
         self, rendered: Rendered, spans: Sequence[Span] | None = None
@@ -287,20 +311,15 @@ def encode_all(
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
     altered, toolless = [], []
     unread: Counter[str] = Counter()
-    for row in rows:
-        talk = conversation_of(row, chat.roles)
-        unread.update(talk.unread)
-        rendered = chat.render(talk.messages, row.where, talk.tools)
-        if talk.tools and rendered.text == chat.render(talk.messages, row.where).text:
-            toolless.append(row.where)
-        spans = _learnt_spans(chat, rendered, talk, row.where)
-        if _alters(rendered, talk):
-            altered.append(row.where)
-        ids, said = chat.encode(rendered, spans)
+    for encoded in _encode_rows(chat, rows):
+        unread.update(encoded.unread)
+        toolless += [encoded.where] * encoded.toolless
+        altered += [encoded.where] * encoded.altered
+        ids, said = encoded.ids, encoded.said
         tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
         targets = [token if mine else IGNORED for token, mine in nexts]
         cut += len(ids) - 1 > seq_len
-        partial += not rendered.whole
+        partial += not encoded.whole
         silent += not any(said)
         if any(target != IGNORED for target in targets):
             found.append({"tokens": tokens, "targets": targets})
@@ -320,6 +339,48 @@ def encode_all(
     return Conversations(
         ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), dict(unread)
     )
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """A conversation's ids, and which of them the assistant writes; the rest as Conversations."""
+
+    where: str
+    ids: list[int]
+    said: list[bool]
+    whole: bool
+    altered: bool
+    toolless: bool
+    unread: tuple[str, ...]
+
+
+def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_Encoded]:
+    """Each conversation, in a process with limits. Raises BadInputError, naming the row."""
+    listed, done = list(rows), 0
+
+    def encode() -> Iterator[_Encoded]:
+        return (_encode_row(chat, row) for row in listed)
+
+    try:
+        for encoded in iterate_isolated(encode, _CONVERSATION_CPU_S, _MEMORY_BYTES):
+            yield encoded
+            done += 1
+    except IsolatedError as error:
+        raise BadInputError(
+            f"{listed[min(done, len(listed) - 1)].where}: the tokenizer and its chat template "
+            f"cannot be used with it: {error}"
+        ) from None
+
+
+def _encode_row(chat: ChatFormat, row: Row) -> _Encoded:
+    talk = conversation_of(row, chat.roles)
+    rendered = chat.render(talk.messages, row.where, talk.tools)
+    bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
+    ids, said = chat.encode(rendered, _learnt_spans(chat, rendered, talk, row.where))
+    return _Encoded(
+        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare),
+        tuple(talk.unread),
+    )  # fmt: skip
 
 
 def _learnt_spans(

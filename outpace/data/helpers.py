@@ -18,6 +18,7 @@ import numpy as np
 import tokenizers
 
 from outpace.data.tokenizer import Tokenizer
+from outpace.records.errors import BadInputError
 from outpace.records.python import PYTHON
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
@@ -129,12 +130,12 @@ def main() -> None:
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     told, eos = pickle.load(given)
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(told), eos)
-    while (encoded := _answer(tokenizer, given)) is not None:
-        try:
+    try:
+        while (encoded := _answer(tokenizer, given)) is not None:
             pickle.dump(encoded, taken, protocol=pickle.HIGHEST_PROTOCOL)
             taken.flush()
-        except BrokenPipeError:
-            os._exit(1)
+    except (BrokenPipeError, BadInputError):  # a text that is refused is refused by the caller too
+        os._exit(1)
 
 
 def _answer(tokenizer: Tokenizer, given: BinaryIO) -> tuple[list[int], bytes] | None:

@@ -3,6 +3,8 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
+from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
 from outpace.records.base import require_no_pointer
 from outpace.records.checksums import require_small_files
-from outpace.records.errors import BadInputError, clipped, shown
+from outpace.records.errors import BadInputError, OutpaceError, clipped, shown
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -124,14 +127,16 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; none are added. A special token's name in the text becomes that token."""
-        ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+        with _refusing_panics():
+            ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Ids of many texts, the same as `encode` gives for each."""
-        if self._words is not None:
-            return self._words.encode_batch(texts)
-        encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
+        with _refusing_panics():
+            if self._words is not None:
+                return self._words.encode_batch(texts)
+            encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, ids: list[int]) -> str:
@@ -250,6 +255,30 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SAMPLE = "A text, 12 of\n them: é 中."
 
 
+# By far more than a tokenizer takes for so short a text, if its rules come to an end.
+_SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether `tokenizers` has panicked: no Exception, and its class can be imported from nowhere."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def _refusing_panics() -> Iterator[None]:
+    """A tokenizer's rules may give up on a text, as a pattern that would look for ever."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise BadInputError(
+            f"the tokenizer gives up on a text of the data: {clipped(str(error), 300)}. A pattern "
+            "of its pre-tokenizer or normalizer does not come to an end with it: look for one very "
+            "long word, or use another tokenizer."
+        ) from None
+
+
 def load_tokenizer(reference: str) -> Tokenizer:
     """Read a tokenizer from a Hugging Face directory, tokenizer.json, GPT-2's encoder.json with
     vocab.bpe (or vocab.json with merges.txt), or BERT's vocab.txt.
@@ -263,11 +292,12 @@ def load_tokenizer(reference: str) -> Tokenizer:
     try:
         found = _load(path)
         if found is not None:
-            found.encode(_SAMPLE)  # some find out only then that a token is missing
+            # Some find out only then that a token is missing, or that a rule has no end.
+            call_isolated(partial(found.encode, _SAMPLE), _SAMPLE_CPU_S, _SAMPLE_BYTES)
     except BaseException as error:
-        # What `tokenizers` panics with is no Exception, and can be imported from nowhere.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
+        if not (isinstance(error, Exception) and refused) and not is_panic(error):
+            raise  # a signal, too
         said = clipped(str(error), 1000)
         raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
     if found is None:

@@ -303,3 +303,39 @@ def test_long_conversations_are_cut_and_counted(formats):
     assert (targets[here][:-1][kept[:-1]] == tokens[here][1:][kept[:-1]]).all()
     with pytest.raises(BadInputError, match="none of 1 conversations has an answer"):
         encode_all(formats[0], rows[1:2], 48)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+            "{% endfor %}{% endfor %}{% endfor %}",
+            "computes for more than 5 s without an end",
+        ),
+        ("{% set x = 'a' * 30000000000 %}", "asks for more than 2.00 GiB of memory"),
+        ("{{ '%050000000000d' % 1 }}", "asks for more than 2.00 GiB of memory"),
+        ("{{ 'a'.ljust(30000000000) }}", "asks for more than 2.00 GiB of memory"),
+        pytest.param(
+            "{% set n = namespace(x='a' * 64) %}{% for i in range(64) %}"
+            "{% set n.x = n.x ~ n.x %}{% endfor %}",
+            "asks for more than 2.00 GiB of memory",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_template_without_an_end_is_refused(plain, template, said):
+    with pytest.raises(BadInputError, match=f"the first conversation tried.*: .*{said}"):
+        ChatFormat(plain.changed(plain.inner, {"chat_template": template + CHATML}))
+
+
+def test_a_conversation_with_which_a_template_has_no_end_is_named(plain):
+    grows = "{% if messages[0].content == 'grow' %}{{ 'a' * 30000000000 }}{% endif %}" + CHATML
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": grows}))
+    talks = [
+        Row({"messages": [{"role": "user", "content": word},
+                          {"role": "assistant", "content": "yes"}]}, f"a.jsonl, line {line}")
+        for line, word in enumerate(("go", "grow"), 1)
+    ]  # fmt: skip
+    with pytest.raises(BadInputError, match=r"a.jsonl, line 2: .* 2.00 GiB of memory"):
+        encode_all(chat, talks, 64)

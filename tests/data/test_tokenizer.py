@@ -212,3 +212,29 @@ def test_tokenizers_that_end_texts_differently_are_not_the_same(tokenizer):
     inner.add_special_tokens(["<|end|>"])
     one, other = Tokenizer(inner), Tokenizer(inner, "<|end|>")
     assert one.eos_id != other.eos_id and one.fingerprint != other.fingerprint
+
+
+def _with(tokenizer, folder, **changes):
+    """A tokenizer's file with other rules."""
+    told = {**json.loads(tokenizer.inner.to_str()), **changes}
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    return str(folder)
+
+
+def test_a_pattern_that_gives_up_on_a_text_is_a_refusal(tokenizer, tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated",
+             "invert": False}  # fmt: skip
+    steps = [split, json.loads(tokenizer.inner.to_str())["pre_tokenizer"]]
+    sequence = {"type": "Sequence", "pretokenizers": steps}
+    slow = load_tokenizer(_with(tokenizer, tmp_path, pre_tokenizer=sequence))
+    assert slow.encode_batch(["river stone"])[0].size
+    for encode in (slow.encode, lambda text: slow.encode_batch([text])):
+        with pytest.raises(BadInputError, match=r"gives up on a text of the data: .*retry-limit"):
+            encode("a" * 5000 + "b")
+
+
+def test_a_normalizer_that_grows_without_end_is_a_refusal(tokenizer, tmp_path):
+    double = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee" * 8}
+    grows = {"type": "Sequence", "normalizers": [double] * 20}
+    with pytest.raises(BadInputError, match=r"cannot be read: (its process ended|it (asks|comp))"):
+        load_tokenizer(_with(tokenizer, tmp_path, normalizer=grows))

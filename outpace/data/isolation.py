@@ -1,0 +1,169 @@
+"""Work on what others wrote, in a forked process with limits on its memory and processor time.
+
+A chat template is a program, and a tokenizer's normalizers and patterns may be as well: they may
+loop without end, ask for any amount of memory, or end the process by an abort of their library.
+Nothing in this process can stop them then.
+"""
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import NoReturn, TypeVar
+
+import psutil
+
+from outpace.records.errors import BadInputError
+from outpace.records.units import show_bytes
+
+Result = TypeVar("Result")
+
+_WAIT_S = 0.5
+_ITEM, _ERROR, _END = "item", "error", "end"
+
+
+class IsolatedError(BadInputError):
+    """The work took more than it may, or its process ended: the message says which."""
+
+
+def call_isolated(
+    work: Callable[[], Result], cpu_limit_s: float, memory_limit_bytes: int
+) -> Result:
+    """What `work` returns. Raises what it raises, and IsolatedError."""
+    (result,) = iterate_isolated(lambda: iter([work()]), cpu_limit_s, memory_limit_bytes)
+    return result
+
+
+def iterate_isolated(
+    work: Callable[[], Iterator[Result]], cpu_limit_s: float, memory_limit_bytes: int
+) -> Iterator[Result]:
+    """What `work` gives, in order; items and errors have to be picklable.
+
+    `cpu_limit_s` seconds of processor time for each item, `memory_limit_bytes` more memory than
+    this process has. Raises what it raises, and IsolatedError. Where processes cannot be forked it
+    is done here, without limits.
+    """
+    if sys.platform != "linux":  # elsewhere a fork with threads is not safe
+        yield from work()
+        return
+    here, there = multiprocessing.Pipe(duplex=False)
+    child = _fork(work, here, there, memory_limit_bytes)
+    there.close()
+    try:
+        while True:
+            kind, value = _receive(here, child, cpu_limit_s, memory_limit_bytes)
+            if kind == _END:
+                return
+            if kind == _ERROR:
+                raise value  # type: ignore[misc]  # it is an exception then
+            yield value  # type: ignore[misc]
+    finally:
+        here.close()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def _receive(
+    here: Connection, child: int, cpu_limit_s: float, memory_limit_bytes: int
+) -> tuple[str, object]:
+    """The next message. Raises IsolatedError where none comes."""
+    before_s = _cpu_s(child)
+    while not here.poll(_WAIT_S):
+        if _cpu_s(child) - before_s > cpu_limit_s:
+            raise IsolatedError(f"it computes for more than {cpu_limit_s:.0f} s without an end")
+    try:
+        kind, value = here.recv()
+    except EOFError:
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        raise IsolatedError(
+            f"its process ended by {why}: it may ask for more than the "
+            f"{show_bytes(memory_limit_bytes)} that it is given"
+        ) from None
+    if isinstance(value, MemoryError):
+        raise IsolatedError(f"it asks for more than {show_bytes(memory_limit_bytes)} of memory")
+    return kind, value
+
+
+def _cpu_s(child: int) -> float:
+    try:
+        times = psutil.Process(child).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _fork(
+    work: Callable[[], Iterator[object]],
+    here: Connection,
+    there: Connection,
+    memory_limit_bytes: int,
+) -> int:
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        with warnings.catch_warnings():  # threads of libraries, which wait
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            _work(work, here, there, memory_limit_bytes, os.getppid(), held)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return child
+
+
+def _work(
+    work: Callable[[], Iterator[object]],
+    here: Connection,
+    there: Connection,
+    memory_limit_bytes: int,
+    parent: int,
+    held: set[int | signal.Signals],
+) -> NoReturn:
+    """In the fork: send each item, and end."""
+    try:
+        here.close()
+        faulthandler.disable()
+        gc.disable()  # what the parent left to be collected may hold threads that are not here
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not here either
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_IGN)  # the parent decides
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        # No words of a library that aborts.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        _limit_memory(memory_limit_bytes)
+        for item in work():
+            if os.getppid() != parent:
+                os._exit(1)
+            there.send((_ITEM, item))
+        there.send((_END, None))
+    except BaseException as error:
+        _send_error(there, error)
+    finally:
+        os._exit(0)
+
+
+def _send_error(there: Connection, error: BaseException) -> None:
+    try:
+        there.send((_ERROR, error))
+    except Exception:  # it cannot be pickled
+        with suppress(Exception):
+            words = f"{type(error).__name__}: {error}"
+            there.send((_ERROR, IsolatedError(words)))
+
+
+def _limit_memory(more_bytes: int) -> None:
+    with suppress(OSError, ValueError):
+        limit = psutil.Process().memory_info().vms + more_bytes
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
