@@ -260,7 +260,7 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether `tokenizers` has panicked: no Exception, and its class can be imported from nowhere."""
+    """Whether `tokenizers` has panicked: no Exception, of a class that cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
