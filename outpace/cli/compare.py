@@ -24,7 +24,7 @@ from outpace.cli.experiments import (
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
-from outpace.cli.parser import Parser, number_type
+from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.interop.own_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
@@ -346,8 +346,8 @@ def _parser() -> Parser:
         help="finds the figure in a command's output: one group around the number")  # fmt: skip
     add("--rounds", type=number_type(int, 1), default=None, metavar="N",
         help="at most (default: 40)")  # fmt: skip
-    add("--budget", type=number_type(float, 1), default=None, metavar="S",
-        help="no round begins after so many seconds (default: 600)")  # fmt: skip
+    add("--budget", type=duration_type(1), default=None, metavar="TIME",
+        help="no round begins after so long: 90, 10m, 1h (default: 600 s)")  # fmt: skip
     add("--within", type=number_type(float, 0.0001, 1), default=None, metavar="X",
         help="a smaller difference is as good as none (default: 0.015)")  # fmt: skip
     add("--price", type=number_type(float, 0), default=None, metavar="X",

@@ -1,11 +1,12 @@
 """`outpace eval`."""
 
 from collections.abc import Mapping
-from pathlib import Path
+from typing import get_args
 
-from outpace.cli.generate import add_device
+from outpace.cli.generate import add_device, add_model
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
+from outpace.records.settings import Task
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -25,6 +26,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         batch_size=arguments.batch_size,
         device=arguments.device,
         text_field=arguments.text_field,
+        task=arguments.task,
     )
     if arguments.json:
         print(evaluation.model_dump_json(indent=2))
@@ -37,10 +39,16 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser("eval", "Loss and perplexity of a run's model on held-out text.")
+    parser = Parser(
+        "eval",
+        "Loss and perplexity of a run, a model or an adapter on held-out data.",
+    )
     parser.add_json()
     add = parser.arguments.add_argument
-    add("--run", type=Path, required=True, metavar="DIR", help="directory of a run")
+    add_model(parser)
+    add("--task", choices=get_args(Task), default=None, metavar="NAME",
+        help=f"{', '.join(get_args(Task))} (default: the run's; chat where --data holds "
+        "conversations)")  # fmt: skip
     add(
         "--data",
         nargs="+",

@@ -1,48 +1,102 @@
 """`outpace generate`."""
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 
+if TYPE_CHECKING:
+    from outpace.data.conversations import Message
+    from outpace.launch.use import Writer
+
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Print the continuation of a text; returns 0. Raises OutpaceError."""
+    """Print the continuation of a text, or answers in a conversation; returns 0.
+
+    Raises OutpaceError.
+    """
     arguments = _parser().read(argv)
+    _check(arguments)
+    from outpace.launch import use
+
+    sampling = use.Sampling(
+        arguments.max_new_tokens, arguments.temperature, arguments.top_k, arguments.seed
+    )
+    writer = use.Writer(arguments.run, sampling, arguments.device)
+    begin = use.system_message(arguments.system)
+    if arguments.conversations is not None:
+        for messages in use.questions(arguments.conversations):
+            _tell(arguments, messages[-1]["content"], writer.answer([*begin, *messages]))
+        return 0
+    if arguments.prompt is None:
+        return _talk(writer, begin)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.chat or arguments.system is not None:
+        text = writer.answer([*begin, {"role": "user", "content": prompt}])
+    else:
+        text = writer.continue_text(prompt)
+    _tell(arguments, prompt, text)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what leaves nothing to do, or two things at once."""
     if not arguments.run.is_dir():
         raise BadInputError(
             f"--run {arguments.run}: there is no such directory; give the one that "
             "`outpace train` named at its end"
         )
-    from outpace.launch import use
+    if arguments.prompt is None and arguments.conversations is None:
+        if not arguments.chat:
+            raise BadInputError(
+                "outpace generate needs a TEXT to go on from. Without one, --chat begins a "
+                "conversation and --conversations FILE answers those of a file."
+            )
+        if arguments.json:
+            raise BadInputError("--chat without a TEXT is a conversation: --json is of one answer.")
+    if arguments.prompt is not None and arguments.conversations is not None:
+        raise BadInputError("a TEXT and --conversations were given. Use one of the two.")
 
-    text = use.generate(
-        arguments.run,
-        prompt,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        device=arguments.device,
-        chat=arguments.chat,
-    )
+
+def _tell(arguments: argparse.Namespace, prompt: Any, text: str) -> None:
     if arguments.json:
         print(json.dumps({"run": str(arguments.run), "prompt": prompt, "text": text}, indent=2))
     else:
         print(text)
-    return 0
+
+
+def _talk(writer: "Writer", begin: "Sequence[Message]") -> int:
+    """Answer line by line, with all that was said before, until the input ends."""
+    asks = sys.stdin.isatty()
+    if asks:
+        print("Write what you say; Ctrl-D ends the conversation.", file=sys.stderr)
+    messages = list(begin)
+    while True:
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return 0
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        text = writer.answer(messages)
+        messages.append({"role": "assistant", "content": text})
+        print(text, flush=True)
 
 
 def _parser() -> Parser:
-    parser = Parser("generate", "Continue a text with the model of a run.")
+    parser = Parser("generate", "Continue a text with the model of a run, or talk with it.")
     parser.add_json()
     add = parser.arguments.add_argument
-    add("prompt", metavar="TEXT", help="the text to go on from; - reads it from standard input")
-    add("--run", type=Path, required=True, metavar="DIR", help="directory of a run")
+    add("prompt", nargs="?", default=None, metavar="TEXT",
+        help="the text to go on from; - reads it from standard input")  # fmt: skip
+    add_model(parser)
     add(
         "--max-new-tokens",
         type=number_type(int, 1),
@@ -75,10 +129,28 @@ def _parser() -> Parser:
         "--chat",
         action="store_true",
         default=False,
-        help="TEXT is what a user says: answer it, by the tokenizer's chat template",
+        help="TEXT is what a user says: answer it, by the tokenizer's chat template; without TEXT "
+        "answer line by line, as a conversation",
     )
+    add("--system", default=None, metavar="TEXT",
+        help="what the conversation begins with; implies --chat")  # fmt: skip
+    add("--conversations", type=Path, default=None, metavar="FILE",
+        help="answer the last question of each conversation of a .jsonl")  # fmt: skip
     add_device(parser)
     return parser
+
+
+def add_model(parser: Parser) -> None:
+    """Add --run, also under the name that outpace train has for it."""
+    parser.arguments.add_argument(
+        "--run",
+        "--model",
+        dest="run",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory of a run, of a Hugging Face model, or of an adapter",
+    )
 
 
 def add_device(parser: Parser) -> None:

@@ -43,6 +43,7 @@ COMMANDS = {
     "memory": "where memory goes in a training step, and whether it fits",
     "network": "how much network a training needs, and what each would cost it",
     "watch": "how busy devices and cores are while something trains",
+    "models": "models that are known by name, with their sizes",
     "runs": "past runs: a list, or one of them in full",
     "merge": "add a LoRA adapter to the weights it was trained beside",
     "launch": "a job for SLURM or Kubernetes that trains there",
@@ -54,6 +55,23 @@ COMMANDS = {
 }
 
 _OF_ALL_RANKS = (EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED)
+# What other tools have a command for, and where it is here.
+_ELSEWHERE = {
+    "export": "the folder model/ of a run is a Hugging Face folder already, which transformers, "
+    "vLLM and others load; outpace merge writes one of a LoRA adapter and its base.",
+    "convert": "outpace reads Hugging Face folders as they are, and the folder model/ of a run is "
+    "one.",
+    "chat": "outpace generate --run RUN --chat begins a conversation.",
+    "infer": "outpace generate --run RUN 'TEXT' continues a text.",
+    "evaluate": "outpace eval --run RUN measures a model on held-out data.",
+    "finetune": "outpace train --model FOLDER --data FILE trains a stored model further; with "
+    "--lora-rank 16 an adapter.",
+    "resume": "outpace train --resume DIR goes on with a run.",
+    "benchmark": "outpace compare measures which of several ways to train is faster.",
+    "presets": "outpace models lists them.",
+    "init": "outpace train needs no project: name --model and --data.",
+}
+
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # asked to end; the terminal is gone
 
 _HELP = """\
@@ -128,6 +146,8 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
     if name in ("-V", "--version"):
         print(f"outpace {outpace.__version__}")
         return 0
+    if name in _ELSEWHERE:
+        raise BadInputError(f"there is no command {name!r}: {_ELSEWHERE[name]}")
     if name not in COMMANDS:
         raise BadInputError(
             f"there is no command {name!r}.{nearest(name, COMMANDS)} "

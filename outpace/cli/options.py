@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from outpace.cli.parser import Parser, whole_number
+from outpace.cli.parser import Parser, read_duration, whole_number
 from outpace.records.base import read_toml
 from outpace.records.errors import BadInputError, clipped, nearest, shown
 from outpace.records.settings import Size, TrainSettings
@@ -167,6 +167,11 @@ def from_toml(path: Path) -> dict[str, Any]:
 def convert(name: str, value: Any, where: str) -> Any:
     """Read the words of one setting as what its field holds. Raises BadInputError."""
     holds = shape(_fields()[name].annotation)
+    if name.endswith("_s") and isinstance(value, str):
+        try:
+            return read_duration(value)
+        except ValueError as error:
+            raise BadInputError(f"{where}: {error}") from None
     if not holds.many:
         return _convert_one(holds, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]

@@ -1,6 +1,7 @@
 """An argument parser whose errors are sentences with the nearest right name."""
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -94,6 +95,45 @@ def number_type(
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
+        return value
+
+    return convert
+
+
+_DURATION = re.compile(
+    r"(?:(?P<d>[0-9.]+)\s*(?:d|days?))?\s*(?:(?P<h>[0-9.]+)\s*(?:h|hours?))?\s*"
+    r"(?:(?P<m>[0-9.]+)\s*(?:m|min|minutes?))?\s*"
+    r"(?:(?P<s>[0-9.]+)\s*(?:s|sec|seconds?))?\s*(?:(?P<ms>[0-9.]+)\s*ms)?"
+)
+_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+
+
+def read_duration(text: str) -> float:
+    """Seconds from words: '180', '3m', '1h30m', '90 s', '250ms'. Raises ValueError."""
+    word = text.strip().lower()
+    if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?", word):
+        return float(word)
+    found = _DURATION.fullmatch(word)
+    given = {} if found is None else {k: v for k, v in found.groupdict().items() if v}
+    try:
+        seconds = sum(float(count) * _SECONDS[unit] for unit, count in given.items())
+    except ValueError:
+        given = {}
+    if not given:
+        raise ValueError(f"{text!r} is no duration: write 180 (seconds), 3m, 1h30m or 250ms")
+    return seconds
+
+
+def duration_type(low: float) -> Callable[[str], float]:
+    """A converter for argparse: a duration of at least `low` seconds."""
+
+    def convert(text: str) -> float:
+        try:
+            value = read_duration(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, None)} s")
         return value
 
     return convert

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from outpace.cli.main import end_at_once
-from outpace.cli.parser import Parser, number_type
+from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.cli.stopping import stopped_once
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError, nearest
@@ -116,10 +116,10 @@ def _parser() -> Parser:
     )
     add(
         "--budget",
-        type=number_type(float, 0.1),
+        type=duration_type(0.1),
         default=None,
-        metavar="S",
-        help="measure for about this many seconds, instead of for as long as it usually takes",
+        metavar="TIME",
+        help="measure for about so long (90, 3m), instead of for as long as it usually takes",
     )
     add(
         "--out",

@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import itertools
 import json
 import sys
 import tempfile
@@ -48,6 +49,7 @@ class _Asked:
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Train as the arguments say; returns 0. Raises OutpaceError."""
+    argv = with_run_named(argv)
     arguments = _parser().read(argv)
     asked = _asked(arguments, ["outpace", "train", *argv])
     if arguments.print_config:
@@ -385,7 +387,7 @@ def asked_of(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
 
     Raises BadInputError.
     """
-    arguments = _parser().read(argv)
+    arguments = _parser().read(with_run_named(argv))
     given = _starting(arguments)
     if given:
         raise BadInputError(f"{given[0]}: the cluster starts the ranks, and starts them again")
@@ -439,13 +441,34 @@ def _done(settings: TrainSettings) -> Measurement | None:
     return found if same and found.steps >= record.total_steps else None
 
 
+def with_run_named(argv: list[str]) -> list[str]:
+    """`--resume DIR` as `--resume --out DIR`, which says the same. Raises BadInputError."""
+    words: list[str] = []
+    for place, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag == "--resume" and equals:
+            words += ["--resume", "--out", value]
+        elif place and argv[place - 1] == "--resume" and not word.startswith("-"):
+            words += ["--out", word]
+        else:
+            words.append(word)
+    named = [after for word, after in itertools.pairwise(words) if word == "--out"]
+    named += [word.partition("=")[2] for word in words if word.startswith("--out=")]
+    if words != argv and len(set(named)) > 1:
+        raise BadInputError(
+            f"--resume {named[0]} and --out {named[1]} are two runs. --resume goes on in the run's "
+            "own folder: leave --out out."
+        )
+    return words
+
+
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
     """Merge layers, nearest to the person first; with `resume`, the run's own come after them."""
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)
     if asked.get("out") is None:
-        raise BadInputError("--resume: which run? Name its directory with --out DIR")
+        raise BadInputError("--resume: which run? Name its directory: --resume DIR")
     run = Path(str(asked["out"]))
     of_run = resume.settings_of(run)
     resume.check_unchanged(asked, of_run, run)

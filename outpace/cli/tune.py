@@ -19,7 +19,7 @@ from outpace.cli.experiments import (
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
-from outpace.cli.parser import Parser, number_type
+from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
@@ -259,8 +259,8 @@ def _parser() -> Parser:
     add = parser.arguments.add_argument
     add("--config", type=Path, default=None, metavar="FILE.toml", help="settings by their names")
     add("--trials", type=number_type(int, 1), default=8, metavar="N", help="at most (default: 8)")
-    add("--budget", type=number_type(float, 1), default=600.0, metavar="S",
-        help="no trial begins after so many seconds (default: 600)")  # fmt: skip
+    add("--budget", type=duration_type(1), default=600.0, metavar="TIME",
+        help="no trial begins after so long: 90, 10m, 1h (default: 600 s)")  # fmt: skip
     add("--within", type=number_type(float, 0.0, 1), default=0.02, metavar="X",
         help="stop where no plan left can win by more than this share (default: 0.02)")  # fmt: skip
     options.add_settings(parser, _TEXTS)

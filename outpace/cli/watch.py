@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.cli.parser import Parser, number_type
+from outpace.cli.parser import Parser, duration_type
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
 from outpace.records.utilisation import Utilisation
@@ -222,18 +222,18 @@ def _parser() -> Parser:
     add("run", nargs="?", type=Path, default=None, metavar="RUN", help="the folder of a run")
     add(
         "--every",
-        type=number_type(float, 0.2),
+        type=duration_type(0.2),
         default=1.0,
-        metavar="S",
-        help="seconds from sample to sample (default: 1)",
+        metavar="TIME",
+        help="time from sample to sample: 0.5, 5s, 1m (default: 1 s)",
     )
     add(
         "--for",
         dest="for_s",
-        type=number_type(float, 0.2),
+        type=duration_type(0.2),
         default=None,
-        metavar="S",
-        help="end after so many seconds",
+        metavar="TIME",
+        help="end after so long: 90, 10m, 1h",
     )
     add(
         "--out",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from outpace.data.row_files import checked_text, read_rows, require_text
+from outpace.data.conversations import conversation_of
+from outpace.data.row_files import Row, checked_text, read_rows, require_text
 from outpace.data.sources import Source, open_dataset, readable
 from outpace.records.errors import BadInputError
 
@@ -116,10 +117,17 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
     for row, consumed in read_rows(file, columns=[field]):
         if field not in row.values:
             there = ", ".join(map(repr, row.values)) or "no fields"
-            raise BadInputError(
-                f"{row.where} has no field {field!r}, but {there}. Name it with --text-field."
-            )
+            raise BadInputError(f"{row.where} has no field {field!r}, but {there}. {_remedy(row)}")
         yield checked_text(row.values[field], row.where, field), consumed
+
+
+def _remedy(row: Row) -> str:
+    """How to read records without the field: as what they are, or by another field."""
+    try:
+        conversation_of(row)
+    except BadInputError:
+        return "Name it with --text-field."
+    return "They are conversations: --task chat learns them."
 
 
 def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:

@@ -1,17 +1,22 @@
 """A finished run, put to use: text from it, and its loss on other data."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outpace.data.chat import ChatFormat
+from outpace.data.conversations import Message, conversation_of
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.loader import Batch, Loader
 from outpace.data.padded import PaddedDataset
+from outpace.data.row_files import read_rows
 from outpace.data.samples import TokenDataset
+from outpace.data.sources import form_of
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.own import OwnObjective, build_own
@@ -29,9 +34,58 @@ from outpace.records.measurement import Evaluation
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
-from outpace.records.settings import TrainSettings
+from outpace.records.settings import Task, TrainSettings
 from outpace.train.evaluate import evaluate as measure
 from outpace.train.run_dir import RUN_FILE
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: `temperature` 0 takes the likeliest; `top_k` None draws from all."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+
+class Writer:
+    """A model that writes, with its tokenizer.
+
+    Raises BadInputError when the folder has no model, no tokenizer, or one that cannot write.
+    """
+
+    def __init__(self, run: Path, sampling: Sampling, device: str) -> None:
+        self._model, self._tokenizer = _open(run, device)
+        self._sampling = sampling
+        self._talk: ChatFormat | None = None
+
+    def continue_text(self, prompt: str) -> str:
+        """The prompt, and what the model writes after it."""
+        given, ids = self._write(prompt, self._tokenizer.eos_id)
+        return self._tokenizer.decode([*given, *ids])
+
+    def answer(self, messages: Sequence[Message]) -> str:
+        """What the assistant says next in a conversation, by the tokenizer's chat template."""
+        if self._talk is None:
+            self._talk = ChatFormat(self._tokenizer)
+        _, ids = self._write(self._talk.prompt(messages), self._talk.stop_id)
+        return self._tokenizer.decode(ids)
+
+    def _write(self, prompt: str, stop_id: int) -> tuple[list[int], list[int]]:
+        """Tokens of the prompt, and those that are written after them."""
+        given = self._tokenizer.encode(prompt) or [self._tokenizer.eos_id]
+        sampling = self._sampling
+        ids = generation.generate(
+            self._model,
+            given,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_id=stop_id,
+        )
+        return given, ids[len(given) :]
 
 
 def generate(
@@ -44,30 +98,41 @@ def generate(
     seed: int,
     device: str,
     chat: bool = False,
+    system: str | None = None,
 ) -> str:
     """Text that the run's model writes after `prompt`, the prompt included.
 
-    With `chat` the prompt is what a user says, put into the tokenizer's chat template, and the text
-    is the answer alone.
+    With `chat` the prompt is what a user says, put into the tokenizer's chat template after what
+    `system` says, and the text is the answer alone.
 
     Raises BadInputError when the run has no model, no tokenizer, or one that cannot write.
     """
-    model, tokenizer = _open(run, device)
-    stop_id, asked = tokenizer.eos_id, prompt
-    if chat:
-        talk = ChatFormat(tokenizer)
-        stop_id, asked = talk.stop_id, talk.prompt([{"role": "user", "content": prompt}])
-    given = tokenizer.encode(asked) or [tokenizer.eos_id]
-    ids = generation.generate(
-        model,
-        given,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        stop_id=stop_id,
-    )
-    return tokenizer.decode(ids[len(given) :] if chat else ids)
+    writer = Writer(run, Sampling(max_new_tokens, temperature, top_k, seed), device)
+    if not chat:
+        return writer.continue_text(prompt)
+    return writer.answer([*system_message(system), {"role": "user", "content": prompt}])
+
+
+def system_message(system: str | None) -> list[Message]:
+    """The message that a conversation begins with, where there is one."""
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def questions(path: Path) -> list[list[Message]]:
+    """Conversations of a file, in any form that outpace train takes, each up to its last answer.
+
+    Raises BadInputError.
+    """
+    found = []
+    for row, _ in read_rows(path):
+        messages = list(conversation_of(row).messages)
+        if messages[-1].get("role") == "assistant":
+            messages.pop()
+        if messages:
+            found.append(messages)
+    if not found:
+        raise BadInputError(f"{path} holds no conversation to answer.")
+    return found
 
 
 def evaluate(
@@ -78,15 +143,23 @@ def evaluate(
     batch_size: int | None,
     device: str,
     text_field: str | None = None,
+    task: Task | None = None,
 ) -> Evaluation:
-    """Loss, perplexity and tokens/s of the run's model.
+    """Loss, perplexity and tokens/s of the model of a run, a Hugging Face folder or an adapter.
 
-    `data` defaults to what the run held out; `batches` to all of it. Raises BadInputError.
+    `data` defaults to what the run held out; `batches` to all of it; `task` to the run's, or to
+    chat where the data are conversations. Raises BadInputError.
     """
     opened = open_model(str(run))
     record = _record(run)
     settings = record.settings if record else TrainSettings()
-    settings = settings.model_copy(update={"text_field": text_field or settings.text_field})
+    if task is None:
+        task = settings.task if record or data is None else _task_of(data, text_field)
+    settings = settings.model_copy(
+        update={"text_field": text_field or settings.text_field, "task": task}
+    )
+    if task != "pretrain" and record is None and data is None:
+        raise BadInputError(f"--task {task}: {run} is no run that held data out. Name --data.")
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
     precision = record.plan.precision if record else "fp32"
     mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
@@ -114,6 +187,20 @@ def evaluate(
         device=target,
         group=None,
     )
+
+
+def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
+    """Chat where the first record of the data is a conversation, and no field of text is named."""
+    first = Path(data[0]).expanduser()
+    if text_field is not None or not first.is_file() or form_of(first) in ("text", "tokens"):
+        return "pretrain"
+    row = next((row for row, _ in read_rows(first)), None)
+    if row is None or TrainSettings.model_fields["text_field"].default in row.values:
+        return "pretrain"
+    with suppress(BadInputError):
+        conversation_of(row)
+        return "chat"
+    return "pretrain"
 
 
 def _task(

@@ -354,7 +354,9 @@ class TrainSettings(Record):
     save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
     keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
-    resume: bool = _field("run", "go on from the newest whole checkpoint in --out", False)
+    resume: bool = _field(
+        "run", "go on from the newest whole checkpoint in --out; --resume DIR says both", False
+    )
     seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
     deterministic: bool = _field(
         "run",

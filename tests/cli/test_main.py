@@ -12,6 +12,7 @@ import pytest
 
 import outpace
 import outpace.cli.version
+from outpace.catalog.models import PRESETS
 from outpace.cli import main as command
 from outpace.nn.torch_versions import VERSION
 from outpace.records.errors import BadInputError, DivergedError, InterruptedRunError, OutpaceError
@@ -44,6 +45,41 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("outpace: there is no command 'trian'. Did you mean 'train'")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("export", "a run is a Hugging Face folder already"),
+        ("chat", "outpace generate --run RUN --chat"),
+        ("resume", "outpace train --resume DIR"),
+        ("presets", "outpace models"),
+    ],
+)
+def test_what_others_have_a_command_for_is_found(
+    name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([name, "x"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Did you mean" not in error
+
+
+def test_models_are_listed_with_their_sizes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.main(["models", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    sizes = {row["name"]: row["parameters"] for row in rows}
+    assert sizes["llama-3.1-8b"] == 8_030_261_248 and sizes["gpt2"] == 124_439_808
+    assert list(sizes.values()) == sorted(sizes.values())
+    assert {row["name"] for row in rows if row["trained"]} >= set(PRESETS)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.main(["models"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert "outpace-small (default)" in shown and "mixtral-8x7b †" in shown
+    assert command.main(["models", "qwen3", "--near", "1B"]) == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 2 + 5
 
 
 def test_version_is_a_json_document_when_asked(capsys: pytest.CaptureFixture[str]) -> None:

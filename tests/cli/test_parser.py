@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.cli.parser import Parser, number_type, whole_number
+from outpace.cli.main import main
+from outpace.cli.parser import Parser, number_type, read_duration, whole_number
 from outpace.records.errors import BadInputError
 
 
@@ -72,3 +73,33 @@ def test_bad_arguments_are_sentences(argv: list[str], said: str) -> None:
         parser().read(argv)
     assert said in str(caught.value)
     assert "outpace paint --help" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("180", 180), ("3m", 180), ("3 min", 180), ("1h30m", 5400), ("2 hours", 7200), ("90s", 90),
+        ("250ms", 0.25), ("1.5h", 5400), ("1e3", 1000), ("2d", 172800), ("1m 30s", 90),
+    ],
+)  # fmt: skip
+def test_durations_have_units(text, seconds):
+    assert read_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "m", "3x", "three", "-3m", "1.2.3h", "m3", "nan"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ValueError, match="is no duration"):
+        read_duration(text)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tune", "--budget=soon"], ["compare", "a", "b", "--budget=soon"],
+        ["probe", "--budget=soon"], ["watch", "--every=soon"], ["watch", "--for=soon"],
+        ["train", "--comm-timeout=soon"], ["train", "--expect-step-time=soon"],
+    ],
+)  # fmt: skip
+def test_every_command_reads_durations_alike(words, capsys):
+    assert main(words) == 2
+    assert "3m, 1h30m or 250ms" in capsys.readouterr().err

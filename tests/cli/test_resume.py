@@ -39,6 +39,21 @@ def test_settings_come_from_the_run(run: Path, capsys: pytest.CaptureFixture[str
     assert shown["resume"] == {"value": True, "origin": "command line"}
 
 
+def test_resume_takes_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--resume", str(run)], [f"--resume={run}"], ["--lr=0.1", "--resume", str(run)]):
+        assert main(["train", "--print-config", "--json", *words]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["model"] == {"value": "gpt2", "origin": "run.json"}
+        assert shown["out"]["value"] == str(run) and shown["resume"]["value"] is True
+    same = ["--resume", str(run), "--out", str(run)]
+    assert main(["train", "--print-config", "--json", *same]) == 0
+    capsys.readouterr()
+    assert main(["train", "--print-config", "--resume", str(run), "--out=other"]) == 2
+    assert "and --out other are two runs" in capsys.readouterr().err
+    assert main(["train", "--print-config", "--resume"]) == 2
+    assert "--resume DIR" in capsys.readouterr().err
+
+
 def test_command_line_then_file_then_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,7 +93,7 @@ def test_what_makes_the_run_what_it_is_may_not_change(
 def test_a_run_has_to_be_named_and_be_there(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--out DIR" in refusal(capsys)
+    assert "Name its directory: --resume DIR" in refusal(capsys)
     assert "there is no directory" in refusal(capsys, "--out", str(tmp_path / "none"))
     assert "holds no run" in refusal(capsys, "--out", str(tmp_path))
     (run / "run.json").write_text("{")

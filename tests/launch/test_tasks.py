@@ -1,5 +1,6 @@
 """`outpace train --task chat` and `--task classify`, from the data to the exported model."""
 
+import io
 import json
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from outpace.cli.main import main
 from outpace.data.paraphrases import paraphrases
 from outpace.data.tokenizer import train_tokenizer
 from outpace.launch import use
@@ -191,6 +193,47 @@ def test_a_conversation_is_learnt_and_answered(chatted):
     assert said.startswith("is ") and "assistant" not in said
     again = use.evaluate(settings.out, None, batches=None, batch_size=None, device="cpu")
     assert again.loss == pytest.approx(measured.final_eval.loss, rel=1e-5)
+
+
+def test_base_adapter_and_merged_models_are_evaluated_on_conversations(home, chatted):
+    settings, measured = chatted
+    talk = (str(home / "talk.jsonl"),)
+    own = {"batches": None, "batch_size": 8, "device": "cpu"}
+    base = use.evaluate(settings.out / "model", talk, **own)  # that they are chats is found out
+    assert base.loss == pytest.approx(measured.final_eval.loss, rel=1e-5)
+    other = home / "other.jsonl"
+    other.write_text((home / "talk.jsonl").read_text().replace("is ", "was "))
+    tuned = asked(
+        home, task="chat", model=str(settings.out), data=[str(other)], eval_data=list(talk),
+        steps=6, lr=5e-2, lora_rank=2, global_batch=8, out=home / "tuned",
+    )  # fmt: skip
+    final = run(tuned).final_eval
+    merged = home / "merged"
+    assert main(["merge", str(tuned.out), f"--out={merged}"]) == 0
+    for folder in (tuned.out, tuned.out / "model", merged):
+        found = use.evaluate(folder, talk, task="chat", **own)
+        assert found.loss == pytest.approx(final.loss, rel=1e-4)
+        assert found.tokens == base.tokens
+    assert abs(final.loss - base.loss) > 1e-3 * base.loss
+
+
+def test_conversations_are_gone_on_with(home, chatted, capsys, monkeypatch):
+    run_, greedy = f"--run={chatted[0].out}", ["--temperature=0", "--max-new-tokens=6"]
+    capsys.readouterr()
+    assert main(["generate", run_, "--chat", "1 and 2", *greedy]) == 0
+    alone = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("1 and 2\n\n2 and 2\n"))
+    assert main(["generate", run_, "--chat", *greedy]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0] == alone.strip("\n")
+    file = home / "asked.jsonl"
+    talk = [{"role": "system", "content": "add"}, {"role": "user", "content": "1 and 2"}]
+    rows = [{"messages": [*talk, {"role": "assistant", "content": "is 9"}]}, {"messages": talk}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["generate", run_, f"--conversations={file}", *greedy]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert main(["generate", run_, "1 and 2", "--system=add", *greedy]) == 0
+    assert first == second == capsys.readouterr().out.strip("\n")
 
 
 def test_the_exported_tokenizer_has_the_template(chatted):

@@ -1,0 +1,103 @@
+"""`outpace models`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outpace.cli.parser import Parser, number_type
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from outpace.records.outline import Outline
+
+_ABOUT = "Models that are known by name, with their sizes; --model takes any of the names."
+_EPILOG = (
+    "Besides these --model takes a Hugging Face folder, a run, a spec file and file.py:build. "
+    "The number of parameters is of the whole model, embeddings included."
+)
+_DEFAULT = "outpace-small"  # of outpace train
+
+
+def run(argv: list[str], environ: Mapping[str, str]) -> int:
+    """List the models, smallest first; returns 0. Raises BadInputError."""
+    arguments = _parser().read(argv)
+    rows = _rows()
+    if arguments.word is not None:
+        rows = [row for row in rows if arguments.word.lower() in str(row["name"]).lower()]
+    if arguments.near is not None:
+        rows.sort(key=lambda row: abs(_size(row) - arguments.near))
+        rows = sorted(rows[:5], key=_size)
+    if arguments.json:
+        print(json.dumps(rows, indent=2), flush=True)
+        return 0
+    from rich.text import Text
+
+    from outpace.report.terminal import Console
+
+    Console().print(_table(rows))
+    if any(not row["trained"] for row in rows):
+        Console().print(Text("† planned for; outpace itself does not train it."))
+    return 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> "Table":
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from outpace.records.units import show_count
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1),
+                  header_style="bold")  # fmt: skip
+    table.add_column("model", no_wrap=True)
+    for name in ("size", "layers", "width", "heads", "vocab", "context"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        mark = " (default)" if row["name"] == _DEFAULT else "" if row["trained"] else " †"
+        figures = (row[name] for name in ("layers", "hidden", "heads", "vocab", "max_positions"))
+        shown = ("–" if figure is None else f"{figure:,}" for figure in figures)
+        table.add_row(Text(f"{row['name']}{mark}"), show_count(row["parameters"]), *shown)
+    return table
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    size: int = row["parameters"]
+    return size
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Presets, and outlines of what is only planned for, smallest first."""
+    from outpace.catalog.models import PRESETS
+    from outpace.catalog.outlines import OUTLINES
+    from outpace.planner.outlines import outline
+
+    rows = [_row(name, outline(one.spec, name), True) for name, one in PRESETS.items()]
+    rows += [_row(name, one, one.untrained is None) for name, one in OUTLINES.items()
+             if name not in PRESETS]  # fmt: skip
+    return sorted(rows, key=_size)
+
+
+def _row(name: str, found: "Outline", trained: bool) -> dict[str, Any]:
+    from outpace.planner.outlines import parameters
+
+    return {
+        "name": name,
+        "parameters": parameters(found),
+        "layers": found.layers,
+        "hidden": found.hidden,
+        "heads": next((s.attention.heads for s in found.stacks if s.attention is not None), None),
+        "vocab": found.vocab,
+        "max_positions": found.max_positions,
+        "trained": trained,
+    }
+
+
+def _parser() -> Parser:
+    parser = Parser("models", _ABOUT, _EPILOG, usage="[WORD] [options]")
+    parser.add_json()
+    add = parser.arguments.add_argument
+    add("word", nargs="?", default=None, metavar="WORD", help="only names with this in them")
+    add("--near", type=number_type(int, 1), default=None, metavar="N",
+        help="the five nearest to so many parameters: 10M, 7B")  # fmt: skip
+    return parser
