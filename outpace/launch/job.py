@@ -143,7 +143,7 @@ def prepared(
         device = resolve_device(settings, ranks)
         stack.enter_context(deterministic_kernels(settings.deterministic, device, os.environ))
         backend = resolve_backend(settings.backend, device)
-        threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size)
+        threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size, os.environ)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine, own_model=model is not None)
         if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:

@@ -70,7 +70,7 @@ def probe_ranks(wishes: Wishes, ranks: Ranks, restart: int, shown: Shown) -> Mac
     begin_s, steady = time.monotonic(), Steady()
     wishes.check()
     device, notes = _device(wishes, ranks)
-    set_threads(None, usable_cores(), ranks.local_world_size)
+    set_threads(None, usable_cores(), ranks.local_world_size, os.environ)
     backend = resolve_backend(wishes.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, restart, backend) as groups:
         gpu = watch_gpu(device, _gathered(os.getpid(), groups), _DRIVER_S)

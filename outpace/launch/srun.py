@@ -7,6 +7,7 @@ too, and is no rank: only what srun starts has those of a step.
 import re
 from collections.abc import Iterator, Mapping
 
+from outpace.launch.host_list import expand
 from outpace.records.errors import BadInputError
 
 # Below what systems give out by themselves (from 32768), above what services use.
@@ -41,7 +42,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(counts[int(node)]),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(environ["SLURM_STEP_NODELIST"]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or next(expand(environ["SLURM_STEP_NODELIST"])),
         "MASTER_PORT": environ.get("MASTER_PORT") or _port(environ),
     }
 
@@ -55,12 +56,6 @@ def _counts(text: str) -> Iterator[int]:
                 f"environment: SLURM_STEP_TASKS_PER_NODE = {text!r} is not of the form 4(x2),3"
             )
         yield from [int(found[1])] * int(found[2] or 1)
-
-
-def _first_host(hosts: str) -> str:
-    """Of 'gpu[03-06,9],login' gpu03: where task 0 runs."""
-    first, ranges = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?", hosts).groups()  # type: ignore[union-attr]
-    return f"{first}{re.split('[-,]', ranges)[0] if ranges else ''}"
 
 
 def _port(environ: Mapping[str, str]) -> str:

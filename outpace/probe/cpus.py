@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from outpace.probe.kernel_files import read_text
+from outpace.probe.kernel_files import MEMBERSHIP, MOUNTS, control_groups, read_text
 from outpace.records.topology import Cache, CpuTopology, NumaNode, cpu_list, cpu_set
 
 SYS = Path("/sys")
@@ -17,6 +17,20 @@ def usable_cpus() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[float | None, bool]:
+    """CPUs' worth of time that the least of this process's cgroups allows, and if any was read."""
+    quotas: list[float] = []
+    known = False
+    for group in control_groups("cpu", membership, mounts):
+        both = group.read("cpu.max").split()  # version 2
+        if not both:
+            both = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+        known = known or both[0] != ""
+        if len(both) == 2 and both[0].isdigit() and both[1].isdigit() and int(both[1]):
+            quotas.append(int(both[0]) / int(both[1]))
+    return min(quotas, default=None), known
 
 
 def read_cpus(sys: Path = SYS) -> CpuTopology:

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from outpace.probe import nvml
-from outpace.probe.cpus import SYS, read_cpus, usable_cpus
-from outpace.probe.kernel_files import control_groups, read_text
+from outpace.probe.cpus import SYS, cpu_quota, read_cpus, usable_cpus
+from outpace.probe.kernel_files import read_text
 from outpace.probe.topology import ToolError, read_live
 from outpace.records.inventory import Busy, Inventory, NetworkPort
 from outpace.records.topology import cpu_list
@@ -88,20 +88,6 @@ def gather(
         verbs_library=_loads(VERBS_LIBRARY),
         gpu_direct=_gpu_direct(sys),
     )
-
-
-def cpu_quota(membership: Path, mounts: Path) -> tuple[float | None, bool]:
-    """CPUs' worth of time that the least of this process's cgroups allows, and if any was read."""
-    quotas: list[float] = []
-    known = False
-    for group in control_groups("cpu", membership, mounts):
-        both = group.read("cpu.max").split()  # version 2
-        if not both:
-            both = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
-        known = known or both[0] != ""
-        if len(both) == 2 and both[0].isdigit() and both[1].isdigit() and int(both[1]):
-            quotas.append(int(both[0]) / int(both[1]))
-    return min(quotas, default=None), known
 
 
 def _watch(

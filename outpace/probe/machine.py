@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from outpace.probe.cpus import usable_cpus
+from outpace.probe.cpus import cpu_quota, usable_cpus
+from outpace.probe.kernel_files import MEMBERSHIP, MOUNTS
 from outpace.records.hardware import Accelerator
 from outpace.records.machine import Device, Machine
 
@@ -17,9 +18,10 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_i
              "sve", "sve_bf16", "asimd")  # fmt: skip
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(usable_cpus())
+def usable_cores(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> int:
+    """Cores' worth of time that this process may use: of its CPUs, by its control groups' quota."""
+    cpus, (quota, _) = len(usable_cpus()), cpu_quota(membership, mounts)
+    return cpus if quota is None else max(1, min(cpus, int(quota)))
 
 
 def identify(find_accelerator: FindAccelerator) -> Machine:

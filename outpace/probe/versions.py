@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +24,10 @@ _TELLING = (
     "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "MALLOC_", "LD_PRELOAD",
 )  # fmt: skip
 # Each launch has its own, or the launcher alone sets it.
-_OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
+# What is called so, or has a password in an address, is nobody's but its owner's.
+_SECRET = re.compile(r"TOKEN|SECRET|PASS(W|_|$)|PWD|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
 
 def versions() -> dict[str, str]:
@@ -72,11 +76,17 @@ def changes() -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how something computes or exchanges, and not where it was launched."""
+    """Those that change how something computes or communicates, not where it was launched.
+
+    Without those that hold a secret, by their names or by an address with a password.
+    """
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name.startswith(_TELLING) and not name.startswith(_OF_LAUNCHERS)
+        if name.startswith(_TELLING)
+        and not name.startswith(_OF_LAUNCHERS)
+        and not _SECRET.search(name)
+        and not _ADDRESS_WITH_PASSWORD.search(value)
     }
 
 

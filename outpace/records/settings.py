@@ -334,7 +334,7 @@ class TrainSettings(Record):
         "auto",
     )
     threads: PositiveInt | None = _field(
-        "computation", "CPU threads per process (default: cores / processes)"
+        "computation", "CPU threads per process (default: OMP_NUM_THREADS, else cores / processes)"
     )
     comm_timeout_s: Annotated[PositiveFloat, Field(le=_MOST_TIMEOUT_S)] = _field(
         "computation",

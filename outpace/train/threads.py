@@ -1,10 +1,34 @@
-"""CPU threads: as many per process as its share of the cores."""
+"""CPU threads: as asked, by OMP_NUM_THREADS, or a process's share of the cores."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+OUTPACE = "outpace-"  # the beginning of the names that outpace's own launcher gives
 
-def set_threads(asked: int | None, cores: int, local_world_size: int) -> int:
+
+def set_threads(
+    asked: int | None,
+    cores: int,
+    local_world_size: int,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Set and return the number of threads that this process computes with."""
-    threads = asked or max(1, cores // local_world_size)
+    threads = asked or _from_environment(environ) or max(1, cores // local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def _from_environment(environ: Mapping[str, str]) -> int | None:
+    """The number that the user set, where one is set.
+
+    Of a list for nested regions the first (OpenMP 5.2, §21.2.2). torchrun sets 1 where nothing is
+    set, which leaves all cores but one of each rank unused, so that 1 is not heard from it.
+    """
+    text = environ.get(OMP_NUM_THREADS, "").partition(",")[0].strip()
+    threads = int(text) if text.isascii() and text.isdigit() else 0
+    run_id = environ.get("TORCHELASTIC_RUN_ID", OUTPACE)
+    by_torchrun = threads == 1 and not run_id.startswith(OUTPACE)
+    return None if threads == 0 or by_torchrun else threads

@@ -32,6 +32,8 @@ def test_a_tasks_place_is_read() -> None:
         ("login,gpu[1-2]", "login"),
         ("a-b.example", "a-b.example"),
         ("c1", "c1"),
+        ("rack[1-2]-gpu", "rack1-gpu"),
+        ("rack[0-1]node[1-4]", "rack0node1"),
     ],
 )
 def test_tasks_meet_on_the_first_node(nodes: str, first: str) -> None:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from outpace.probe import nvml
+from outpace.probe.cpus import cpu_quota
 from outpace.probe.doctor import CHECKS, examine
-from outpace.probe.inventory import cpu_quota, gather
+from outpace.probe.inventory import gather
+from outpace.probe.machine import usable_cores
 from outpace.probe.topology import parse
 from outpace.records.finding import Cost, Examination, Finding
 from outpace.records.inventory import Busy, GpuState, Inventory, NetworkPort
@@ -319,7 +321,13 @@ def test_the_least_quota_up_the_tree_counts(tmp_path, files, expected):
         (tmp_path / "top" / name).write_text(f"{text}\n")
     (tmp_path / "mountinfo").write_text(f"35 31 0:32 / {tmp_path}/top rw - cgroup2 cgroup2 rw\n")
     (tmp_path / "cgroup").write_text("0::/a\n")
-    assert cpu_quota(tmp_path / "cgroup", tmp_path / "mountinfo") == expected
+    files = (tmp_path / "cgroup", tmp_path / "mountinfo")
+    assert cpu_quota(*files) == expected
+    # Threads of a training, and processes that prepare its data, are as many.
+    cpus = len(os.sched_getaffinity(0))
+    assert usable_cores(*files) == (
+        cpus if expected[0] is None else min(cpus, max(1, int(expected[0])))
+    )
 
 
 def test_a_quota_of_version_1(tmp_path):

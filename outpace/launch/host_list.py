@@ -1,0 +1,77 @@
+"""SLURM's lists of hosts, as it writes them in its variables: gpu[03-06,9],rack[0-1]node[1-4]."""
+
+import re
+from collections.abc import Iterator
+from itertools import product
+
+from outpace.records.errors import BadInputError
+
+# A name in parts: text, and numbers in brackets.
+_PART = re.compile(r"([^,\[\]\s]+)|\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+# Of machines whose hosts have places on a grid: from one corner of a box to the other.
+_BOX = re.compile(r"([0-9A-Z]+)x([0-9A-Z]+)")
+_MOST_HOSTS = 1 << 20
+
+
+def expand(text: str) -> Iterator[str]:
+    """The hosts of a list, in its order. Raises BadInputError for one that is malformed.
+
+    As `scontrol show hostnames` does, and also what it refuses though names may be so (text behind
+    the last brackets; boxes, which only some builds know). The last brackets count fastest, and a
+    number is as wide as the first of its range.
+    """
+    for name in _split(text):
+        parts = list(_PART.finditer(name))
+        if "".join(part[0] for part in parts) != name or not name:
+            raise _malformed(text)
+        choices = [(part[1],) if part[2] is None else _numbers(part[2], text) for part in parts]
+        for chosen in product(*choices):
+            yield "".join(chosen)
+
+
+def _split(text: str) -> Iterator[str]:
+    """Cut at the commas and blanks outside of brackets."""
+    begin = depth = 0
+    text = text.strip()
+    for at, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if (letter == "," or letter.isspace()) and depth == 0:
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
+
+
+def _numbers(inside: str, text: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for part in inside.split(","):
+        if (box := _BOX.fullmatch(part)) is not None:
+            found += _box(box[1], box[2], text)
+            continue
+        ends = _RANGE.fullmatch(part)
+        if ends is None:
+            raise _malformed(text)
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last < first + _MOST_HOSTS:
+            raise _malformed(text)
+        found += [str(number).zfill(len(ends[1])) for number in range(first, last + 1)]
+    return tuple(found)
+
+
+def _box(first: str, last: str, text: str) -> Iterator[str]:
+    """All places of a box: each letter is a coordinate, in base 36."""
+    if len(first) != len(last):
+        raise _malformed(text)
+    digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    ranges = [
+        digits[digits.index(low) : digits.index(high) + 1]
+        for low, high in zip(first, last, strict=True)
+    ]
+    return map("".join, product(*ranges))
+
+
+def _malformed(text: str) -> BadInputError:
+    return BadInputError(
+        f"environment: SLURM's list of hosts {text!r} is not of the form gpu[03-06,9],login. Set "
+        "MASTER_ADDR to the host of rank 0."
+    )
