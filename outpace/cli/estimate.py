@@ -1,5 +1,6 @@
 """`outpace estimate`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             "or --nodes and --devices-per-node."
         )
     if asked.global_batch is None:
-        batch = plan.samples_per_pass * plan.data_parallel
+        # As plan's default, up to what the plan divides.
+        least = plan.samples_per_pass * plan.data_parallel
+        batch = least * math.ceil(question.wanted.global_batch / least)
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))
     try:
         planned = one(question, plan)
@@ -66,7 +69,7 @@ def _parser() -> Parser:
     usage = "--model MODEL --machine NAME --plan plan.json [options]"
     parser = Parser("estimate", _ABOUT, _EPILOG, usage=usage)
     parser.add_json()
-    add_question(parser)
+    add_question(parser, of="the plan's, else ")
     add = parser.arguments.add_argument
     add("--plan", type=Path, required=True, metavar="plan.json", help="the plan, as --out wrote it")
     add("--depth", choices=("estimate", "trace"), default="estimate", metavar="DEPTH",

@@ -169,16 +169,23 @@ def _emit(
     arguments: argparse.Namespace, question: "Job", answer: "Plans", chosen: int | None
 ) -> int:
     """The chosen plan, or the fastest that the format can express, as a configuration."""
-    from outpace.launch.emitting import figures, pick
+    from outpace.launch.emitting import Named, figures, pick
     from outpace.launch.outlines import find_outline
 
-    _, _, spec = find_outline(arguments.model)
-    if spec is None:
+    _, outline, spec = find_outline(arguments.model)
+    positions, seq_len = outline.max_positions, question.wanted.seq_len
+    if seq_len > positions:
         raise BadInputError(
-            f"--emit {arguments.emit}: of {arguments.model} the dimensions are known to plan with, "
-            "but not all that a configuration has to say. Name a model that outpace builds."
+            f"--emit {arguments.emit}: --seq-len {seq_len} is longer than the {positions} "
+            f"positions of {arguments.model}, and no trainer takes it as it is. Use at most "
+            f"{positions}, or give the model more (max_position_embeddings in its config.json, "
+            "with rotary scaling)."
         )
-    picked = pick(arguments.emit, question, answer, spec, chosen)
+    model = Named(arguments.model, outline if spec is None else spec)
+    try:
+        picked = pick(arguments.emit, question, answer, model, chosen)
+    except BadInputError as error:
+        raise BadInputError(f"--emit {arguments.emit}: {error}") from None
     written = picked.emitted
     if arguments.out is not None:
         from outpace.records.base import write_atomic
@@ -226,8 +233,11 @@ def _nodes_list(text: str) -> list[int]:
     return found
 
 
-def add_question(parser: Parser) -> None:
-    """What `outpace plan` and `outpace estimate` both ask for."""
+def add_question(parser: Parser, of: str = "") -> None:
+    """What `outpace plan` and `outpace estimate` both ask for.
+
+    `of` names what defaults of length and batch are taken from before the model's.
+    """
     add = parser.arguments.add_argument
     whole = number_type(int, 1)
     add("--model", required=True, metavar="MODEL",
@@ -241,9 +251,9 @@ def add_question(parser: Parser) -> None:
     add("--network", default=None, metavar="WORDS",
         help="of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
     add("--seq-len", type=whole, default=None, metavar="N",
-        help="tokens of a sample (default: the model's, at most 2048)")  # fmt: skip
+        help=f"tokens of a sample (default: {of}the model's, at most 2048)")  # fmt: skip
     add("--global-batch", type=whole, default=None, metavar="N",
-        help="samples in a step (default: 4 for each device)")  # fmt: skip
+        help=f"samples in a step (default: {of}4 for each device)")  # fmt: skip
     add("--precision", choices=get_args(Precision), default=None, metavar="NAME",
         help="bf16, fp16, fp32, fp8, … (default: bf16 where the device has it)")  # fmt: skip
 

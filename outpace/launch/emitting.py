@@ -11,12 +11,21 @@ from outpace.planner.plans import fastest_plan, one
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Planned, Plans
 from outpace.records.model import ModelSpec
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_seconds, show_share
 
 # No other trainer takes a large vocabulary's logits in chunks by itself, as outpace does.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
 _HABITS: Mapping[str, Habits] = MappingProxyType({"outpace": OUTPACE})
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model, or its outline where outpace knows no more, and what the user named it by."""
+
+    reference: str
+    model: ModelSpec | Outline
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class Picked:
     warning: str | None
 
 
-def pick(name: str, job: Job, answer: Plans, spec: ModelSpec, chosen: int | None) -> Picked:
+def pick(name: str, job: Job, answer: Plans, model: Named, chosen: int | None) -> Picked:
     """The `chosen` plan, else the fastest of all that format `name` can express.
 
     Where it can express none, the first of the answer. Raises BadInputError where a configuration
@@ -45,25 +54,25 @@ def pick(name: str, job: Job, answer: Plans, spec: ModelSpec, chosen: int | None
     there = replace(job.on(answer.nodes - answer.idle_nodes), habits=_habits(name, job))
     if chosen is not None:
         planned = answer.plans[chosen - 1]
-        return _picked(name, there, planned, spec, chosen, f"Plan {chosen}: {planned.title}.")
+        return _picked(name, there, planned, model, chosen, f"Plan {chosen}: {planned.title}.")
     first = answer.plans[0]
     # What the format lacks of the model itself, whatever the plan.
-    of_model = set(_write(name, there, Plan(micro_batch=1), spec, 1).lost)
+    of_model = set(_write(name, there, Plan(micro_batch=1), model, 1).lost)
 
     def expresses(plan: Plan) -> bool:
         try:
-            return set(_write(name, there, plan, spec).lost) <= of_model
+            return set(_write(name, there, plan, model).lost) <= of_model
         except BadInputError:
             return False
 
     found, considered = fastest_plan(there, expresses)
     if found is None:
         why = f"Plan 1, the fastest, as {name} can express none of those that fit: {first.title}."
-        return _picked(name, there, first, spec, 1, why)
+        return _picked(name, there, first, model, 1, why)
     same = [number for number, other in enumerate(answer.plans, 1) if other.plan == found.plan]
     number = same[0] if same else None
-    why = _why(name, there, found, answer, considered, number, spec)
-    return _picked(name, there, found, spec, number, why)
+    why = _why(name, there, found, answer, considered, number, model)
+    return _picked(name, there, found, model, number, why)
 
 
 def _habits(name: str, job: Job) -> Habits:
@@ -77,18 +86,19 @@ def _habits(name: str, job: Job) -> Habits:
 
 
 def _write(
-    name: str, job: Job, plan: Plan, spec: ModelSpec, global_batch: int | None = None
+    name: str, job: Job, plan: Plan, model: Named, global_batch: int | None = None
 ) -> Emitted:
     wanted = job.wanted
     return emit(
-        name, plan, spec, global_batch=global_batch or wanted.global_batch, seq_len=wanted.seq_len
-    )
+        name, plan, model.model, global_batch=global_batch or wanted.global_batch,
+        seq_len=wanted.seq_len, reference=model.reference,
+    )  # fmt: skip
 
 
 def _picked(
-    name: str, job: Job, planned: Planned, spec: ModelSpec, number: int | None, why: str
+    name: str, job: Job, planned: Planned, model: Named, number: int | None, why: str
 ) -> Picked:
-    written = _write(name, job, planned.plan, spec)
+    written = _write(name, job, planned.plan, model)
     estimate, known = _as_written(job, planned.plan, written)
     return Picked(
         planned, number, written, estimate, why, _warning(name, planned, written, estimate, known)
@@ -97,7 +107,7 @@ def _picked(
 
 def _why(
     name: str, job: Job, found: Planned, answer: Plans, considered: int, number: int | None,
-    spec: ModelSpec,
+    model: Named,
 ) -> str:  # fmt: skip
     """Why this plan, and what it costs beside the fastest."""
     first = answer.plans[0]
@@ -105,7 +115,7 @@ def _why(
         return f"Plan 1, the fastest: {found.title}."
     which = "Written" if number is None else f"Plan {number}"
     slower = found.estimate.step_time_s / first.estimate.step_time_s - 1
-    lost = " ".join(_write(name, job, first.plan, spec).lost)
+    lost = " ".join(_write(name, job, first.plan, model).lost)
     cannot = f"{name} cannot express plan 1 ({first.title}): {lost}"
     if not lost:  # of what it holds beside the plan there is more than outpace holds
         cannot = f"Plan 1 ({first.title}) does not fit as {name} runs it."

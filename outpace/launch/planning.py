@@ -71,6 +71,7 @@ def job(asked: Asked) -> Job:
             f"--seq-len {seq_len}: {outline.name} has {outline.max_positions} positions. Use at "
             f"most {outline.max_positions}."
         )
+    outline = _with_positions(outline, seq_len, asked.trained)
     keep = read_keep(asked.keep)
     precision = asked.precision or _precision(cluster)
     _check_dtype(keep.get("precision", precision), cluster)
@@ -95,6 +96,26 @@ def job(asked: Asked) -> Job:
         count=asked.count,
         idle=asked.idle,
     )
+
+
+def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
+    """The outline with a note where sequences are longer than the model takes as it is.
+
+    Rotary positions have no parameters, so that time and memory are known all the same. Raises
+    BadInputError where only what outpace trains is asked for.
+    """
+    most = outline.max_positions
+    if seq_len <= most:
+        return outline
+    note = (
+        f"Sequences of {seq_len} tokens are longer than the {most} positions of {outline.name}: "
+        "outpace train refuses them as the model is. To train so it needs more of them "
+        "(max_position_embeddings in its config.json, with rotary scaling); time and memory are as "
+        "planned."
+    )
+    if trained:
+        raise BadInputError(f"--seq-len {seq_len}: {note[0].lower()}{note[1:]}")
+    return outline.model_copy(update={"notes": (*outline.notes, note)})
 
 
 def _vary(

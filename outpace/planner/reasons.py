@@ -1,12 +1,15 @@
 """Why a plan is where it is, why others were not taken, and why nothing can be."""
 
+import math
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from outpace.planner.batches import nearest_batches
 from outpace.planner.columns import Columns
 from outpace.planner.job import Job
 from outpace.planner.search import FAMILIES, Found, family
-from outpace.planner.space import Wanted, layouts, to_plan
+from outpace.planner.space import Wanted, allowed_sizes, layouts, refused_size, to_plan
 from outpace.planner.titles import PARTS, choices, title
 from outpace.records.estimate import Rejected
 from outpace.records.units import show_bytes, show_seconds, show_share
@@ -110,15 +113,48 @@ def lacks(job: Job, columns: Columns, place: int) -> str:
 
 
 def impossible(wanted: Wanted) -> str:
-    """Why no plan can be laid out, and the nearest global batches that could be."""
+    """Why no plan can be laid out, and what could be: other sizes of an axis, or other batches."""
     kept = f", with {_kept(wanted)}" if wanted.keep else ""
+    begin = (
+        f"no plan can be laid out: {wanted.world} devices and a global batch of "
+        f"{wanted.global_batch}{kept}."
+    )
+    wrong = ". ".join(_wrong_sizes(wanted))
+    if wrong:
+        return f"{begin.removesuffix('.')}: {wrong}."
     near = nearest_batches(wanted)
     if near:
-        remedy = f"Use a global batch of {' or '.join(f'{n:,}' for n in near)}, or insist on less."
+        remedy = f"Use a global batch of {_either(near)}, or insist on less."
     else:
         remedy = "Insist on less, or use other numbers of devices."
     return (
-        f"no plan can be laid out: {wanted.world} devices and a global batch of "
-        f"{wanted.global_batch}{kept}. The axes have to multiply to the devices, tp has to divide "
-        f"the heads, and what is left of the devices the batch. {remedy}"
+        f"{begin} The axes have to multiply to the devices, and what is left of the devices has to "
+        f"divide the batch. {remedy}"
     )
+
+
+def _wrong_sizes(wanted: Wanted) -> Iterator[str]:
+    """What is insisted on that this model, these devices or this batch cannot have."""
+    keep, world = wanted.keep, wanted.world
+    named = False
+    for axis in ("tp", "cp", "pp", "ep"):
+        reason = refused_size(wanted, axis, int(keep.get(axis, 1)))
+        if reason is not None:
+            named = True
+            yield f"{reason}; {axis} may be {_either(allowed_sizes(wanted, axis))} here"
+    kept = {axis: int(keep[axis]) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+            if int(keep.get(axis, 1)) > 1}  # fmt: skip
+    product = math.prod(kept.values())
+    if world % product and not named:
+        terms = " × ".join(f"{axis} {size}" for axis, size in kept.items())
+        total = f" = {product}" if len(kept) > 1 else ""
+        yield f"{terms}{total} does not divide the {world} devices"
+    micro = int(keep.get("micro_batch", 1))
+    if wanted.global_batch % micro:
+        yield f"micro_batch {micro} does not divide the global batch of {wanted.global_batch}"
+
+
+def _either(numbers: Sequence[int]) -> str:
+    """ "1, 2 or 4"."""
+    *first, last = (f"{n:,}" for n in numbers)
+    return f"{', '.join(first)} or {last}" if first else last

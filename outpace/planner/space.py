@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ class Wanted:
     alike: bool = True  # layers are, so that every pipeline can be cut
 
 
+_MOST_EP = 64
 # A layout is a row of these: ranks on axes, a schedule and a micro-batch.
 _COLUMNS = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "schedule",
@@ -282,25 +284,84 @@ def _divisors(number: int) -> list[int]:
 
 def _meshes(wanted: Wanted) -> Iterator[tuple[int, int, int]]:
     """tp × cp × pp. tp divides heads and stays in a node; cp leaves parts of some length."""
-    outline, world = wanted.outline, wanted.world
-    heads = [
-        n for stack in outline.stacks for a in (stack.attention,) if a is not None
-        for n in (a.heads, a.kv_heads)
-    ]  # fmt: skip
-    widths = [w.outputs if w.cut == "outputs" else w.inputs
-              for stack in outline.stacks for w in weights(stack, outline.hidden)
-              if w.cut != "none" and not w.experts]  # fmt: skip
-    common = math.gcd(*heads, *widths) if heads else 1
-    most = min(wanted.per_node, wanted.most_tp or wanted.per_node)
-    tps = [n for n in _divisors(world) if n <= most and common % n == 0]
-    longest = max(1, wanted.seq_len // _SHORTEST_PART) if heads else 1
-    cps = [
-        n for n in _divisors(world) if (n <= longest and wanted.seq_len % (2 * n) == 0) or n == 1
-    ]
-    pps = [n for n in _divisors(world) if n <= outline.layers] if wanted.alike else [1]
-    for tp, cp, pp in product(tps, cps, pps):
+    world = wanted.world
+    for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:
             yield tp, cp, pp
+
+
+def _sizes(wanted: Wanted, axis: str) -> list[int]:
+    return [n for n in _divisors(wanted.world) if refused_size(wanted, axis, n) is None]
+
+
+def allowed_sizes(wanted: Wanted, axis: str) -> list[int]:
+    """What an axis may be, each for itself: tp, cp, pp or ep."""
+    return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
+
+
+def refused_size(wanted: Wanted, axis: str, size: int) -> str | None:
+    """Why tp, cp, pp or ep cannot be so wide for this model and machine; None where it can."""
+    name, world = wanted.outline.name, wanted.world
+    if size == 1:
+        return None
+    if world % size:
+        return f"{axis} {size} does not divide the {world} devices"
+    return _REFUSALS[axis](wanted, size, name)
+
+
+def _refused_tp(wanted: Wanted, size: int, name: str) -> str | None:
+    most = min(wanted.per_node, wanted.most_tp or wanted.per_node)
+    if size > most:
+        where = "--max-tp" if wanted.most_tp == most else "the devices of a node"
+        return f"tp {size} is more than {where}, {most}"
+    for stack in wanted.outline.stacks:
+        for attention in (stack.attention, stack.cross_attention):
+            if attention is None:
+                continue
+            for heads, what in (
+                (attention.heads, "heads"), (attention.kv_heads, "key and value heads")
+            ):  # fmt: skip
+                if heads % size:
+                    return f"tp {size} does not divide the {heads} {what} of {name}"
+        for weight in weights(stack, wanted.outline.hidden):
+            width = weight.outputs if weight.cut == "outputs" else weight.inputs
+            if weight.cut != "none" and not weight.experts and width % size:
+                return f"tp {size} does not divide {width}, which {weight.name} of {name} is wide"
+    return None
+
+
+def _refused_cp(wanted: Wanted, size: int, name: str) -> str | None:
+    if all(stack.attention is None for stack in wanted.outline.stacks):
+        return f"{name} has no attention to share out by cp"
+    if wanted.seq_len % (2 * size):
+        return f"cp {size} cuts sequences into {2 * size}, which does not divide {wanted.seq_len}"
+    if size > max(1, wanted.seq_len // _SHORTEST_PART):
+        return f"cp {size} leaves less than {_SHORTEST_PART} tokens of {wanted.seq_len} to a device"
+    return None
+
+
+def _refused_pp(wanted: Wanted, size: int, name: str) -> str | None:
+    if not wanted.alike:
+        return f"pp {size}: the layers of {name} are not alike, so that they cannot be cut evenly"
+    if size > wanted.outline.layers:
+        return f"pp {size} is more than the {wanted.outline.layers} layers of {name}"
+    return None
+
+
+def _refused_ep(wanted: Wanted, size: int, name: str) -> str | None:
+    experts = wanted.outline.experts
+    if not experts:
+        return f"ep {size}: {name} has no experts"
+    if wanted.trained:
+        return f"ep {size}: outpace does not train it (--trained)"
+    if experts % size:
+        return f"ep {size} does not divide the {experts} experts of {name}"
+    return f"ep {size} is more than {_MOST_EP}" if size > _MOST_EP else None
+
+
+_REFUSALS = MappingProxyType(
+    {"tp": _refused_tp, "cp": _refused_cp, "pp": _refused_pp, "ep": _refused_ep}
+)
 
 
 def _data_axes(replicas: int, tp: int, cp: int, wanted: Wanted) -> Iterator[tuple[int, int, int]]:
@@ -322,7 +383,7 @@ def _expert_axes(ranks: int, wanted: Wanted) -> list[int]:
     experts = wanted.outline.experts
     if not experts or wanted.trained:
         return [1]
-    return [n for n in _divisors(math.gcd(ranks, experts)) if n <= 64]
+    return [n for n in _divisors(math.gcd(ranks, experts)) if n <= _MOST_EP]
 
 
 def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:

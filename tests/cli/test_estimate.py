@@ -70,10 +70,15 @@ def test_a_person_sees_whether_it_fits(capsys, monkeypatch, plan_file):
     assert "does NOT fit: " in capsys.readouterr().out
 
 
-def test_without_a_batch_one_pass_is_taken(capsys, plan_file):
+def test_without_a_batch_it_is_the_one_that_help_names(capsys, plan_file):
+    """4 for each device, as outpace plan takes; more where the plan divides by another number."""
     words = [word for word in TINY if "batch" not in word]
+    found = said(capsys, "estimate", *words, plan_file(micro_batch=2))
+    assert found["identity"].startswith("global batch 8 = micro-batch 2 × accumulation 2")
     found = said(capsys, "estimate", *words, plan_file(micro_batch=3))
-    assert found["identity"].startswith("global batch 6 = micro-batch 3 × accumulation 1")
+    assert found["identity"].startswith("global batch 12 = micro-batch 3 × accumulation 2")
+    assert main(["estimate", "--help"]) == 0
+    assert "(default: the plan's, else 4 for" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_trace_replaces_the_formula(capsys, plan_file):

@@ -8,8 +8,10 @@ import tomllib
 
 import pytest
 
+from outpace.catalog.models import PRESETS
 from outpace.cli.emitted import FORMATS
 from outpace.cli.main import main
+from outpace.interop.write import write_config
 from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan, PlanFile
@@ -213,6 +215,22 @@ def test_a_precision_that_is_given_is_not_varied(capsys):
     assert "--precision bf16 and --vary precision" in capsys.readouterr().err
 
 
+def test_sequences_beyond_the_models_positions_are_told(capsys):
+    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--count=1"]
+    beyond = said(capsys, *words, "--seq-len=8200", "--global-batch=8")["notes"]
+    assert any("longer than the 8192 positions of llama-3-8b" in note for note in beyond)
+    within = said(capsys, *words, "--seq-len=8192", "--global-batch=8")["notes"]
+    assert not any("positions" in note for note in within)
+
+
+def test_a_folder_is_trained_as_it_was_named(capsys, tmp_path):
+    """Though a preset has its dimensions: weights and tokenizer are the folder's."""
+    preset = PRESETS["qwen2.5-0.5b"].spec
+    write_config(tmp_path, preset, {}, "bfloat16")
+    words = ["plan", f"--model={tmp_path}", "--machine=l4", "--emit=outpace", "--count=1"]
+    assert f"--model {tmp_path} " in said(capsys, *words)["command"]
+
+
 def test_dimensions_that_nobody_gave_are_told(capsys, tmp_path):
     given = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4,
              "num_attention_heads": 8, "intermediate_size": 1024, "vocab_size": 1000,
@@ -244,7 +262,7 @@ def test_the_plan_that_is_written_is_the_fastest_that_the_format_can_express(cap
 
 
 def test_a_plan_that_was_asked_for_is_written_with_what_is_lost(capsys):
-    words = ["plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=32768",
+    words = ["plan", "--model=llama-3.1-8b", "--machine=hgx-h100", "--seq-len=32768",
              "--global-batch=16", "--keep=compile=false,offload_activations=cpu"]  # fmt: skip
     first = said(capsys, *words, "--emit=torchtitan", "--explain=1")
     assert first["plan"] == 1 and first["lost"]
@@ -330,8 +348,9 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
         (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
         (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or insist"),
         (["--keep=loss=plain"], "Use one of these"),
-        (["--keep=tp=3"], "or use other numbers of devices"),
-        (["--keep=tp=3"], "no plan can be laid out: 2 devices"),
+        (["--keep=tp=3"], "no plan can be laid out: 2 devices and a global batch of 16, with tp=3: "
+         "tp 3 does not divide the 2 devices; tp may be 1 or 2 here."),
+        (["--keep=micro_batch=3"], "micro_batch 3 does not divide the global batch of 16"),
         (["--keep=checkpointing=none,checkpoint_every=2"], "no plan can be laid out"),
         (["--vary=precison"], "Did you mean 'precision'"),
         (["--vary=micro_batch"], "--vary micro_batch: write settings with commas, or all."),
@@ -346,7 +365,11 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
         (["--what-if=memory=1GiB", "--emit=fsdp"], "--what-if and --emit are different answers"),
         (["--compare-nodes=1,x"], "write numbers of nodes"),
         (["--emit=keras"], "invalid choice"),
-        (["--model=mixtral-8x7b", "--machine=hgx-h100", "--emit=fsdp"], "of mixtral-8x7b the dim"),
+        (["--model=mixtral-8x7b", "--machine=hgx-h100", "--emit=megatron"],
+         "--emit megatron: of mixtral-8x7b the dimensions are known"),
+        (["--model=llama-3-8b", "--seq-len=8200", "--trained"], "longer than the 8192 positions"),
+        (["--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=8200", "--emit=outpace"],
+         "longer than the 8192 positions of llama-3-8b"),
         (["--model=mixtral-8x7b", "--trained"], "outpace does not train it"),
         (["--model=llama-3.1-405b"], "does not fit: its smallest plan ("),
     ],

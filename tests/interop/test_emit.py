@@ -21,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emit_plans import LEVERS, LLAMA, SEQ_LEN, filled, plan_or_none, requests
 
 from outpace.catalog.models import preset
+from outpace.catalog.outlines import OUTLINES
 from outpace.cli import options
 from outpace.cli.train import _parser
-from outpace.interop.emit import FORMATS, Emitted, Request, emit
+from outpace.interop.emit import FORMATS, Emitted, Request, emit, torchtitan
 from outpace.interop.emit.request import folded, hosts
 from outpace.planner.stages import layers_per_stage
 from outpace.records.errors import BadInputError
+from outpace.records.model import ModelSpec
 from outpace.records.optimizers import SHARD_DTYPES
 from outpace.records.plan import SPLITS, Plan, PlanFile
 
@@ -206,13 +208,56 @@ def test_torchtitan_has_published_names(request_: Request) -> None:
 
 
 def test_torchtitan_knows_its_own_models() -> None:
-    for name in ("llama-3-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-8b", "qwen3-0.6b"):
+    for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-8b", "qwen3-0.6b"):
         written = emit("torchtitan", Plan(), preset(name), global_batch=1, seq_len=128)
         model = tomllib.loads(filled(written.text))["model"]
         assert model["flavor"] == name.rpartition("-")[2].upper()
         assert not any("flavor" in sentence for sentence in written.unsaid)
     unknown = emit("torchtitan", Plan(), LLAMA, global_batch=1, seq_len=64)
     assert any("n_layers=16" in sentence for sentence in unknown.unsaid)
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "lost"),
+    [
+        ({"rope_scaling": None}, "RoPEScalingArgs(scaling_factor=1.0, low_freq_factor=1.0", False),
+        ({"rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                           "original_max_positions": 8192}}, "scaling_factor=32.0", False),
+        ({"rope_theta": 1e4}, "rope_theta=10000.0", False),
+        ({"tied": True}, "tied: torchtitan's Llama has a head of its own, 525,336,576", True),
+        ({"head_dim": 96}, "head_dim 96: torchtitan's Llama takes dim / n_heads, 128", True),
+        ({"qkv_bias": True}, "qkv_bias: torchtitan's products have no biases", True),
+        ({"sliding_window": 64}, "sliding_window 64: torchtitan's attention has none", True),
+        ({"activation": "gelu"}, "activation gelu", True),
+    ],
+)  # fmt: skip
+def test_torchtitan_is_told_what_its_llama_is_not(
+    change: dict[str, Any], said: str, lost: bool
+) -> None:
+    """Of the dimensions of its 8B, whose rotary scaling and free head are not everyone's."""
+    values = {**preset("llama-3.1-8b").model_dump(), **change}
+    written = emit(
+        "torchtitan", Plan(), ModelSpec.model_validate(values), global_batch=1, seq_len=128
+    )
+    assert tomllib.loads(filled(written.text))["model"]["flavor"] == "outpace"
+    assert said in as_said(written.text)
+    assert any(said in sentence for sentence in written.lost) == lost
+
+
+def test_torchtitans_qwen3_ties_and_has_heads_of_any_width() -> None:
+    tied = preset("qwen3-8b").model_copy(update={"tied": True, "head_dim": 96})
+    written = emit("torchtitan", Plan(), tied, global_batch=1, seq_len=128)
+    assert "head_dim=96, hidden_dim=12288, enable_weight_tying=True" in as_said(written.text)
+    assert written.lost == ()
+
+
+@given(st.integers(16, 4096).map(lambda n: 8 * n), st.integers(1, 4096).map(lambda n: 8 * n))
+def test_torchtitans_formula_gives_the_width(hidden: int, ffn: int) -> None:
+    """As its FeedForward reckons (0.2.2): int, times the multiplier, int, up to a multiple."""
+    spec = LLAMA.model_copy(update={"hidden": hidden, "ffn": ffn})
+    multiple, multiplier = torchtitan._mlp(spec)
+    width = int(multiplier * int(2 * (4 * hidden) / 3))
+    assert multiple * ((width + multiple - 1) // multiple) == ffn
 
 
 @given(requests())
@@ -365,6 +410,36 @@ def test_outpace_reads_its_own(request_: Request, tmp_path_factory: pytest.TempP
             assert getattr(plan, name) == Plan.model_fields[name].default, name
         else:
             assert value == getattr(plan, name), name
+
+
+def test_outpace_trains_the_model_as_it_was_given() -> None:
+    """A folder with a preset's dimensions has weights and a tokenizer that a preset has not."""
+    for reference in ("some/folder", "own.py:build", "llama-3.1-8b"):
+        written = emit(
+            "outpace", Plan(), preset("llama-3.1-8b"), global_batch=1, seq_len=128,
+            reference=reference,
+        )  # fmt: skip
+        assert f"--model {reference} " in written.command
+        assert not any("ModelSpec" in sentence for sentence in written.unsaid)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_models_of_which_the_outline_is_known(name: str) -> None:
+    """Formats without dimensions hold their plans; outpace's has no command to train."""
+    ask = {"global_batch": 8, "seq_len": 64, "reference": "mixtral-8x7b"}
+    if name in ("torchtitan", "megatron", "nanotron"):
+        with pytest.raises(BadInputError, match="Use one that holds none: deepspeed"):
+            emit(name, Plan(), OUTLINES["mixtral-8x7b"], **ask)  # type: ignore[arg-type]
+        return
+    written = emit(name, Plan(strategy="zero3", dp_shard=8, checkpointing="full"),
+                   OUTLINES["mixtral-8x7b"], **ask)  # type: ignore[arg-type]  # fmt: skip
+    assert written.lost == ()
+    if name == "outpace":
+        assert written.command.startswith("outpace estimate --model mixtral-8x7b")
+        assert any("outpace has no Mixtral" in sentence for sentence in written.unsaid)
+    if name == "fsdp":
+        config = json.loads(written.text)["fsdp_config"]
+        assert "transformer_layer_cls_to_wrap" not in config
 
 
 def test_outpace_names_presets() -> None:

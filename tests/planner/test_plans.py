@@ -173,6 +173,33 @@ def test_what_is_infeasible_names_the_fewest_nodes_that_do():
     assert nodes > 1 and fits(nodes) and not fits(nodes - 1)
 
 
+@pytest.mark.parametrize(
+    ("model", "keep", "words", "sentence"),
+    [
+        ("qwen2.5-1.5b", "tp=4", {},
+         "tp 4 does not divide the 2 key and value heads of qwen2.5-1.5b; tp may be 1 or 2 here"),
+        ("gpt2-xl", "tp=2", {}, "tp 2 does not divide the 25 heads of gpt2-xl; tp may be 1 here"),
+        ("llama-3-8b", "tp=16", {"nodes": 2}, "tp 16 is more than the devices of a node, 8"),
+        ("llama-3-8b", "tp=4", {"most_tp": 2}, "tp 4 is more than --max-tp, 2"),
+        ("llama-3-8b", "tp=3", {}, "tp 3 does not divide the 8 devices; tp may be 1, 2, 4 or 8"),
+        ("llama-3-8b", "ep=2", {}, "ep 2: llama-3-8b has no experts; ep may be 1 here"),
+        ("mixtral-8x7b", "ep=16", {"nodes": 2}, "ep 16 does not divide the 8 experts of mixtral"),
+        ("llama-3-8b", "pp=64", {"nodes": 8}, "pp 64 is more than the 32 layers of llama-3-8b"),
+        ("llama-3-8b", "cp=8", {"seq_len": 2048}, "cp 8 leaves less than 1024 tokens of 2048"),
+        ("llama-3-8b", "cp=4", {"seq_len": 8188}, "cp 4 cuts sequences into 8, which does not"),
+        ("llama-3-8b", "tp=4,pp=4", {}, "tp 4 × pp 4 = 16 does not divide the 8 devices"),
+        ("llama-3-8b", "dp_shard=3", {}, "dp_shard 3 does not divide the 8 devices"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_the_reason(model, keep, words, sentence):
+    """With the model's number, and what is allowed instead."""
+    with pytest.raises(BadInputError) as caught:
+        plans(asked(model, keep=keep, **words))
+    said = str(caught.value)
+    assert f": {sentence}" in said and "no plan can be laid out: " in said
+    assert "multiply" not in said
+
+
 def test_what_never_fits_asks_for_other_devices():
     with pytest.raises(BadInputError, match=r"Use devices with more memory, a shorter --seq-len"):
         plans(asked("llama-3.1-405b", "4x-gtx-1080-ti", keep="strategy=ddp", seq_len=4096))

@@ -19,6 +19,7 @@ from outpace.interop.emit import (
 from outpace.interop.emit.request import Emitted, Request
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.model import ModelSpec
+from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
 __all__ = ["FORMATS", "Emitted", "Request", "emit"]
@@ -36,11 +37,20 @@ FORMATS: Mapping[str, Callable[[Request], Emitted]] = MappingProxyType(
 )
 
 
-def emit(name: str, plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: int) -> Emitted:
+def emit(
+    name: str,
+    plan: Plan,
+    model: ModelSpec | Outline,
+    *,
+    global_batch: int,
+    seq_len: int,
+    reference: str | None = None,
+) -> Emitted:
     """Write a plan for the trainer called `name`, one of FORMATS.
 
-    Raises BadInputError for another name, a global batch that the plan does not divide, fewer
-    layers than stages, and a checkpointing of another depth than the model's.
+    `reference` is what the user named the model by. Raises BadInputError for another name, a global
+    batch that the plan does not divide, fewer layers than stages, a checkpointing of another depth
+    than the model's, and an outline where the format has to say more of the model.
     """
     write = FORMATS.get(name)
     if write is None:
@@ -48,4 +58,4 @@ def emit(name: str, plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: 
             f"there is no format {name!r}.{nearest(name, FORMATS)} The formats are "
             f"{', '.join(FORMATS)}."
         )
-    return write(Request(plan, spec, global_batch, seq_len))
+    return write(Request(plan, model, global_batch, seq_len, reference))

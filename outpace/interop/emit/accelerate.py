@@ -124,7 +124,7 @@ def _fsdp(request: Request, unsaid: list[str]) -> dict[str, Any]:
     offloads = plan.offload_activations == "cpu"
     if offloads and done.mode == "none":
         unsaid.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
-    if done.count and (done.mode != "full" or not done.alike or done.count < request.spec.layers):
+    if done.count and (done.mode != "full" or not done.alike or done.count < request.layers):
         unsaid.append(levers.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
         unsaid.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
@@ -199,8 +199,8 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         unsaid.append(levers.schedule(request, tool, "1F1B with one stage a rank"))
     # Megatron wants the other stages alike.
-    each = -(-request.spec.layers // plan.pp)
-    last = request.spec.layers - each * (plan.pp - 1)
+    each = -(-request.layers // plan.pp)
+    last = request.layers - each * (plan.pp - 1)
     values: dict[str, Any] = {
         "megatron_lm_tp_degree": plan.tp,
         "megatron_lm_pp_degree": plan.pp,
@@ -220,7 +220,7 @@ def _megatron(request: Request, unsaid: list[str]) -> dict[str, Any]:
             "megatron_lm_recompute_method": "uniform",
             "megatron_lm_recompute_num_layers": 1,
         }
-    if done.count and (done.mode != "full" or not done.alike or done.count < request.spec.layers):
+    if done.count and (done.mode != "full" or not done.alike or done.count < request.layers):
         selective = done.mode == "selective"
         written = "its selective one" if selective else "all blocks in full"
         kind: Checkpointing | None = None if selective else "full"

@@ -211,7 +211,7 @@ def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
         return {}
     if done.mode == "none":
         unsaid.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
-    elif done.mode != "full" or not done.alike or done.count < request.spec.layers:
+    elif done.mode != "full" or not done.alike or done.count < request.layers:
         unsaid.append(
             levers.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
         )
@@ -221,7 +221,7 @@ def _activations(request: Request, unsaid: list[str]) -> dict[str, Any]:
             "use: there --gradient_checkpointing True recomputes all blocks."
         )
     )
-    count = done.count or request.spec.layers
+    count = done.count or request.layers
     return {
         "activation_checkpointing": {
             "partition_activations": False,

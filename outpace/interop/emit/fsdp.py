@@ -7,7 +7,7 @@ from outpace.interop.emit import levers
 from outpace.interop.emit.accelerate import axes
 from outpace.interop.emit.request import Emitted, Request, folded
 from outpace.interop.emit.texts import as_json, torchrun
-from outpace.records.model import Family
+from outpace.records.model import Family, ModelSpec
 from outpace.records.optimizers import OptimizerName, Precision
 from outpace.records.plan import Plan
 
@@ -55,7 +55,7 @@ class _Written:
 
 def write(request: Request) -> Emitted:
     """The JSON; what ParallelismConfig holds stands in the command's environment."""
-    plan, spec = request.plan, request.spec
+    plan = request.plan
     unsaid = levers.replicas(request, _TOOL)
     written = _unfold(request, unsaid)
     values: dict[str, Any] = {
@@ -73,7 +73,7 @@ def write(request: Request) -> Emitted:
         values["torch_empty_cache_steps"] = 1
     if written.shards or plan.offload_parameters == "cpu":
         values["fsdp"] = True
-        values["fsdp_config"] = _fsdp(request, written, unsaid, _BLOCKS[spec.family])
+        values["fsdp_config"] = _fsdp(request, written, unsaid)
     elif written.ranks > 1:
         values["ddp_bucket_cap_mb"] = plan.bucket_mib
     if plan.ep > 1:
@@ -153,7 +153,7 @@ def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[s
     done = request.recomputed
     if done.count == 0:
         return {}
-    every = done.every or max(1, round(request.spec.layers / done.count))
+    every = done.every or max(1, round(request.layers / done.count))
     if done.mode != "full" or not done.alike or done.every is None:
         unsaid.append(levers.checkpointing(request, _TOOL, "full recomputation", "full", every))
     offloads = request.plan.offload_activations == "cpu"
@@ -168,7 +168,7 @@ def _recompute(request: Request, written: _Written, unsaid: list[str]) -> dict[s
     }
 
 
-def _fsdp(request: Request, written: _Written, unsaid: list[str], block: str) -> dict[str, Any]:
+def _fsdp(request: Request, written: _Written, unsaid: list[str]) -> dict[str, Any]:
     plan, done = request.plan, request.recomputed
     if request.stage == 1:
         unsaid.append(levers.sharding(request, _TOOL, "FSDP that keeps parameters (ZeRO-2)", 2))
@@ -176,15 +176,20 @@ def _fsdp(request: Request, written: _Written, unsaid: list[str], block: str) ->
         unsaid.append("strategy cp keeps whole parameters: FSDP shards them over cp's ranks.")
     unsaid += levers.reduced_in_16_bits(plan, _TOOL)
     keeps = request.stage in (1, 2) or plan.strategy == "cp"
-    every = done.every or (max(1, round(request.spec.layers / done.count)) if done.count else 1)
+    every = done.every or (max(1, round(request.layers / done.count)) if done.count else 1)
     own = done.count > 0 and every == 1 and plan.offload_activations != "cpu"
+    # Of a model that outpace does not build, transformers knows which its blocks are.
+    model = request.model
+    wrapped = {"transformer_layer_cls_to_wrap": [_BLOCKS[model.family]]} if isinstance(
+        model, ModelSpec
+    ) else {}  # fmt: skip
     return {
         "version": 2,
         "reshard_after_forward": not keeps,
         "cpu_offload": plan.offload_parameters == "cpu",
         "activation_checkpointing": own,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "transformer_layer_cls_to_wrap": [block],
+        **wrapped,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
 

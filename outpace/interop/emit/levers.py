@@ -115,7 +115,7 @@ def checkpointing(
     """
     done = request.recomputed
     kind = "" if done.alike else " and others"
-    blocks = f"{done.count} of {request.spec.layers} blocks"
+    blocks = f"{done.count} of {request.layers} blocks"
     sentence = _instead(f"checkpointing {done.mode}{kind} in {blocks}", tool, written)
     if mode is None:
         return sentence

@@ -6,6 +6,7 @@ from outpace.catalog.models import PRESETS
 from outpace.interop.emit.request import HOST, Emitted, Note, Request
 from outpace.interop.emit.texts import quote, torchrun
 from outpace.records.model import ModelSpec
+from outpace.records.outline import Outline
 from outpace.records.plan import AXES, SPLITS, Plan, PlanFile
 from outpace.records.settings import TrainSettings
 
@@ -16,10 +17,14 @@ _SPEC = "model.json"
 def write(request: Request) -> Emitted:
     """The plan's JSON and its flags of `outpace train`."""
     plan = request.plan
-    model = _name(request.spec)
     unsaid: list[str] = []
+    model = request.reference or _preset_of(request.model)
     if model is None:
+        model = _SPEC
         unsaid.append(Note(f"The model is no preset: save its ModelSpec as {_SPEC}."))
+    untrained = isinstance(request.model, Outline) and request.model.untrained
+    if untrained:
+        unsaid.append(Note(f"{untrained}: it plans this model and does not train it."))
     why_not = plan.untrained
     if why_not is not None:
         unsaid.append(f"{why_not}. The command leaves it out.")
@@ -35,12 +40,18 @@ def write(request: Request) -> Emitted:
         text=PlanFile.of(plan, request.seq_len, request.global_batch).model_dump_json(indent=2)
         + "\n",
         file_name=_FILE,
-        command=_command(request, model or _SPEC),
+        command=_estimate_command(model) if untrained else _command(request, model),
         unsaid=tuple(unsaid),
     )
 
 
-def _name(spec: ModelSpec) -> str | None:
+def _estimate_command(model: str) -> str:
+    """For a model that outpace plans and does not train: the plan in detail."""
+    words = ["--model", model, "--machine", "$MACHINE", "--plan", _FILE]
+    return " ".join(["outpace", "estimate", *map(quote, words)])
+
+
+def _preset_of(spec: ModelSpec | Outline) -> str | None:
     return next((name for name, preset in PRESETS.items() if preset.spec == spec), None)
 
 

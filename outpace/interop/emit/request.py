@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
+from outpace.records.outline import Outline
 from outpace.records.plan import Checkpointing, Plan
 
 Stage = Literal[0, 1, 2, 3]
@@ -107,12 +108,33 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class Request:
-    """A plan for a model and a batch, to be written down for another trainer."""
+    """A plan for a model and a batch, to be written down for another trainer.
+
+    `model` is an outline where outpace knows only its dimensions; `reference` is what the user
+    named the model by.
+    """
 
     plan: Plan
-    spec: ModelSpec
+    model: ModelSpec | Outline
     global_batch: int
     seq_len: int
+    reference: str | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model as outpace builds it. Raises BadInputError where only its outline is known."""
+        if isinstance(self.model, Outline):
+            raise BadInputError(
+                f"of {self.model.name} the dimensions are known to plan with, but not all that "
+                "this format has to say of a model. Use one that holds none: deepspeed, "
+                "accelerate, fsdp, outpace."
+            )
+        return self.model
+
+    @property
+    def layers(self) -> int:
+        """Blocks of the model."""
+        return self.model.layers
 
     @property
     def accumulation(self) -> int:
@@ -139,7 +161,7 @@ class Request:
     @property
     def recomputed(self) -> Recomputed:
         """The plan's checkpointing. Raises BadInputError where it is of another depth."""
-        modes = self.plan.modes(self.spec.layers)
+        modes = self.plan.modes(self.layers)
         at = [index for index, mode in enumerate(modes) if mode != "none"]
         if not at:
             return Recomputed("none", 0, 1, alike=True)
@@ -152,9 +174,10 @@ class Request:
     @property
     def title(self) -> str:
         """The plan in one line: the model, the ranks and the batch."""
-        spec, plan = self.spec, self.plan
+        model, plan = self.model, self.plan
+        name = model.name if isinstance(model, Outline) else model.family
         return (
-            f"{spec.family}, {spec.layers} layers × {spec.hidden}, sequences of {self.seq_len}: "
+            f"{name}, {model.layers} layers × {model.hidden}, sequences of {self.seq_len}: "
             f"{plan.strategy}, {plan.mesh}; {plan.identity(self.global_batch)}"
         )
 

@@ -4,13 +4,14 @@ Releases from 0.3 on read no file: a function of theirs, chosen by --module and 
 configuration, and flags change it. Those flags stand at the file's end.
 """
 
+import math
 from typing import Any
 
 from outpace.interop.emit import levers
 from outpace.interop.emit.request import Emitted, Note, Request
 from outpace.interop.emit.texts import Placeholder, as_toml, comments, heading, torchrun
 from outpace.planner.stages import layers_per_stage
-from outpace.records.model import ModelSpec
+from outpace.records.model import ModelSpec, RopeScaling
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
 
@@ -56,6 +57,11 @@ _CONFIGS = {
     ("qwen3", "32B"): "qwen3_32b",
 }
 _OWN_FLAVOR = "outpace"
+_TIED_QWEN3 = ("0.6B", "1.7B", "4B")
+# What it takes for every Llama that says nothing else.
+_LLAMA31_SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+)
 _SET_ME = Placeholder(levers.SET_ME)
 
 
@@ -108,13 +114,42 @@ def write(request: Request) -> Emitted:
 
 
 def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
-    """Its name and flavor there, and what is to be done where it has none."""
+    """Its name and flavor there, what is to be done where it has none, and what differs there."""
     size = (spec.layers, spec.hidden, spec.heads, spec.kv_heads, spec.ffn, spec.vocab)
-    name, flavors = ("qwen3", _QWEN3) if spec.family == "qwen3" else ("llama3", _LLAMA3)
+    qwen = spec.family == "qwen3"
+    name, flavors = ("qwen3", _QWEN3) if qwen else ("llama3", _LLAMA3)
     flavor = flavors.get(size) if spec.family in ("llama", "qwen3") else None
-    if flavor is not None:
+    differs = _differences(spec, qwen)
+    if flavor is not None and not differs and _is_published(spec, flavor, qwen):
         return {"name": name, "flavor": flavor}, []
-    arguments = {
+    kind = "Qwen3ModelArgs" if qwen else "TransformerModelArgs"
+    words = ", ".join(f"{key}={value}" for key, value in _arguments(spec, qwen).items())
+    which = "no model of these dimensions" if flavor is None else f"another model as its {flavor}"
+    sentences: list[str] = [
+        Note(
+            f"torchtitan has {which}. Add flavor {_OWN_FLAVOR} to {name}_args: {kind}({words}), "
+            f"whose MLP is {spec.ffn} wide."
+        )
+    ]
+    if spec.family not in ("llama", "qwen3"):
+        sentences.append(
+            f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
+            "the nearest."
+        )
+    return {"name": name, "flavor": _OWN_FLAVOR}, [*sentences, *differs]
+
+
+def _is_published(spec: ModelSpec, flavor: str, qwen: bool) -> bool:
+    """Whether a flavor's other settings are the model's too, not its dimensions alone."""
+    if qwen:
+        tied = flavor in _TIED_QWEN3
+        return (spec.head_dim, spec.rope_theta, spec.tied, spec.norm_eps) == (128, 1e6, tied, 1e-6)
+    return (spec.rope_theta, spec.norm_eps, spec.rope_scaling) == (5e5, 1e-5, _LLAMA31_SCALING)
+
+
+def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
+    """Of its dataclass for a model (torchtitan 0.2.2, models/*/model/args.py)."""
+    arguments: dict[str, Any] = {
         "dim": spec.hidden,
         "n_layers": spec.layers,
         "n_heads": spec.heads,
@@ -124,20 +159,64 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
         "rope_theta": spec.rope_theta,
         "max_seq_len": spec.max_positions,
     }
-    words = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    kind = "Qwen3ModelArgs" if name == "qwen3" else "TransformerModelArgs"
-    sentences: list[str] = [
-        Note(
-            f"torchtitan has no model of these dimensions. Add flavor {_OWN_FLAVOR} to "
-            f"{name}_args: {kind}({words}) with an MLP of width {spec.ffn}."
+    if qwen:
+        return arguments | {
+            "head_dim": spec.head_dim,
+            "hidden_dim": spec.ffn,
+            "enable_weight_tying": spec.tied,
+        }
+    multiple, multiplier = _mlp(spec)
+    # It scales rotary frequencies of every model; by a factor of 1 they stay as they are.
+    scaling = spec.rope_scaling or _LLAMA31_SCALING.model_copy(update={"factor": 1.0})
+    return arguments | {
+        "multiple_of": multiple,
+        "ffn_dim_multiplier": multiplier,
+        "rope_scaling_args": f"RoPEScalingArgs(scaling_factor={scaling.factor}, "
+        f"low_freq_factor={scaling.low_freq_factor}, "
+        f"high_freq_factor={scaling.high_freq_factor}, "
+        f"original_max_position_embeddings={scaling.original_max_positions})",
+    }
+
+
+def _mlp(spec: ModelSpec) -> tuple[int, float]:
+    """multiple_of and ffn_dim_multiplier of which its formula makes the MLP's width.
+
+    It takes two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
+    """
+    multiple = math.gcd(spec.ffn, 1024)
+    return multiple, round((spec.ffn - multiple / 2) / int(8 * spec.hidden / 3), 6)
+
+
+def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
+    """What the model has and torchtitan's does not, whatever its arguments."""
+    found = []
+    if spec.tied and not qwen:
+        found.append(
+            f"tied: torchtitan's Llama has a head of its own, {spec.vocab * spec.hidden:,} "
+            "parameters more."
         )
-    ]
-    if spec.family not in ("llama", "qwen3"):
-        sentences.append(
-            f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
-            "the nearest."
+    if not qwen and spec.head_dim * spec.heads != spec.hidden:
+        found.append(
+            f"head_dim {spec.head_dim}: torchtitan's Llama takes dim / n_heads, "
+            f"{spec.hidden // spec.heads}."
         )
-    return {"name": name, "flavor": _OWN_FLAVOR}, sentences
+    if qwen and spec.rope_scaling is not None:
+        found.append("rope_scaling: torchtitan's Qwen3 scales no rotary frequencies.")
+    if spec.sliding_window is not None:
+        found.append(
+            f"sliding_window {spec.sliding_window}: torchtitan's attention has none, and sees the "
+            "whole sequence."
+        )
+    biased = [name for name in ("qkv_bias", "out_bias", "mlp_bias") if getattr(spec, name)]
+    if biased:
+        found.append(f"{', '.join(biased)}: torchtitan's products have no biases.")
+    usual = {"norm": "rmsnorm", "positions": "rotary", "activation": "silu", "gated": True,
+             "causal": True, "qk_norm": qwen, "dropout": 0.0}  # fmt: skip
+    other = [f"{name} {getattr(spec, name)}" for name, value in usual.items()
+             if getattr(spec, name) != value]  # fmt: skip
+    if other:
+        found.append(f"{', '.join(other)}: torchtitan's model has none of it.")
+    return found
 
 
 def _training(request: Request, unsaid: list[str]) -> dict[str, Any]:
