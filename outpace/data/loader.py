@@ -9,13 +9,14 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from outpace.data.order import samples_at
 from outpace.data.seeding import seed_generators
-from outpace.data.workers import leaving_inherited
+from outpace.data.workers import starting_workers, worker_troubles
 from outpace.records.errors import BadInputError
 
 Batch = Any
 
 
 _STEPS_LOCATED = 32
+_ENDED = object()
 _OWN = 0x6F776E  # sets these seeds apart from those of steps
 
 
@@ -25,7 +26,8 @@ class Loader:
     Slot s of a global batch goes to accumulation pass a and rank r with
     s // micro_batch = a · data_parallel + r. So the samples of a step do not depend on the number
     of ranks, of workers, or on where training was resumed. A rank of None reads nothing, and has
-    None for each micro-batch.
+    None for each micro-batch. Raises BadInputError where workers end, or bring no batch within
+    `timeout_s` (0: there is no limit).
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Loader:
         workers: int,
         pin_memory: bool,
         device: torch.device,
+        timeout_s: float = 0.0,
     ) -> None:
         dataset = dataset if hasattr(dataset, "locate") else _Own(dataset, seed)
         self._dataset = dataset
@@ -57,6 +60,7 @@ class Loader:
         )
         self._reads = rank is not None
         self._workers = workers
+        self._timeout_s = timeout_s
         self._pin = pin_memory
         self._device = device
         self._running: Any = None
@@ -86,7 +90,7 @@ class Loader:
             yield pinned(batch) if self._pin else batch
 
     def _background(self) -> Iterator[Batch]:
-        with leaving_inherited() as begin:
+        with worker_troubles(self._workers), starting_workers() as begin:
             self._running = iter(
                 DataLoader(
                     self._dataset,
@@ -96,9 +100,19 @@ class Loader:
                     pin_memory=self._pin,
                     worker_init_fn=begin,
                     prefetch_factor=2,
+                    timeout=self._timeout_s,
                 )
             )
-        yield from self._running
+        while True:
+            with worker_troubles(self._workers, self._exit_codes):
+                batch = next(self._running, _ENDED)
+            if batch is _ENDED:
+                return
+            yield batch
+
+    def _exit_codes(self) -> list[int | None]:
+        """Those of the workers; None of one that runs."""
+        return [worker.exitcode for worker in self._running._workers]
 
     def _ahead(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
         """Copy the next step to the device while this one is computed with."""

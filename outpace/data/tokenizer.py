@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,8 @@ END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Merges learnt from this much text are as good as from more: counts of the frequent pairs settle.
 TRAINING_CHARACTERS = 32_000_000
+# Words are cut there before they are counted; lines of signs in source code are shorter.
+_LONG_RUN = re.compile(r"\S{256}|\s{256}")
 _MOST_IDS = 1 << 24
 _MORE_TEMPLATES = "additional_chat_templates"  # where transformers writes those with names
 # Names under which families keep the token that ends a text, best first.
@@ -234,11 +237,24 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    taken = list(_at_most(documents, TRAINING_CHARACTERS))
+    taken = [part for text in _at_most(documents, TRAINING_CHARACTERS) for part in _cut_runs(text)]
     if not taken:
         raise BadInputError("there is no text to train a tokenizer on")
     inner.train_from_iterator(taken, trainer)
     return Tokenizer(inner, END_OF_TEXT)
+
+
+def _cut_runs(text: str) -> Iterator[str]:
+    """The text, cut where it runs on for long without a blank, or with nothing else.
+
+    Learning takes the square of a word's length: hours for a genome or a file of base64.
+    """
+    begin = 0
+    for run in _LONG_RUN.finditer(text):
+        yield text[begin : run.end()]
+        begin = run.end()
+    if begin < len(text):
+        yield text[begin:]
 
 
 def _at_most(documents: Iterable[str], characters: int) -> Iterator[str]:

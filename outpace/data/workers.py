@@ -1,15 +1,33 @@
-"""Forks that load data leave alone what they inherit."""
+"""Processes that load data: they leave alone what they inherit, and their troubles have words."""
 
+import errno
 import gc
-from collections.abc import Callable, Iterator
+import multiprocessing.queues
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from outpace.records.errors import BadInputError
 
 Begin = Callable[[int], None]
 
+# How a worker ends whose batch cannot be handed over, by what it lacks.
+_NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT = 101, 102, 103
+_EXIT_CODE = re.compile(r"exit code (\d+)")
+_SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")
+_FILES = ("too many open files", "ancdata")
+
 
 @contextmanager
-def leaving_inherited() -> Iterator[Begin]:
+def starting_workers() -> Iterator[Begin]:
     """What is given is the `worker_init_fn` of a DataLoader whose workers are started within.
 
     They never collect what their parent had left to be collected: it may hold threads and memory
@@ -19,13 +37,131 @@ def leaving_inherited() -> Iterator[Begin]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        yield partial(_begin, collects)
+        with warnings.catch_warnings():
+            # How many workers are good is the user's to say, or a probe's.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            yield partial(_begin, collects)
+    except OSError as error:
+        _abandon(error)
+        raise
     finally:
         if collects:
             gc.enable()
+
+
+def _abandon(error: OSError) -> None:
+    """End the workers of an iterator that could not start them all, whose own end would fail."""
+    step = error.__traceback__
+    while step is not None:
+        found = step.tb_frame.f_locals.get("self")
+        if isinstance(found, _MultiProcessingDataLoaderIter) and hasattr(found, "_workers"):
+            found._shutdown = True
+            for worker in found._workers:
+                worker.terminate()
+            return
+        step = step.tb_next
 
 
 def _begin(collects: bool, worker: int) -> None:
     gc.freeze()
     if collects:
         gc.enable()
+    # The thread that hands batches over would only print why it cannot, and the training wait.
+    queue: Any = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(_leave)
+
+
+def _leave(error: BaseException, _batch: object) -> None:
+    """End this worker, whose batch is lost, so that its parent notices."""
+    code = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES}.get(_lacking(error) or "", _NOT_SENT)
+    if code == _NOT_SENT:
+        print(f"a batch cannot be handed over: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _lacking(error: BaseException) -> str | None:
+    """What an error says that is lacking: shared memory, open files, or memory."""
+    number = getattr(error, "errno", None)
+    said = str(error).lower()
+    if number in (errno.EMFILE, errno.ENFILE) or any(one in said for one in _FILES):
+        return "files"
+    if number == errno.ENOSPC or any(one in said for one in _SHARED_MEMORY):
+        return "memory"
+    if number in (errno.ENOMEM, errno.EAGAIN):
+        return "processes"
+    return None
+
+
+@contextmanager
+def worker_troubles(
+    workers: int,
+    exit_codes: Callable[[], Sequence[int | None]] = tuple,
+    elsewhere: bool = False,
+) -> Iterator[None]:
+    """Raise a BadInputError that says what to do for what torch raises of `workers`.
+
+    `exit_codes` are those of the workers, None of one that runs. `elsewhere`: not where a batch is
+    waited for; torch may say of a worker that it ended anywhere, as it hears of that by a signal.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        said = str(error)
+        about_them = said.startswith("DataLoader worker") or not elsewhere
+        if not workers or isinstance(error, BadInputError) or not about_them:
+            raise
+        if said.startswith("Caught "):  # what a data set raised in a worker
+            raise
+        reason = _reason(error, said, exit_codes)
+        if reason is None:
+            raise
+        raise BadInputError(
+            f"--workers {workers}: {reason} Use fewer workers, or --workers 0, which loads in the "
+            "process that trains."
+        ) from None
+
+
+def _reason(
+    error: BaseException, said: str, exit_codes: Callable[[], Sequence[int | None]]
+) -> str | None:
+    """Why workers brought no batch, in sentences; None where it is not about them."""
+    if said.startswith("DataLoader timed out"):
+        limit = said.removeprefix("DataLoader timed out after ")
+        return f"no batch came within the time limit of {limit} (--comm-timeout-s)."
+    if said.startswith("DataLoader worker"):
+        code = _EXIT_CODE.search(said)
+        ends = [int(code[1])] if code else [one for one in exit_codes() if one]
+        if _NO_FILES in ends:
+            return _SENTENCES["files"]
+        if _NO_SHARED_MEMORY in ends or "bus error" in said.lower():
+            return f"{_SENTENCES['memory']} {_shared_memory()}"
+        if _NOT_SENT in ends:
+            return "a batch could not be handed over (see above)."
+        killed = "is killed by signal" in said or -signal.SIGKILL in ends
+        return _SENTENCES["killed"] if killed else "one of them ended by itself."
+    lacking = _lacking(error)
+    if lacking is None:
+        return None
+    return _SENTENCES[lacking] + (f" {_shared_memory()}" if lacking == "memory" else "")
+
+
+_SENTENCES = {
+    "memory": "shared memory is used up, through which they hand over batches.",
+    "files": "too few files may be open (ulimit -n), of which each batch needs some.",
+    "processes": "no more processes can be started, or there is too little memory for them.",
+    "killed": "one of them was killed, as happens where memory runs out.",
+}
+
+
+def _shared_memory() -> str:
+    """How much there is of it, where that can be said."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return "A smaller --micro-batch needs less."
+    free, size = (n * found.f_frsize / 2**20 for n in (found.f_bavail, found.f_blocks))
+    return (
+        f"/dev/shm has {size:,.1f} MiB, {free:,.1f} of them free; a container can be given more "
+        "(docker run --shm-size), and a smaller --micro-batch needs less."
+    )

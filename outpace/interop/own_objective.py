@@ -19,7 +19,8 @@ class OwnObjective(nn.Module):
     """A person's module with its loss: what a strategy wraps. The module is `.model`.
 
     A loss of theirs is called as loss(module, batch) and returns (sum of losses, count), or one
-    scalar: the mean over the micro-batch's samples, taken times the number of samples. Without
+    scalar: the mean over the micro-batch, weighed by its targets that are not −100 where it has
+    whole numbers of them for each token (`targets`, or `labels`), else by its samples. Without
     one the module is given the batch's tokens (and whichever other entries of the batch its
     forward names) and may return
     - logits (B, S, V), or something with `.logits`: cross-entropy with the batch's targets;
@@ -56,7 +57,7 @@ class OwnObjective(nn.Module):
             if isinstance(given, tuple) and len(given) == 2:
                 return _pair(_scalar(given[0], "the loss"), given[1])
             mean = _scalar(given, "the loss")
-            return _pair(mean * _samples(batch), _samples(batch))
+            return _weighed(mean, _mean_over(batch))
         output = self._call(batch)
         targets = batch.get("targets") if isinstance(batch, Mapping) else None
         logits = _logits(output)
@@ -127,6 +128,25 @@ class OwnObjective(nn.Module):
         except TypeError:
             return False
         return True
+
+
+def _mean_over(batch: Any) -> Tensor | int:
+    """What a user's mean over a micro-batch is a mean of: its targets, else its samples.
+
+    torch's own losses leave out −100, so that the mean of a batch with fewer targets is of fewer.
+    """
+    for name in ("targets", "labels"):
+        found = batch.get(name) if isinstance(batch, Mapping) else None
+        if isinstance(found, Tensor) and found.dim() > 1 and not found.is_floating_point():
+            return (found != IGNORED).sum()
+    return _samples(batch)
+
+
+def _weighed(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
+    """A mean times what it is over; nothing of nothing, though its mean is NaN."""
+    if isinstance(count, Tensor):
+        return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
+    return _pair(mean * count, count)
 
 
 def _part(output: Any, name: str) -> Any:

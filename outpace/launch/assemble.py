@@ -13,6 +13,7 @@ from torch import nn
 from outpace.data.loader import Loader
 from outpace.data.padded import PaddedDataset
 from outpace.data.samples import TokenDataset
+from outpace.data.workers import worker_troubles
 from outpace.launch.answer import Answer
 from outpace.launch.context import Job
 from outpace.launch.describe import claim, run_info, run_record
@@ -94,7 +95,10 @@ class Prepared:
         began_s = time.perf_counter()
         seen: dict[str, Any] = {}
         try:
-            with memory_history(wanted, self.job.run_dir.path, rank):
+            with (
+                worker_troubles(self.job.settings.workers, elsewhere=True),
+                memory_history(wanted, self.job.run_dir.path, rank),
+            ):
                 for step in self.loop.iterate():
                     if not seen:
                         seen |= self._first_step()
@@ -413,6 +417,7 @@ def _loader(
         workers=settings.workers,
         pin_memory=pin,
         device=job.device,
+        timeout_s=settings.comm_timeout_s,
     )
 
 

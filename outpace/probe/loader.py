@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from outpace.data.loader import Loader, collate
-from outpace.data.workers import leaving_inherited
+from outpace.data.workers import starting_workers
 from outpace.probe.loader_advice import advise
 from outpace.probe.loader_data import LoaderData, Prepared, prepared
 from outpace.probe.machine import usable_cores
@@ -257,7 +257,7 @@ class _Bench:
             )  # fmt: skip
             return _Open((step[0] for step in loader), loader.close, self.device)
         dataset: Any = self.ready.tokens if setting.loader == "torch" else self.ready.as_text
-        with leaving_inherited() as begin:
+        with starting_workers() as begin:
             running = iter(
                 DataLoader(
                     dataset,

@@ -1,7 +1,10 @@
+import errno
 import gc
 import os
 import pickle
 import random
+import signal
+import time
 import weakref
 
 import numpy as np
@@ -12,6 +15,7 @@ from torch.utils.data import Dataset
 from outpace.data.loader import Loader
 from outpace.data.order import samples_at
 from outpace.data.samples import TokenDataset
+from outpace.data.workers import worker_troubles
 from outpace.records.errors import BadInputError
 
 
@@ -179,3 +183,78 @@ def test_a_data_set_goes_to_workers_without_its_tokens(tmp_path, prepare):
     packed = pickle.dumps(dataset)
     assert len(packed) < 5_000
     assert (pickle.loads(packed)[7]["tokens"] == dataset[7]["tokens"]).all()
+
+
+class Troubled(Dataset):
+    """Its workers fail in some way after the first batch."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "slow":
+            time.sleep(3600)
+        if self.how == "wrong":
+            raise RuntimeError("no space left on device, says the data set")
+        return Unsent(self.how)
+
+
+class Unsent:
+    def __init__(self, how):
+        self.how = how
+
+    def __reduce__(self):
+        if self.how == "shm":
+            raise RuntimeError(
+                "unable to allocate shared memory(shm) for file </torch_1>: No space left on "
+                "device (28)"
+            )
+        if self.how == "files":
+            raise OSError(errno.EMFILE, "Too many open files")
+        raise TypeError("it is of no kind that can be sent")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("shm", r"--workers 2: shared memory is used up.*/dev/shm.*--workers 0"),
+        ("files", r"--workers 2: too few files may be open \(ulimit -n\).*--workers 0"),
+        ("other", r"--workers 2: a batch could not be handed over \(see above\).*--workers 0"),
+        ("killed", r"--workers 2: one of them was killed.*Use fewer workers, or --workers 0"),
+        ("slow", r"--workers 2: no batch came within the time limit.*1.* seconds"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_workers_that_bring_no_batch_end_the_training_with_advice(how, said, monkeypatch):
+    monkeypatch.setattr("outpace.data.loader.collate", list)
+    with pytest.raises(BadInputError, match=said):
+        steps_of(Troubled(how), workers=2, timeout_s=1.0 if how == "slow" else 60.0)
+
+
+def test_what_a_data_set_raises_in_a_worker_stays_its_own():
+    with pytest.raises(RuntimeError, match="says the data set"):
+        steps_of(Troubled("wrong"), workers=1)
+
+
+def test_files_that_cannot_be_opened_for_workers_are_told(dataset, monkeypatch):
+    def start(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("outpace.data.loader.DataLoader", start)
+    with pytest.raises(BadInputError, match=r"--workers 4: too few files may be open"):
+        steps_of(dataset, workers=4)
+
+
+def test_a_worker_whose_end_is_heard_in_the_midst_of_a_step_is_told():
+    with (
+        pytest.raises(BadInputError, match="one of them was killed"),
+        worker_troubles(1, elsewhere=True),
+    ):
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+    with pytest.raises(OSError, match="disk"), worker_troubles(1, elsewhere=True):
+        raise OSError(errno.ENOSPC, "the disk is full")

@@ -238,3 +238,12 @@ def test_a_normalizer_that_grows_without_end_is_a_refusal(tokenizer, tmp_path):
     grows = {"type": "Sequence", "normalizers": [double] * 20}
     with pytest.raises(BadInputError, match=r"cannot be read: (its process ended|it (asks|comp))"):
         load_tokenizer(_with(tokenizer, tmp_path, normalizer=grows))
+
+
+@pytest.mark.parametrize("sign", ["A", " "])
+def test_no_word_is_learnt_from_beyond_a_length(sign):
+    learnt = train_tokenizer([f"a word {sign * 5000} and", "words"], 400)
+    longest = max(map(len, learnt.inner.get_vocab()))
+    assert 128 <= longest <= 257  # with the blank before it
+    text = f"{sign * 777}b"
+    assert learnt.decode(learnt.encode(text)) == text

@@ -265,3 +265,32 @@ def test_a_build_that_wants_arguments_names_no_line_of_ours() -> None:
         build_own(build)  # type: ignore[arg-type]
     assert "build() failed at TypeError" in str(caught.value)
     assert "own.py" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["targets", "labels"])
+def test_a_mean_over_targets_counts_those_of_each_micro_batch(
+    batch: dict[str, Tensor], name: str
+) -> None:
+    given = {"tokens": batch["tokens"], name: batch["targets"]}
+
+    def loss(module: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        flat = module(part["tokens"]).flatten(0, 1), part[name].flatten()
+        return F.cross_entropy(*flat, ignore_index=-100)
+
+    model = Plain()
+    objective = OwnObjective(build_own(lambda: (model, loss)))
+    whole = expected(model(batch["tokens"]), batch["targets"])
+    parts = [objective({key: value[n : n + 1] for key, value in given.items()}) for n in range(3)]
+    assert [int(count) for _, count in parts] == [3, 8, 8]
+    assert float(sum(total.detach() for total, _ in parts)) == pytest.approx(
+        float(whole.detach()), rel=1e-6
+    )
+    empty = {**given, name: torch.full_like(batch["targets"], -100)}
+    total, count = objective(empty)
+    assert (float(total.detach()), int(count)) == (0.0, 0)
+
+
+def test_a_mean_without_targets_for_tokens_is_of_samples(batch: dict[str, Tensor]) -> None:
+    objective = OwnObjective(build_own(lambda: (Plain(), lambda m, b: m(b["tokens"]).mean())))
+    for labels in (torch.tensor([1, 0, -100]), torch.rand(3, 8)):
+        assert int(objective({"tokens": batch["tokens"], "labels": labels})[1]) == 3
