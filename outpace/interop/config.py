@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from outpace.interop.config_check import ReadValues, left_out, reading_notes, require_consistent
-from outpace.records.base import Record, keep_memo, read_object
+from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
 from outpace.records.errors import BadInputError, clipped
 from outpace.records.model import Family, ModelSpec
@@ -66,6 +66,7 @@ def other_form(directory: Path) -> str:
 
 def require_text(path: Path) -> None:
     """Refuse a JSON file of a model that is a pointer, a page or in another encoding."""
+    require_no_pointer(path)
     try:
         with path.open("rb") as file:
             found = misplaced_content(file.read(256))

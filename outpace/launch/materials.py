@@ -138,8 +138,12 @@ def gather(
     ]
     for corpus in corpora:
         check_vocab(corpus, tokenizer, vocab, name)
+    # What is not evaluated on may be too short for a sample.
+    unread = settings.eval_batches == 0 and any(len(one) <= seq_len for one in corpora[1].streams)
     train, held_out = (
-        TokenDataset(
+        None
+        if unread and part
+        else TokenDataset(
             corpus,
             seq_len,
             objective=objective,

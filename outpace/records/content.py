@@ -1,20 +1,13 @@
 """What a file holds in place of what its name promises, told from its first bytes."""
 
-_LFS = b"version https://git-lfs.github.com/spec/"
-
 
 def misplaced_content(head: bytes) -> str | None:
     """What a file that begins so is, and what to do; None where nothing is seen.
 
-    Git-LFS pointers, web pages, nothing at all, and text in another encoding than UTF-8.
+    Web pages, nothing at all, and text in another encoding than UTF-8.
     """
     if not head:
         return "it is empty. Fetch it again"
-    if head.startswith(_LFS):
-        return (
-            "it is a Git-LFS pointer: git cloned its name and left the contents out. Run `git lfs "
-            "pull` in its folder, or fetch it with `hf download`"
-        )
     if head.lstrip()[:1] == b"<":
         return (
             "it holds a web page (HTML), as comes of saving the page around a file, or of a "

@@ -207,7 +207,7 @@ def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"", "it is empty"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git-LFS pointer"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "pointer of Git LFS"),
         (b"<!doctype html><html></html>", "web page (HTML)"),
         ("\ufeff{}".encode(), "byte-order mark"),
         ('{"model_type": "llama"}'.encode("utf-16"), "UTF-16"),

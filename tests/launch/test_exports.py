@@ -11,6 +11,7 @@ from outpace.data.chat import DEFAULT_TEMPLATE
 from outpace.data.tokenizer import train_tokenizer
 from outpace.launch.job import train
 from outpace.launch.merge import merge_adapter
+from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -137,3 +138,35 @@ def test_a_merged_adapter_keeps_them_too(home):
     assert read(folder / "merged", "generation_config.json")["temperature"] == 0.6
     kept = (folder / "merged" / "chat_template.jinja").read_text()
     assert kept == CHATML
+
+
+def test_held_out_data_may_be_short_where_nothing_is_evaluated(home):
+    folder, _ = home
+    np.arange(257, dtype=np.uint16).__mod__(200).tofile(folder / "short.bin")
+    short = {"data": (str(folder / "short.bin"),), "seq_len": 64}
+    assert trained(home, "unevaluated", **short, eval_batches=0).is_dir()
+    with pytest.raises(BadInputError, match=r"held out for validation .* has 13 tokens"):
+        trained(home, "evaluated", **short, eval_batches=1)
+
+
+def test_a_relabelled_model_is_not_trained(home):
+    """Granite's tensors have Llama's names: only its config tells."""
+    folder, _ = home
+    granite = folder / "granite"
+    config = transformers.GraniteConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=24, vocab_size=300, max_position_embeddings=64, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, embedding_multiplier=12.0, logits_scaling=8.0,
+    )  # fmt: skip
+    transformers.GraniteForCausalLM(config).save_pretrained(granite)
+    values = json.loads((granite / "config.json").read_text())
+    for name, change, said in (
+        ("relabelled", {}, "architectures says GraniteForCausalLM, model_type says 'llama'"),
+        ("unnamed", {"architectures": None}, "logits_scaling 8.0"),
+    ):
+        (granite / "config.json").write_text(
+            json.dumps({**values, "model_type": "llama", **change})
+        )
+        with pytest.raises(BadInputError, match=said):
+            trained(home, name, model=str(granite), data=(str(folder / "tokens.bin"),))
+        assert not (folder / name / "model").exists()
