@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="with --cpu: by inductor, too")
     parser.add_argument("--no-fork", action="store_true", help="import anew for each section")
     parser.add_argument("--run-section", help=argparse.SUPPRESS)
+    parser.add_argument("--fill-cache", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -61,6 +62,12 @@ def main() -> int:
         return 0
     if arguments.run_section:
         return run_section(arguments)
+    if arguments.fill_cache:
+        from gpu.caches import Job, fill_cache
+
+        check = make_check(arguments, arguments.folder, arguments.kept).at("caches")
+        fill_cache(check, Job(**json.loads(arguments.fill_cache)))
+        return 0
     unknown, sections = chosen(arguments.only)
     if unknown:
         print(f"gpu-check: there is no section {unknown!r}. There are: "

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from recording import program
+from recording import commit, program
 
 from gpu.targets import judge, table
 from outpace.records.base import write_atomic
@@ -28,6 +28,8 @@ class Report:
         self._call = {"command": ["python", program(Path(sys.argv[0])), *sys.argv[1:]],
                       "date": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
 
+        self._commit = commit()[0]
+
     @property
     def folder(self) -> Path:
         """Where what else is kept lies: beside the results."""
@@ -48,7 +50,7 @@ class Report:
             self._about |= found
         self._about["command"] = self._call["command"]
         for told in sections.values():
-            told.setdefault("call", self._call)
+            told.setdefault("call", {**self._call, "commit": self._commit})
         targets = [] if self._small else judge(sections)
         document = {"benchmark": "gpu", "small": self._small, **self._about, "targets": targets,
                     "sections": sections}  # fmt: skip

@@ -7,6 +7,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from gpu.caches import LORA_RANK
 from gpu.check import Check, measured
 from gpu.hand_loop import HandLoop
 from gpu.shapes import Shape, documents_file, little, shape_of, spec_file
@@ -22,6 +23,8 @@ _LAST_STEPS = 4  # of a run: their reports come sooner, as no further step is wa
 # GPT-2's layers, with a vocabulary that little text is enough for.
 _GPT2_OF_8K = {"family": "gpt2", "layers": 12, "hidden": 768, "heads": 12, "vocab": 8192,
                "max_positions": 1024}  # fmt: skip
+# Seconds that a row needs where the compilers' caches are filled (`caches`).
+_HAND_LOOP_NEEDS_S, _NEEDS_S = 15.0, 10.0
 Row = dict[str, Any]
 
 
@@ -148,7 +151,7 @@ def _rates(check: Check, run: Trained, step_s: float) -> Row:
 
 
 def side_by_side(
-    check: Check, shape: Shape, compiled: bool, variants: dict[str, Row], needs_s: float,
+    check: Check, shape: Shape, compiled: bool, variants: dict[str, Row],
     lora_rank: int | None = None, in_turn: bool = True,
 ) -> None:  # fmt: skip
     """Rows of a hand loop that is built once, and of outpace's variants in turn with it.
@@ -171,7 +174,7 @@ def side_by_side(
                 "tokens_per_s": shape.tokens / median(times)}  # fmt: skip
 
     check.clean()
-    theirs = check.row(f"hand loop, {how}", needs_s, build)
+    theirs = check.row(f"hand loop, {how}", _HAND_LOOP_NEEDS_S, build)
     if not in_turn:
         check.clean()
     trained: set[str] = set()  # precisions: the default's is not measured again by its name
@@ -179,7 +182,7 @@ def side_by_side(
         if settings.get("precision") in trained:
             continue
         make = partial(ours, check, name, shape, loops[0] if loops else None, **settings)
-        mine = check.row(name, 15.0, make)
+        mine = check.row(name, _NEEDS_S, make)
         if measured(mine):
             trained.add(mine["plan"]["precision"])
         if measured(mine) and measured(theirs):
@@ -203,32 +206,31 @@ def _over(mine: Row, theirs: Row) -> Row:
 def gpt2(check: Check) -> None:
     """GPT-2, 16 × 1,024: compiled, without CUDA graphs, and eager."""
     shape = shape_of(check, "gpt2")
-    side_by_side(check, shape, True, {**_precisions(check), **_without_graphs(check)}, 60.0)
-    side_by_side(check, shape, False, {"outpace, eager": {"compile": False}}, 20.0)
+    side_by_side(check, shape, True, {**_precisions(check), **_without_graphs(check)})
+    side_by_side(check, shape, False, {"outpace, eager": {"compile": False}})
 
 
 def gpt2_host(check: Check) -> None:
     """GPT-2 with 4,096 tokens: the host limits it."""
     variants = {**_compiled(check), **_without_graphs(check)}
-    side_by_side(check, shape_of(check, "gpt2 batch 4"), True, variants, 60.0)
+    side_by_side(check, shape_of(check, "gpt2 batch 4"), True, variants)
 
 
 def llama_1b(check: Check) -> None:
     """Llama-3.2-1B, 4 × 2,048."""
-    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, _precisions(check), 70.0)
+    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, _compiled(check))
 
 
 def lora_1b(check: Check) -> None:
     """Adapters of Llama-3.2-1B beside peft's."""
-    rank = 16
-    variants = _compiled(check, lora_rank=rank)
-    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, variants, 70.0, lora_rank=rank)
+    variants = _compiled(check, lora_rank=LORA_RANK)
+    side_by_side(check, shape_of(check, "llama-3.2-1b"), True, variants, lora_rank=LORA_RANK)
 
 
 def large_llama(check: Check) -> None:
     """Llama-3.2-1B, 8 × 2,048; an H100 does not hold both at once."""
     shape = shape_of(check, "llama-3.2-1b batch 8")
-    side_by_side(check, shape, True, _compiled(check), 70.0, in_turn=False)
+    side_by_side(check, shape, True, _compiled(check), in_turn=False)
 
 
 def large_gpt2(check: Check) -> None:
