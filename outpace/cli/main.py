@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if stopped:  # what failed since then is only the clearing up
             return _fail(str(stopped[0]), stopped[0].exit_code, arguments, environ)
-        message = _disk_sentence(error)
+        message = _disk_sentence(error) or _home_sentence(error)
         if message is not None:
             return _fail(message, 2, arguments, environ)
         return _fail(traceback.format_exc().rstrip(), 1, arguments, environ)
@@ -247,6 +247,16 @@ def _disk_sentence(error: BaseException | None) -> str | None:
             )
         error = error.__cause__ or error.__context__
     return None
+
+
+def _home_sentence(error: BaseException) -> str | None:
+    """A sentence when a path begins with ~, and this host knows no such home; else None."""
+    if not isinstance(error, RuntimeError) or "home directory" not in str(error):
+        return None
+    return (
+        "a path begins with ~, and this host knows no such home: HOME is not set, or there is no "
+        "such user. Write the path in full."
+    )
 
 
 @contextmanager

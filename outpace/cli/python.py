@@ -1,8 +1,10 @@
 """The same from Python: what `outpace.train`, `outpace.generate` and `outpace.evaluate` call."""
 
+import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,10 @@ def train(
     NaN or infinite, InterruptedRunError when a signal ended the run after a save.
     """
     _check_callbacks(callbacks)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # A loader's worker that is spawned runs the script again, and would train itself. Its end
+        # is what the process that trains hears of.
+        sys.exit(1)
     live = None if model is None or isinstance(model, (str, Path)) else model
     reference = model if live is None else _name_of(live)
     given = {"model": reference, "data": data, **settings}
@@ -51,16 +57,33 @@ def train(
         _check_startable(live, callbacks, merged.nproc or 1)
         return local.start_settings(merged, origins, merged.nproc or 1, progress)
     heard = [*_progress(progress), *callbacks]
-    return job.train(
-        merged,
-        ranks=ranks or Ranks(),
-        origins=origins,
-        command=sys.argv,
-        callbacks=heard if ranks is None or ranks.rank == 0 else [],
-        restart=restart_count(os.environ),
-        model=live,
-        attempt=trier(os.environ),
-    )
+    with _worker_refusals(merged):
+        return job.train(
+            merged,
+            ranks=ranks or Ranks(),
+            origins=origins,
+            command=sys.argv,
+            callbacks=heard if ranks is None or ranks.rank == 0 else [],
+            restart=restart_count(os.environ),
+            model=live,
+            attempt=trier(os.environ),
+        )
+
+
+@contextmanager
+def _worker_refusals(settings: TrainSettings) -> Iterator[None]:
+    """A sentence where a script without a main guard has its loader's workers spawned."""
+    try:
+        yield
+    except RuntimeError as error:
+        method = multiprocessing.get_start_method()
+        if settings.workers == 0 or method == "fork" or "exited unexpectedly" not in str(error):
+            raise
+        raise BadInputError(
+            f"workers={settings.workers}: a worker ended as it began. It is started by {method!r}, "
+            'which runs the script again: call outpace.train under `if __name__ == "__main__":`, '
+            "or give workers=0."
+        ) from None
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:

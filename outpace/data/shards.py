@@ -88,7 +88,10 @@ def ensure_entry(
                 f"the disk of the token cache {entry.parent} is full; free some space or name "
                 "another place with --cache-dir"
             ) from None
-        raise BadInputError(f"the token cache {entry.parent} cannot be used: {error}") from None
+        raise BadInputError(
+            f"the token cache {entry.parent} cannot be used: {error}. Name another place with "
+            "--cache-dir"
+        ) from None
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:

@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from outpace.records.errors import BadInputError, nearest
+from outpace.records.places import user_cache
 
 
 def load_function(reference: str) -> Callable[[], Any]:
@@ -68,20 +70,20 @@ def require_named(reference: str, where: Path) -> None:
 
 
 def _list() -> Path:
-    return Path.home() / ".cache" / "outpace" / "named-code.txt"
+    return user_cache(os.environ) / "named-code.txt"
 
 
 def _named() -> set[str]:
     try:
         return set(_list().read_text(encoding="utf-8").splitlines())
-    except OSError:
+    except (OSError, BadInputError):  # not there, or no home
         return set()
 
 
 def _remember(path: Path) -> None:
     if str(path) in _named() or not str(path).isprintable():
         return
-    with suppress(OSError):  # a home that cannot be written to: it is named again then
+    with suppress(OSError, BadInputError):  # no home, or a read-only one: named again then
         _list().parent.mkdir(parents=True, exist_ok=True)
         with _list().open("a", encoding="utf-8") as file:
             file.write(f"{path}\n")

@@ -48,6 +48,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.measurement import Measurement
 from outpace.records.model import ModelSpec
+from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -161,7 +162,7 @@ def prepared(
         own_model = model is not None or names_code(settings.model)
         _require_possible(settings, plan, ranks, device, own_model)
         tell(heard, "on_stage", "preparing data")
-        cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+        cache_dir = cache_folder(settings.cache_dir, os.environ)
         materials = gather(settings, model, cache_dir, usable_cores(), heard, plan, device.type)
         foresee = foresee and materials.is_transformer  # a trace's head is over the vocabulary
         settings = settings.model_copy(

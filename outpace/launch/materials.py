@@ -1,5 +1,6 @@
 """What a run is made from: the model, the tokenizer, the data, the objective."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from outpace.probe.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import PURE
+from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 from outpace.train.callbacks import Callback, tell
@@ -166,7 +168,7 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
 
     Not of a person's own model, whose code is run where it trains.
     """
-    cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+    cache_dir = cache_folder(settings.cache_dir, os.environ)
     if open_model(settings.model, cache_dir).build is not None:
         return
     tell(callbacks, "on_stage", "preparing data")

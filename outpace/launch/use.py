@@ -1,6 +1,7 @@
 """A finished run, put to use: text from it, and its loss on other data."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from outpace.parallel import Layout
 from outpace.probe.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation
+from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.run import RunRecord
@@ -223,7 +225,7 @@ def _task(
     if batch_size is not None:
         update["global_batch"] = batch_size
     settings = settings.model_copy(update=update)
-    cache_dir = settings.cache_dir or Path.home() / ".cache" / "outpace"
+    cache_dir = cache_folder(settings.cache_dir, os.environ)
     materials = gather(settings, None, cache_dir, usable_cores(), ())
     cpu = torch.device("cpu")
     objective = build_objective(materials, settings, Plan(loss=settings.loss), mixed.dtype, cpu)
@@ -288,7 +290,7 @@ def _held_out(
         weights=None if named else settings.data_weights,
         text_field=settings.text_field,
         tokenizer=tokenizer,
-        cache_dir=settings.cache_dir or Path.home() / ".cache" / "outpace",
+        cache_dir=cache_folder(settings.cache_dir, os.environ),
         split="all" if named else "validation",
         eval_fraction=settings.eval_fraction,
         processes=usable_cores(),

@@ -1,6 +1,8 @@
 """outpace from a Python program."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,27 @@ def test_two_processes_from_python(
     assert result.run == str(tmp_path / "run")
     with pytest.raises(outpace.BadInputError, match="already holds a run"):
         outpace.train(model="outpace-tiny", data=str(corpus), **settings)
+
+
+SCRIPT = """
+import multiprocessing, sys
+multiprocessing.set_start_method(sys.argv[1])
+import outpace
+outpace.train("outpace-tiny", sys.argv[2], seq_len=32, global_batch=4, steps=2, workers=1,
+              device="cpu", threads=1, sample_tokens=0, out=sys.argv[3], cache_dir=sys.argv[4])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_without_a_main_guard_is_told_of_it(method, tmp_path):
+    (tmp_path / "text.txt").write_text("river stone paper lamp green\n\n" * 400)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py", method, "text.txt", "run", "cache"], cwd=tmp_path,
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"workers=1: a worker ended as it began. It is started by {method!r}" in done.stderr
+    assert 'under `if __name__ == "__main__":`, or give workers=0' in done.stderr
+    assert "bootstrapping" not in done.stderr
