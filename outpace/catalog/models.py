@@ -1,5 +1,6 @@
 """Model presets: the published sizes, each with where they are published, and a few small ones."""
 
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -165,6 +166,21 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
+# By the repository that a preset's dimensions are read from, in small letters.
+_BY_HUB: Mapping[str, str] = MappingProxyType(
+    {
+        repository.casefold(): name
+        for name, one in PRESETS.items()
+        for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source)
+    }
+)
+
+
+def preset_of_hub(reference: str) -> str | None:
+    """The preset that is published on the Hugging Face Hub as `reference` ("Qwen/Qwen2.5-7B")."""
+    return _BY_HUB.get(reference.casefold())
+
+
 def preset(name: str) -> ModelSpec:
     """The dimensions of a preset. Raises BadInputError, naming the nearest, if there's none."""
     try:
@@ -172,5 +188,5 @@ def preset(name: str) -> ModelSpec:
     except KeyError:
         raise BadInputError(
             f"there is no model preset {name!r}.{nearest(name, PRESETS)} "
-            f"Presets: {', '.join(PRESETS)}"
+            "outpace models lists all that are known by name."
         ) from None

@@ -4,6 +4,7 @@ Several cards that one plugs into a host of one's own say nothing of that host: 
 and network stay unknown.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -129,7 +130,24 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
             source=f"one accelerator of its kind: {chip.source}",
         )
     known = [*NODES, *plain]
+    alike = _alike(wanted)
+    meant = f" Did you mean {' or '.join(alike)}?" if alike else nearest(wanted, known)
     raise BadInputError(
-        f"machine {name!r} is not in the catalog.{nearest(wanted, known)} "
+        f"machine {name!r} is not in the catalog.{meant} "
         f"It has {nearest_of(wanted, known)}; docs/network.md has all."
     )
+
+
+def _alike(wanted: str) -> list[str]:
+    """Machines of so many such accelerators, "8xh100" or "h100", each with what it is."""
+    count, chip = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted).groups()  # type: ignore[union-attr]
+    word = re.sub(r"[^a-z0-9]", "", chip)
+    if len(word) < 2:
+        return []
+    return [
+        f"{node.name!r} ({node.devices} × {node.accelerator})"
+        for node in NODES.values()
+        if node.accelerator is not None
+        and word in re.sub(r"[^a-z0-9]", "", node.accelerator.casefold())
+        and count in (None, str(node.devices))
+    ][:4]

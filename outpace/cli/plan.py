@@ -242,8 +242,9 @@ def add_question(parser: Parser, of: str = "") -> None:
     whole = number_type(int, 1)
     add("--model", required=True, metavar="MODEL",
         help="preset, Hugging Face directory, spec file or file.py:build")  # fmt: skip
-    add("--machine", required=True, metavar="NAME",
-        help="of the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe")  # fmt: skip
+    add("--machine", default=None, metavar="NAME",
+        help="of the catalog (hgx-h100, rtx-4090), or machine.json of outpace probe (default: this "
+        "machine)")  # fmt: skip
     add("--nodes", type=number_type(int, 1, _MOST_NODES), default=1, metavar="N",
         help="how many machines (default: 1)")  # fmt: skip
     add("--devices-per-node", type=whole, default=None, metavar="N",
@@ -261,7 +262,7 @@ def add_question(parser: Parser, of: str = "") -> None:
 def _parser() -> Parser:
     from outpace.cli.emitted import FORMATS
 
-    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL --machine NAME [options]")
+    parser = Parser("plan", _ABOUT, _EPILOG, usage="--model MODEL [--machine NAME] [options]")
     parser.add_json()
     add_question(parser)
     add = parser.arguments.add_argument

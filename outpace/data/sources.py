@@ -48,8 +48,10 @@ LINE_BYTES = 64 << 20
 # Parts of the standard library that are no prose about Python: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
-     "lib2to3", "ensurepip", "turtledemo", "pydoc_data"}
+     "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 )  # fmt: skip
+# Files of it that are tables, by the beginning of their names: a model learns to write tables.
+_TABLES = ("_sysconfigdata", "entities")
 
 
 # Size, and times of the last change; `touch` sets the first of the two, but nothing the second.
@@ -287,7 +289,8 @@ def _library_files(root: Path) -> list[Path]:
     return [
         path
         for path in _files_below(root, _LEFT_OUT)
-        if path.suffix == ".py" and path.stat().st_size > 0 and _decodes(path)
+        if path.suffix == ".py" and not path.name.startswith(_TABLES)
+        if path.stat().st_size > 0 and _decodes(path)
     ]
 
 

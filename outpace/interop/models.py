@@ -78,7 +78,7 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
         )
     raise BadInputError(
         f"no preset, directory or file named {reference!r}.{nearest_model(reference, PRESETS)} "
-        f"Presets: {', '.join(PRESETS)}"
+        "outpace models lists all that are known by name."
     )
 
 

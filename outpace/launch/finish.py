@@ -10,7 +10,7 @@ from torch import nn
 from outpace.data.chat import ChatFormat
 from outpace.data.corpus import unigram_entropy
 from outpace.data.padded import PaddedDataset
-from outpace.data.tokenizer import load_tokenizer
+from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import write_classifier
 from outpace.interop.huggingface import write_model
 from outpace.interop.origin import tokenizer_copier
@@ -28,6 +28,7 @@ from outpace.train.loop import Loop
 from outpace.train.run_dir import RESULT_FILE
 
 SAMPLE_PROMPT = "def "
+PROMPT_TOKENS = 6
 
 
 def finish(
@@ -147,6 +148,19 @@ def _base_weights(job: Job) -> Path:
     return job.run_dir.base
 
 
+def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
+    """The first words that were held out; of Python's own source the beginning of a function."""
+    corpus = job.materials.eval_corpus
+    if corpus is None or job.settings.data == ("stdlib",):
+        return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
+    ids = corpus.streams[0].read(0, min(PROMPT_TOKENS, len(corpus.streams[0]))).tolist()
+    while ids and ids[0] == tokenizer.eos_id:
+        ids.pop(0)
+    ends = [place for place, one in enumerate(ids) if one == tokenizer.eos_id]
+    first = ids[: ends[0]] if ends else ids
+    return first or [tokenizer.eos_id]
+
+
 def _sample(job: Job, model: nn.Module) -> str | None:
     """Text that the model writes, where it is a causal one with a tokenizer."""
     tokenizer, count = job.materials.tokenizer, job.settings.sample_tokens
@@ -154,7 +168,7 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         return None
     if not model.spec.causal:
         return None
-    prompt, stop_id = tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id], tokenizer.eos_id
+    prompt, stop_id = _prompt(job, tokenizer), tokenizer.eos_id
     held_out = job.materials.eval_data
     if isinstance(held_out, PaddedDataset):
         prompt, stop_id = held_out.first_prompt(), ChatFormat(tokenizer).stop_id

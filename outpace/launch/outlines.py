@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from outpace.catalog.models import PRESETS, preset
+from outpace.catalog.models import PRESETS, preset, preset_of_hub
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.outlines import outline, parameters
 from outpace.records.errors import BadInputError, nearest_model
@@ -18,10 +18,12 @@ _TRACED_SAMPLES = 2
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
     """Name, outline and, if outpace builds it, spec of the model that `reference` names.
 
-    As train's --model: a preset comes first, then the catalog's outlines, a Hugging Face
-    directory, a finished run, a spec file (.toml, .json), and "file.py:function", which alone runs
-    a person's code and is traced. Raises BadInputError.
+    As train's --model: a preset comes first (also by its name on the Hugging Face Hub), then the
+    catalog's outlines, a Hugging Face directory, a finished run, a spec file (.toml, .json), and
+    "file.py:function", which alone runs a person's code and is traced. Raises BadInputError.
     """
+    if not Path(reference).expanduser().exists():
+        reference = preset_of_hub(reference) or reference
     if reference in PRESETS:
         spec = preset(reference)
         named = outline(spec, reference)
@@ -33,7 +35,7 @@ def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
         known = (*PRESETS, *OUTLINES)
         raise BadInputError(
             f"no preset, directory or file named {reference!r}.{nearest_model(reference, known)} "
-            f"Presets: {', '.join(known)}"
+            "outpace models lists all that are known by name."
         )
     return _opened(reference, path)
 

@@ -7,17 +7,18 @@ from typing import Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.launch.outlines import find_outline
 from outpace.planner.device import dtype_of
 from outpace.planner.hints import FP8_PARAMETERS
 from outpace.planner.job import Job
-from outpace.planner.machines import Cluster, network_share, of_catalog, of_probe
+from outpace.planner.machines import Cluster, network_share, of_catalog, of_host, of_probe
 from outpace.planner.networks import read_network
 from outpace.planner.outlines import parameters
 from outpace.planner.space import VARIED, Wanted
+from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LOW, PURE, Precision
@@ -26,6 +27,7 @@ from outpace.records.plan import Plan
 from outpace.records.units import read_bytes
 
 _SEQ_LEN = 2048
+PROBE_FILE = Path("machine.json")  # as outpace probe names it
 # What `--keep` may name: what the search decides, and what all of its plans have alike.
 KEPT = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
@@ -40,10 +42,13 @@ _WHAT_IF = ("link", "inside", "memory", "nodes")
 
 @dataclass(frozen=True)
 class Asked:
-    """What a person said. `machine` is a catalog's name or a file that outpace probe wrote."""
+    """What a person said.
+
+    `machine` is a catalog's name or a file that outpace probe wrote; None: this machine.
+    """
 
     model: str
-    machine: str
+    machine: str | None
     nodes: int = 1
     devices_per_node: int | None = None
     network: str | None = None
@@ -145,7 +150,25 @@ def _check_dtype(precision: Precision, cluster: Cluster) -> None:
         )
 
 
+def _this_machine(asked: Asked) -> Cluster:
+    """As outpace probe measured it, where its file is here and of this machine; else as known."""
+    machine = identify(find_accelerator)
+    if PROBE_FILE.is_file():
+        found = Machine.load(PROBE_FILE)
+        if found.probed is not None and not machine.unlike(found):
+            return _cluster(replace(asked, machine=str(PROBE_FILE)))
+    if asked.network is not None:
+        raise BadInputError(f"--network {asked.network} is of a machine: name it with --machine.")
+    ranks = asked.devices_per_node or len(machine.devices) or 1
+    cluster = of_host(machine, ranks)
+    notes = (f"planned for this machine, with {ranks} process{'es' * (ranks > 1)}; --machine names "
+             "another, --devices-per-node another number of processes.",)  # fmt: skip
+    return replace(cluster, nodes=asked.nodes, notes=(*notes, *cluster.notes))
+
+
 def _cluster(asked: Asked) -> Cluster:
+    if asked.machine is None:
+        return _this_machine(asked)
     path = Path(asked.machine).expanduser()
     if path.suffix == ".json" or path.is_file():
         machine = Machine.load(path)

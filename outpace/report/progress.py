@@ -5,8 +5,9 @@ All of it goes to standard error; standard output is for results.
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
@@ -32,8 +33,6 @@ from outpace.train.callbacks import TRAINING, Callback
 
 # Seconds between lines where nobody watches live.
 _LINE_EVERY_S = 5.0
-# Weight of the newest step in the time left.
-_NEWEST = 0.1
 # Steps of which the bottleneck is told: medians over so many, and of fewer nothing is said.
 _MOST_STEPS, _LEAST_STEPS = 20, 5
 # Columns of a terminal in which the live line has room for the bottleneck.
@@ -49,7 +48,7 @@ class Progress(Callback):
         self._task: TaskID | None = None
         self._stage: tuple[str, float] | None = None
         self._last_line_s = float("-inf")
-        self._step_time_s: float | None = None
+        self._begun = False
         self._total_steps = 0
         self._info: RunInfo | None = None
         self._latest: deque[StepRecord] = deque(maxlen=_MOST_STEPS)
@@ -106,14 +105,12 @@ class Progress(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """A step is done."""
-        before = self._step_time_s
         # The first step warms up (allocation, compilation): it says little about the next.
-        if before is None or record.step_time_s < before / 4:
-            self._step_time_s = record.step_time_s
-        else:
-            self._step_time_s = before + _NEWEST * (record.step_time_s - before)
-        left_s = self._step_time_s * max(0, self._total_steps - record.step)
-        self._latest.append(record)
+        if self._begun:
+            self._latest.append(record)
+        self._begun = True
+        left_s = self._left_s(record.step)
+        record = smoothed(record, self._latest)
         if self._bars is not None and self._task is not None:
             self._bars.update(
                 self._task,
@@ -125,6 +122,13 @@ class Progress(Callback):
             steps = _steps(record.step, self._total_steps)
             figures = _figures(record, left_s, short=False, held_by=self._bottleneck())
             self._line(f"{steps}  {figures}")
+
+    def _left_s(self, step: int) -> float | None:
+        """Time for the steps that are left, by the latest ones; None: none was seen yet."""
+        left = max(0, self._total_steps - step)
+        if not self._latest and left:
+            return None
+        return left * (fmean(one.step_time_s for one in self._latest) if left else 0.0)
 
     def on_load(self, load: Load, step: int) -> None:
         """What the host and its devices do."""
@@ -166,7 +170,7 @@ class Progress(Callback):
         self._close_bars()
         self._stage = None
 
-    def _live_figures(self, record: StepRecord, left_s: float) -> str:
+    def _live_figures(self, record: StepRecord, left_s: float | None) -> str:
         """With the bottleneck, below the other figures where the terminal is narrow."""
         found = self._bottleneck()
         if self.console.width >= _WIDE:
@@ -261,11 +265,23 @@ def _steps(done: int, total: int) -> str:
     return f"step {done:>{len(str(total))}}/{total}"
 
 
-def _figures(record: StepRecord, left_s: float, short: bool, held_by: str = "") -> str:
+def smoothed(record: StepRecord, latest: Sequence[StepRecord]) -> StepRecord:
+    """The record with the rates of the latest steps together, which one slow step moves little."""
+    seconds = sum(one.step_time_s for one in latest)
+    rates: dict[str, float] = {}
+    for name in ("tokens_per_s", "samples_per_s", "mfu", "hfu"):
+        values = [getattr(one, name) for one in latest]
+        if seconds and None not in values:
+            done = (value * one.step_time_s for value, one in zip(values, latest, strict=True))
+            rates[name] = sum(done) / seconds
+    return record.model_copy(update=rates)
+
+
+def _figures(record: StepRecord, left_s: float | None, short: bool, held_by: str = "") -> str:
     """The figures of a training line; `short` fits 80 columns together with a bar."""
     rate = show_whole(record.tokens_per_s, "tok/s" if short else "tokens/s")
     words = [f"loss {record.loss:.3f}", rate]
-    if record.mfu is not None or not short:
+    if record.mfu is not None:
         words.append(f"MFU {show_share(record.mfu)}")
     if record.peak_memory_bytes is not None:
         words.append(show_bytes(record.peak_memory_bytes))
@@ -273,7 +289,8 @@ def _figures(record: StepRecord, left_s: float, short: bool, held_by: str = "") 
         words.append(f"loss scale {record.loss_scale:g}")
     if held_by:
         words.append(held_by)
-    words.append(f"{_clock(left_s)} left")
+    if left_s is not None:
+        words.append(f"{_clock(left_s)} left")
     return "  ".join(words)
 
 

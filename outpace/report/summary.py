@@ -1,5 +1,7 @@
 """What a person sees at the end of a run."""
 
+import shlex
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -13,6 +15,7 @@ from outpace.report.bottleneck import Seen, bottleneck
 from outpace.report.utilisation import averages_table
 
 _BAR_CELLS = 34
+_MOST_WORDS = 24  # characters of a text to go on from
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -174,11 +177,19 @@ def _path(measurement: Measurement) -> Padding:
     run = measurement.run
     line = Text().append("Run  ", style="bold").append(run, style="cyan")
     if measurement.sample is not None:
-        asked = "--chat 'Hello'" if measurement.task == "chat" else "'def '"
+        asked = "--chat 'Hello'" if measurement.task == "chat" else _words(measurement.sample)
         line.append(f"\n     outpace generate --run {run} {asked}", style="dim")
     elif measurement.final_eval is not None:
         line.append(f"\n     outpace eval --run {run}", style="dim")
+    line.append(f"\n     outpace report {run}", style="dim")
     return Padding(line, (0, 2, 1, 2))
+
+
+def _words(sample: str) -> str:
+    """The first words of a sample, as a shell takes them; 'def ' where there are none."""
+    line = next((line for line in sample.splitlines() if line.strip()), "def ")
+    begin = " ".join(line.split()[:2])
+    return shlex.quote("def " if begin.startswith("def ") else begin[:_MOST_WORDS])
 
 
 def _loss(loss: float | None) -> str:

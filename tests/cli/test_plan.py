@@ -325,6 +325,33 @@ def test_nodes_may_stay_idle(capsys, monkeypatch):
     )
 
 
+def test_without_a_machine_it_is_planned_for_this_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = said(capsys, "plan", "--model=outpace-tiny", "--global-batch=4")
+    assert found["nodes"] == 1 and found["plans"]
+    assert any("planned for this machine" in note for note in found["notes"])
+    assert "name it with --machine" in refused(
+        capsys, "plan", "--model=outpace-tiny", "--network=100Gbit/s"
+    )
+
+
+def test_a_model_is_found_by_its_name_on_the_hub(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["plan", "--machine=hgx-h100", "--global-batch=8", "--count=1"]
+    for name, preset in (("meta-llama/Llama-3.1-8B", "llama-3.1-8b"), ("qwen/qwen2.5-7b",
+                         "qwen2.5-7b"), ("openai-community/gpt2", "gpt2")):  # fmt: skip
+        assert said(capsys, *words, f"--model={name}")["model"] == preset
+    error = refused(capsys, *words, "--model=meta-llama/Llama-3.1-8B-Instruct")
+    assert "outpace models lists all" in error and len(error) < 250
+
+
+@pytest.mark.parametrize("name", ["8xh100", "8 x H100", "8×h100", "8x H100"])
+def test_a_machine_by_count_and_chip_is_answered_with_what_there_is(name, capsys):
+    error = refused(capsys, "plan", "--model=gpt2", f"--machine={name}")
+    assert "Did you mean 'dgx-h100' (8 × H100 SXM) or 'hgx-h100' (8 × H100 SXM)" in error
+    assert "A100" not in error.partition("?")[0]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -1,6 +1,7 @@
 import csv
 import json
 import os
+import re
 
 import numpy as np
 import pyarrow
@@ -260,6 +261,15 @@ def test_the_standard_library_is_text_by_file():
     names = {file.name for file in files}
     assert {"argparse.py", "typing.py"} <= names and len(files) > 300
     assert not any({"test", "site-packages"} & set(file.parts) for file in files)
+
+
+def test_the_standard_library_is_no_table_of_characters():
+    """What a small model learns of it is to look like Python: codecs' tables were a seventh."""
+    table = re.compile(r"""^\s*(0x|\d|['"]\\|u'|\\[ux])""")
+    files = open_source("stdlib").files
+    assert not any("encodings" in file.parts for file in files)
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    assert sum(table.match(line) is not None for line in lines) < 0.01 * len(lines)
 
 
 def test_several_sources_are_streams_of_their_own(folder, prepare, ids_of):

@@ -8,7 +8,7 @@ from rich.console import Console
 from outpace.records.measurement import Evaluation, RunInfo, StepRecord
 from outpace.records.plan import Plan
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load
-from outpace.report.progress import Progress
+from outpace.report.progress import Progress, smoothed
 
 
 def step(number: int, **changes: Any) -> StepRecord:
@@ -75,7 +75,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(clock: list[float]
     lines = [line for line in file.getvalue().splitlines() if "step " in line]
     assert 18 <= len(lines) <= 22
     assert lines[0].strip() == (
-        "step   1/100  loss 7.990  2,048 tokens/s  MFU n/a  1.00 GiB  3:18 left"
+        "step   1/100  loss 7.990  2,048 tokens/s  1.00 GiB"  # nothing is known of the others
     )
     assert "step 100/100" in lines[-1]
     assert "0:00 left" in lines[-1]
@@ -89,6 +89,17 @@ def test_the_run_is_described_before_it_begins() -> None:
     assert "global batch 16 = micro-batch 16 × accumulation 1 × data-parallel 1" in text
     assert "100 steps, from step 40, into runs/first" in text
     assert "hint: vocabulary 50,257" in text
+
+
+def test_the_rate_and_the_time_left_are_of_the_latest_steps() -> None:
+    """One step that others' programs hold up does not make a rate that is nobody's."""
+    latest = [step(number, step_time_s=1.0) for number in range(2, 20)]
+    slow = step(20, step_time_s=10.0)
+    slow = slow.model_copy(update={"tokens_per_s": latest[0].tokens_per_s / 10})
+    found = smoothed(slow, [*latest, slow])
+    assert found.tokens_per_s == pytest.approx(latest[0].tokens_per_s * 19 / 28)
+    assert found.loss == slow.loss and found.step_time_s == 10.0
+    assert smoothed(slow, []) == slow
 
 
 def test_a_slow_first_step_does_not_set_the_time_left(clock: list[float]) -> None:
@@ -155,7 +166,7 @@ def test_what_holds_steps_up_is_told_once_a_few_are_done(clock: list[float]) -> 
         progress.on_step(step(number, data_s=1.0, step_time_s=3.0))
     lines = [line for line in file.getvalue().splitlines() if "step " in line]
     assert not any("waits" in line for line in lines[:4])
-    assert lines[-1].endswith("MFU n/a  1.00 GiB  waits for data 33 %  4:39 left")
+    assert lines[-1].endswith("tokens/s  1.00 GiB  waits for data 33 %  4:39 left")
 
 
 def test_in_a_narrow_terminal_it_stands_below_the_other_figures() -> None:
