@@ -3,8 +3,7 @@
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,33 +56,16 @@ def train(
         _check_startable(live, callbacks, merged.nproc or 1)
         return local.start_settings(merged, origins, merged.nproc or 1, progress)
     heard = [*_progress(progress), *callbacks]
-    with _worker_refusals(merged):
-        return job.train(
-            merged,
-            ranks=ranks or Ranks(),
-            origins=origins,
-            command=sys.argv,
-            callbacks=heard if ranks is None or ranks.rank == 0 else [],
-            restart=restart_count(os.environ),
-            model=live,
-            attempt=trier(os.environ),
-        )
-
-
-@contextmanager
-def _worker_refusals(settings: TrainSettings) -> Iterator[None]:
-    """A sentence where a script without a main guard has its loader's workers spawned."""
-    try:
-        yield
-    except RuntimeError as error:
-        method = multiprocessing.get_start_method()
-        if settings.workers == 0 or method == "fork" or "exited unexpectedly" not in str(error):
-            raise
-        raise BadInputError(
-            f"workers={settings.workers}: a worker ended as it began. It is started by {method!r}, "
-            'which runs the script again: call outpace.train under `if __name__ == "__main__":`, '
-            "or give workers=0."
-        ) from None
+    return job.train(
+        merged,
+        ranks=ranks or Ranks(),
+        origins=origins,
+        command=sys.argv,
+        callbacks=heard if ranks is None or ranks.rank == 0 else [],
+        restart=restart_count(os.environ),
+        model=live,
+        attempt=trier(os.environ),
+    )
 
 
 def _check_callbacks(callbacks: Sequence[Callback]) -> None:

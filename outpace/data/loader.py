@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from outpace.data.order import samples_at
 from outpace.data.seeding import seed_generators
-from outpace.data.workers import starting_workers, worker_troubles
+from outpace.data.workers import start_method, starting_workers, worker_troubles
 from outpace.records.errors import BadInputError
 
 Batch = Any
@@ -99,6 +99,7 @@ class Loader:
                     collate_fn=collate,
                     pin_memory=self._pin,
                     worker_init_fn=begin,
+                    multiprocessing_context=start_method(),
                     prefetch_factor=2,
                     timeout=self._timeout_s,
                 )

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import multiprocessing
 import multiprocessing.queues
 import os
 import re
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -24,6 +25,16 @@ _NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT = 101, 102, 103
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 _SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")
 _FILES = ("too many open files", "ancdata")
+
+
+def start_method() -> str | None:
+    """How workers are started: forked where that is safe and the user has not said otherwise.
+
+    Then a script needs no main guard, and a worker that ends is heard of at once. None is Python's
+    own choice.
+    """
+    chosen = cast("str | None", multiprocessing.get_start_method(allow_none=True))
+    return "fork" if chosen is None and sys.platform == "linux" else None
 
 
 @contextmanager
@@ -128,7 +139,7 @@ def _reason(
     """Why workers brought no batch, in sentences; None where it is not about them."""
     if said.startswith("DataLoader timed out"):
         limit = said.removeprefix("DataLoader timed out after ")
-        return f"no batch came within the time limit of {limit} (--comm-timeout-s)."
+        return f"no batch came within the time limit of {limit} (--comm-timeout-s).{_unguarded()}"
     if said.startswith("DataLoader worker"):
         code = _EXIT_CODE.search(said)
         ends = [int(code[1])] if code else [one for one in exit_codes() if one]
@@ -138,12 +149,24 @@ def _reason(
             return f"{_SENTENCES['memory']} {_shared_memory()}"
         if _NOT_SENT in ends:
             return "a batch could not be handed over (see above)."
-        killed = "is killed by signal" in said or -signal.SIGKILL in ends
-        return _SENTENCES["killed"] if killed else "one of them ended by itself."
+        if "is killed by signal" in said or -signal.SIGKILL in ends:
+            return _SENTENCES["killed"]
+        return f"one of them ended by itself.{_unguarded()}"
     lacking = _lacking(error)
     if lacking is None:
         return None
     return _SENTENCES[lacking] + (f" {_shared_memory()}" if lacking == "memory" else "")
+
+
+def _unguarded() -> str:
+    """What a script has to do where workers run it again as they start."""
+    method = multiprocessing.get_start_method()
+    if method == "fork":
+        return ""
+    return (
+        f" Workers are started by {method!r}, which runs a script again: call outpace.train under "
+        '`if __name__ == "__main__":`.'
+    )
 
 
 _SENTENCES = {
