@@ -6,7 +6,8 @@ another model, relabelled, loads without a word and computes something else.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, clipped, shown
 
@@ -107,7 +108,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
     _check_architectures(values.get("architectures"), model_type, where)
     for part, kind, place in _parts(values, where):
         _check_dimensions(part, place)
-        _check_scaling(part.get("rope_scaling"), place)
+        _check_rope(part, place, strict=strict)
         unknown = _unknown_keys(part, kind)
         inside = [key for key in unknown if _CONFIG.search(key) and isinstance(part[key], dict)]
         changing = [key for key in unknown if strict and _changes(key, part)]
@@ -136,6 +137,8 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
     """Refuse classes of another model_type's."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if isinstance(architectures, str):
+        architectures = [architectures]
     if not isinstance(architectures, list):
         return
     own = _stem(CONFIG_MAPPING[model_type].__name__)
@@ -183,16 +186,76 @@ def left_out(values: Mapping[str, Any]) -> str:
     return f". Of what it leaves out, transformers takes its defaults: {', '.join(taken)}."
 
 
-def _check_scaling(scaling: Any, where: str) -> None:
-    """Refuse rotary scaling without a type: transformers passes over it."""
-    if isinstance(scaling, dict) and scaling and not scaling.keys() & {"type", "rope_type"}:
-        nested = all(isinstance(value, dict) for value in scaling.values())
+# Of rotary settings, what each kind that outpace computes says.
+_ROPE_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "default": frozenset(),
+        "llama3": frozenset(
+            {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+        ),
+    }
+)
+_ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+
+
+def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
+    """Refuse rotary settings that transformers passes over or that contradict each other.
+
+    Scaling without a type, or with keys that its type does not read; two types; two values for the
+    same. `strict`: of a model that outpace would train.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values.get(name)
+        if not isinstance(rope, dict) or not rope:
+            continue
+        nested = all(isinstance(value, dict) for value in rope.values())
+        if nested and strict:
+            _refuse_rope(name, rope, where, "differs by kind of layer, which this model_type's")
         if not nested:
+            _check_rope_kind(name, rope, where, strict)
+    _check_rope_pair(values, where)
+
+
+def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: bool) -> None:
+    kinds = {str(rope[key]) for key in ("type", "rope_type") if rope.get(key) is not None}
+    if len(kinds) > 1:
+        _refuse_rope(name, rope, where, "has two types, of which")
+    if not kinds and not (name == "rope_parameters" and set(rope) <= _ROPE_COMMON):
+        raise BadInputError(
+            f"{where}: {name} = {shown(rope)} has no rope_type, so it says nothing. Write the one "
+            "that the model was trained with (as in config.json where the model came from), or "
+            "null for none."
+        )
+    known = _ROPE_KEYS.get(next(iter(kinds), "default"))
+    if strict and known is not None:
+        odd = [key for key in rope if key not in known | _ROPE_COMMON and rope[key] is not None]
+        odd = [key for key in odd if key != "original_max_position_embeddings"]
+        if odd:
+            _refuse_rope(name, rope, where, f"has {', '.join(odd)}, which its type")
+
+
+def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
+    """transformers 4 reads rope_theta and rope_scaling, 5 rope_parameters first."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    pairs = [("rope_theta", values.get("rope_theta"), rope.get("rope_theta"))]
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, dict) and "rope_type" in rope:
+        pairs += [(key, scaling[key], rope.get(key)) for key in scaling if key != "type"]
+    for key, old, new in pairs:
+        if old is not None and new is not None and old != new:
             raise BadInputError(
-                f"{where}: rope_scaling = {shown(scaling)} has no rope_type, so it says nothing. "
-                "Write the one that the model was trained with (as in config.json where the model "
-                "came from), or null for none."
+                f"{where} says two different things: {key} {shown(old)} and, in rope_parameters, "
+                f"{shown(new)}; transformers 4 and 5 read another model each. Leave one out."
             )
+
+
+def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> NoReturn:
+    raise BadInputError(
+        f"{where}: {name} = {shown(rope)} {what} transformers does not read: another model, or a "
+        f"slip. Fetch config.json again from where the model came from. {_OWN_MODEL}"
+    )
 
 
 def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
@@ -247,7 +310,9 @@ def reading_notes(
         notes += _defaults(part, seen, place) if inner is None or place != where else []
         notes += _passed_over(part, seen, place, every=not planned)
     notes += _dropouts(read.config, where)
-    if planned:
+    if not planned:
+        notes += _own_code(values, where)
+    else:
         notes += _left_out(values, where)
     return tuple(notes)
 
@@ -321,6 +386,20 @@ def _dropouts(config: Any, where: str) -> list[str]:
         f"{where}: {first[0]} {first[1]:g} is taken for all of the model's dropouts, and the "
         f"exported model has it too; {differing} {'is' if ' and ' not in differing else 'are'} "
         "passed over. --dropout sets another."
+    ]
+
+
+def _own_code(values: Mapping[str, Any], where: str) -> list[str]:
+    """That a folder's own classes are not run."""
+    named = values.get("auto_map")
+    classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
+        named, dict
+    ) else []  # fmt: skip
+    if not classes:
+        return []
+    return [
+        f"{where}: auto_map names code of the model's own ({clipped(classes[0], 60)}), which "
+        f"outpace does not run: the layers are those of transformers' {values['model_type']}."
     ]
 
 

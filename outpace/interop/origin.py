@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from outpace.data.tokenizer import load_tokenizer
 from outpace.records.base import read_object
 
 GENERATION_FILE = "generation_config.json"
@@ -26,11 +27,17 @@ _CONFIG_IDS = {"eos_id": "eos_token_id", "bos_id": "bos_token_id", "pad_id": "pa
 TokenIds = int | list[int] | None
 
 
-def tokenizer_copier(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
+def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
     """A function that copies a tokenizer's files as they are into a folder.
 
-    `chat_template` is one that the folder has none of and training has rendered with.
+    Older forms, that other programs read by the model's type only, are written anew.
+    `chat_template` is one that the folder has none of and training has rendered with. Raises
+    BadInputError.
     """
+    if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        found = load_tokenizer(str(source))
+        more = {} if chat_template is None else {"chat_template": chat_template}
+        return found.changed(found.inner, more).save
 
     def copy(folder: Path) -> None:
         for name in (*TOKENIZER_FILES, *_BESIDE_TOKENIZER):

@@ -13,7 +13,7 @@ from outpace.data.padded import PaddedDataset
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import write_classifier
 from outpace.interop.huggingface import write_model
-from outpace.interop.origin import tokenizer_copier
+from outpace.interop.origin import tokenizer_writer
 from outpace.interop.own import write_own
 from outpace.interop.peft import write_adapter
 from outpace.launch.context import Job
@@ -110,22 +110,22 @@ def _export(job: Job, model: nn.Module) -> None:
 def _kept(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
     """What writes the run's tokenizer, and the folder whose special ids and settings are kept.
 
-    A model's own tokenizer is copied as it is, also where the data are tokens already; of another
-    tokenizer nothing of the model's folder is kept.
+    A tokenizer that came from a folder is copied as it is, a model's own also where the data are
+    tokens already; of another tokenizer nothing of the model's folder is kept.
     """
-    materials = job.materials
-    tokenizer, opened = materials.tokenizer, materials.opened
-    if opened is None or opened.folder is None:
-        return (tokenizer.save if tokenizer else None), None
-    if opened.tokenizer is None:
-        return (tokenizer.save, None) if tokenizer else (None, opened.folder)
+    tokenizer, opened = job.materials.tokenizer, job.materials.opened
+    folder = None if opened is None else opened.folder
+    own = None if opened is None else opened.tokenizer
     if tokenizer is None:
-        return tokenizer_copier(opened.tokenizer), opened.folder
-    theirs = load_tokenizer(str(opened.tokenizer))
-    if theirs.fingerprint != tokenizer.fingerprint:
-        return tokenizer.save, None
-    new = tokenizer.chat_template if theirs.chat_template is None else None
-    return tokenizer_copier(opened.tokenizer, new), opened.folder
+        return (None if own is None or folder is None else tokenizer_writer(own)), folder
+    for source, origin in ((own, folder), (Path(job.settings.tokenizer or ""), None)):
+        if source is None or not source.is_dir() or source == Path():
+            continue
+        theirs = load_tokenizer(str(source))
+        if theirs.fingerprint == tokenizer.fingerprint:
+            new = tokenizer.chat_template if theirs.chat_template is None else None
+            return tokenizer_writer(source, new), origin
+    return tokenizer.save, None
 
 
 def _stop_ids(job: Job) -> tuple[int, ...]:

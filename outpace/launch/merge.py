@@ -8,7 +8,7 @@ import torch
 from outpace.interop.config import spec_from_hf
 from outpace.interop.huggingface import read_weights, write_model
 from outpace.interop.models import OpenedModel, open_model
-from outpace.interop.origin import tokenizer_copier
+from outpace.interop.origin import tokenizer_writer
 from outpace.interop.peft import ADAPTER_CONFIG, merge
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Base
@@ -30,7 +30,7 @@ def merge_adapter(
         raise BadInputError(f"--out {out} is what is merged. Name another directory.")
     weights = read_weights(opened.weights, opened.spec)
     merge(weights, opened.adapter, opened.spec, opened.weights, base)
-    save = tokenizer_copier(opened.tokenizer) if opened.tokenizer else None
+    save = tokenizer_writer(opened.tokenizer) if opened.tokenizer else None
     write_model(out, opened.spec, weights, save, DTYPES[dtype], origin=opened.folder)
     return sum(tensor.numel() for tensor in weights.values())
 

@@ -119,7 +119,7 @@ def test_keys_that_say_what_is_so_anyway(tmp_path: Path) -> None:
         "torch_dtype": "bfloat16", "max_sequence_length": 2048, "sliding_window": None,
         "layer_types": ["full_attention"] * 2, "rope_scaling": None, "rope_theta": 1e5,
         "use_sliding_window": False, "max_window_layers": 28, "residual_multiplier": 1.0,
-        "use_rope": True, "auto_map": {"AutoModel": "x.Y"}, "no_rope_layers": [1, 1],
+        "use_rope": True, "auto_map": {"AutoTokenizer": "x.Y"}, "no_rope_layers": [1, 1],
     }  # fmt: skip
     assert read_spec_with_notes(write(tmp_path, llama)).notes == ()
     bert = {
@@ -181,9 +181,61 @@ def test_dropouts_that_differ(tmp_path: Path) -> None:
     assert read_spec_with_notes(write(tmp_path, {**gpt2, **same})).notes == ()
 
 
-def test_scaling_that_says_nothing(tmp_path: Path) -> None:
-    for said in refusals(write(tmp_path, {**LLAMA, "rope_scaling": {"factor": 8.0}})):
-        assert "rope_scaling = {'factor': 8.0} has no rope_type" in said
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling = {'factor': 8.0} has no rope_type"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}}, "has no rope_type"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "two types"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "has factor, which its type"),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+            "has mrope_section, which its type",
+        ),
+        ({"rope_scaling": {**_LLAMA3, "attention_factor": 1.2}}, "has attention_factor"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "differs by kind of layer",
+        ),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 10000.0 and"),
+        (
+            {"rope_scaling": _LLAMA3, "rope_parameters": {**_LLAMA3, "factor": 32.0}},
+            "factor 8.0 and, in rope_parameters, 32.0",
+        ),
+    ],
+)
+def test_rotary_settings_that_contradict(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    for found in refusals(write(tmp_path, {**LLAMA, **more})):
+        assert said in found
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": _LLAMA3},
+        {"rope_scaling": {**_LLAMA3, "type": "llama3"}},
+        {"rope_parameters": {**_LLAMA3, "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": _LLAMA3,
+         "rope_parameters": {**_LLAMA3, "rope_theta": 5e5}},
+        {"rope_scaling": {}},
+    ],
+)  # fmt: skip
+def test_rotary_settings_of_both_spellings(more: dict[str, Any], tmp_path: Path) -> None:
+    reading = read_spec_with_notes(write(tmp_path, {**LLAMA, **more}))
+    assert reading.notes == ()
+    assert (reading.spec.rope_scaling is not None) == ("llama3" in str(more))
+
+
+def test_code_of_the_folders_own_is_not_run(tmp_path: Path) -> None:
+    code = {"AutoConfig": "config.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
+    (note,) = read_spec_with_notes(write(tmp_path, {**LLAMA, "auto_map": code})).notes
+    assert "code of the model's own (modeling_mine.Mine), which outpace does not run" in note
 
 
 def test_what_a_plan_leaves_out(tmp_path: Path) -> None:

@@ -170,3 +170,40 @@ def test_a_relabelled_model_is_not_trained(home):
         with pytest.raises(BadInputError, match=said):
             trained(home, name, model=str(granite), data=(str(folder / "tokens.bin"),))
         assert not (folder / name / "model").exists()
+
+
+def test_a_named_tokenizers_files_are_copied(home):
+    """Beside a preset, too."""
+    folder, _ = home
+    source = folder / "source"
+    config = read(source, "tokenizer_config.json") | {"add_bos_token": True, "extra": 1}
+    named = folder / "named"
+    named.mkdir()
+    for name in ("tokenizer.json", "special_tokens_map.json"):
+        (named / name).write_bytes((source / name).read_bytes())
+    (named / "tokenizer_config.json").write_text(json.dumps(config))
+    spec = {"family": "llama", "layers": 1, "hidden": 16, "heads": 2, "vocab": 320,
+            "max_positions": 64}  # fmt: skip
+    (folder / "spec.json").write_text(json.dumps(spec))
+    model = trained(home, "preset", model=str(folder / "spec.json"), tokenizer=str(named),
+                    data=(str(folder / "text.txt"),))  # fmt: skip
+    assert read(model, "tokenizer_config.json") == config
+
+
+def test_a_tokenizer_of_old_files_is_written_anew(home):
+    """vocab.json and merges.txt alone mean nothing without the model's type."""
+    folder, ids = home
+    old = folder / "old"
+    old.mkdir()
+    parts = read(folder / "source", "tokenizer.json")["model"]
+    (old / "vocab.json").write_text(
+        json.dumps(parts["vocab"] | {"<|endoftext|>": ids["<|endoftext|>"]})
+    )
+    merges = [" ".join(pair) for pair in parts["merges"]]
+    (old / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    for name in ("config.json", "model.safetensors"):
+        (old / name).write_bytes((folder / "source" / name).read_bytes())
+    model = trained(home, "from-old", model=str(old), data=(str(folder / "text.txt"),))
+    assert (model / "tokenizer.json").is_file()
+    loaded = transformers.AutoTokenizer.from_pretrained(model)
+    assert loaded("a small text")["input_ids"]
