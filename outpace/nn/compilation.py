@@ -111,8 +111,13 @@ def compile_forwards(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a forward of the module, or of one within it, is compiled."""
-    return any(isinstance(part.forward, CompiledForward) for part in module.modules())
+    """Whether a forward of the module, or of one within it, is compiled.
+
+    What wraps a forward, as offloading does, has it as `inner`.
+    """
+    forwards = [part.forward for part in module.modules()]
+    forwards = [getattr(forward, "inner", forward) for forward in forwards]
+    return any(isinstance(forward, CompiledForward) for forward in forwards)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

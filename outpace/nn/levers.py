@@ -1,8 +1,8 @@
 """Levers on any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
 All work in place and leave parameter names as they are. Float8 products take the place of modules,
-so they come first; then checkpointing, so that what is offloaded is what it keeps, and that the
-compiler sees what is recomputed.
+so they come first; then checkpointing, so that the compiler sees what is recomputed, and
+offloading last, which takes what a compiled block keeps by hooks that are outside of it.
 """
 
 from collections import Counter
@@ -182,14 +182,14 @@ def apply_levers(
         apply_fp8(blocks or find_blocks(module))
     if plan.recomputes:
         blocks = blocks or find_blocks(module)
-        offloads = plan.offload_activations != "none"
-        apply_checkpointing(module, plan.modes(len(blocks)), blocks, by_policy=offloads)
+        by_policy = plan.offload_activations != "none" and not plan.compile
+        apply_checkpointing(module, plan.modes(len(blocks)), blocks, by_policy=by_policy)
+    if plan.compile:
+        whole = compiled_region(plan) == "whole"
+        compile_forwards([module] if whole else blocks or find_blocks(module), on_failure)
     if plan.offload_activations != "none":
         on_disk = plan.offload_activations == "disk"
         device = next(module.parameters()).device
         require_place(plan.offload_activations, device)
         place = OnDisk(scratch or Scratch()) if on_disk else OnHost(device)
         offload_activations(blocks or find_blocks(module), place)
-    if plan.compile:
-        whole = compiled_region(plan) == "whole"
-        compile_forwards([module] if whole else blocks or find_blocks(module), on_failure)

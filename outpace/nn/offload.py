@@ -9,7 +9,6 @@ after them is computed.
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -219,6 +218,17 @@ class Keeper:
             return run(*args, **kwargs)
 
 
+class KeptForward:
+    """A block's forward, `inner`, of which a keeper keeps what is saved."""
+
+    def __init__(self, keeper: Keeper, inner: Callable[..., Any], block: nn.Module) -> None:
+        self.inner, self._keeper, self._block = inner, keeper, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward gives."""
+        return self._keeper.forward(self.inner, self._block, *args, **kwargs)
+
+
 def _open(saved: "Tensor | _Saved") -> Tensor:
     return saved if isinstance(saved, Tensor) else saved.open()
 
@@ -247,4 +257,4 @@ def offload_activations(blocks: Sequence[nn.Module], place: Place) -> None:
     """Let each block keep what it saves in `place`. Exact: the values are copied."""
     keeper = Keeper(place)
     for block in blocks:
-        block.forward = partial(keeper.forward, block.forward, block)
+        block.forward = KeptForward(keeper, block.forward, block)

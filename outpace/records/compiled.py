@@ -72,9 +72,11 @@ COMPILED: Mapping[str, Compiled] = {
 def compiled_region(plan: Plan) -> Region:
     """How much of the model a plan with `compile` compiles at once.
 
-    By block, too, where gradients are dropped, or parameters brought, block by block.
+    By block, too, where gradients are dropped, or parameters or activations brought, block by
+    block.
     """
-    by_block = plan.optimizer_in_backward or plan.offload_parameters != "none"
+    elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
+    by_block = plan.optimizer_in_backward or elsewhere
     known = COMPILED.get(plan.strategy)
     return "blocks" if by_block or known is None else known.region
 

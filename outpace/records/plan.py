@@ -85,6 +85,10 @@ IN_BACKWARD: tuple[Strategy, ...] = ("single", "zero2", "zero3", "hsdp")
 POWERSGD_LEAST_START = 2
 
 
+# Where activations may be offloaded from compiled blocks (tests/parallel/test_offload.py).
+_OFFLOAD_FROM_COMPILED = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+
+
 class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
@@ -253,10 +257,12 @@ class Plan(Record):
                 f"offloading steps AdamW in fp32, whose state is known beforehand; optimizer is "
                 f"{self.optimizer}. Use adamw-fused, adamw-foreach or adamw-for-loop with it"
             )
-        if self.offload_activations != "none" and self.compile:
+        known = self.strategy in _OFFLOAD_FROM_COMPILED
+        if self.offload_activations != "none" and self.compile and not known:
             raise ValueError(
-                f"offload_activations {self.offload_activations} moves what autograd saves of a "
-                "block, and compile makes one operation of the block. Use one of the two"
+                f"offload_activations {self.offload_activations} from compiled blocks was proved "
+                f"for strategy {', '.join(_OFFLOAD_FROM_COMPILED)}, not for {self.strategy}. Use "
+                "one of the two"
             )
         if self.offload_parameters == "disk" and self.compile:
             raise ValueError(

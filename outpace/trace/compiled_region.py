@@ -38,10 +38,17 @@ _TENSOR = object()  # in the place of a tensor among arguments
 def trace_compiled(model: nn.Module, plan: Plan, watch: Watch) -> None:
     """Let the compiled forwards of a model, and of what is within it, run as they are compiled.
 
-    Where blocks are recomputed, which holds in a compiled forward as in an eager one, where tensors
-    are split, and where products are in fp8, they are traced as if they were eager.
+    Where blocks are recomputed, which holds in a compiled forward as in an eager one, where what
+    they save is kept elsewhere, where tensors are split, and where products are in fp8, they are
+    traced as if they were eager.
     """
-    if plan.recomputes or plan.tp > 1 or plan.cp > 1 or plan.precision == "fp8":
+    if (
+        plan.recomputes
+        or plan.offload_activations != "none"
+        or plan.tp > 1
+        or plan.cp > 1
+        or plan.precision == "fp8"
+    ):
         return
     for module in model.modules():
         if isinstance(module.forward, CompiledForward):

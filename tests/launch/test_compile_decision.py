@@ -37,7 +37,7 @@ def test_a_gpu_compiles_by_default_and_a_cpu_does_not():
     assert planned(CPU, compile=True).compile
     assert not planned(CUDA, compile=False).compile
     # What does not go with it is not refused where nobody asked for it.
-    assert not planned(CUDA, offload_activations="cpu").compile
+    assert not planned(CUDA, offload_parameters="disk").compile
     two = Ranks(world_size=2, local_world_size=2)
     assert planned(CUDA, two, strategy="zero3").compile
     assert not planned(CUDA, two, strategy="dp").compile

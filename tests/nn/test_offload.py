@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from outpace.nn.compilation import compile_forwards, is_compiled, without_compilation
 from outpace.nn.levers import apply_levers
 from outpace.nn.offload import OnDisk, offload_activations
 from outpace.nn.scratch import Scratch
@@ -130,3 +131,22 @@ def test_a_gpu_keeps_less_and_computes_the_same():
         found.append([p.grad for p in module.parameters()])
     assert peaks[1] < 0.8 * peaks[0]
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns of its own doings
+def test_a_compiled_block_keeps_what_it_saves_elsewhere():
+    """Hooks are outside of what is compiled; a model of one block, as compiling takes long."""
+    plain, moved = nn.ModuleList([Block()]), nn.ModuleList([Block()])
+    moved.load_state_dict(plain.state_dict())
+    for drop in (plain[0].drop, moved[0].drop):
+        drop.p = 0.0
+    place = Watched(Scratch())
+    compile_forwards(list(moved))
+    offload_activations(list(moved), place)
+    assert is_compiled(moved)
+    known, found = gradients(plain[0]), gradients(moved[0])
+    for one, other in zip(known, found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert place.kept and {kind for kind, _ in place.events} == {"open"}
+    with without_compilation(moved), torch.no_grad():
+        moved[0](torch.randn(4, 64))

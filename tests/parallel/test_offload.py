@@ -83,4 +83,15 @@ def test_what_cannot_be_offloaded_is_refused_with_what_can():
     with pytest.raises(BadInputError, match="Use strategy single or zero2"):
         Plan.parse({"strategy": "ddp", "dp_replicate": 2, "offload_parameters": "cpu"}, "test")
     with pytest.raises(BadInputError, match="Use one of the two"):
-        Plan.parse({"offload_activations": "disk", "compile": True}, "test")
+        Plan.parse(
+            {"strategy": "1f1b", "pp": 2, "offload_activations": "disk", "compile": True}, "test"
+        )
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_activations_of_compiled_blocks_leave_and_come_back_exactly(on_ranks):
+    for levers in ("", ",checkpointing=full"):
+        found = on_ranks(2, "outpace", "verify", "single,ddp,zero1,zero2,zero3", "--levers",
+                         f"compile=true,offload_activations=disk{levers}", "--json")  # fmt: skip
+        assert all(verdict["passed"] for verdict in found["verdicts"]), found["verdicts"]
