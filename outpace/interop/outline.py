@@ -102,7 +102,7 @@ def described(directory: Path) -> tuple[Outline, ModelSpec | None]:
     if model_type not in READERS:
         raise _unknown(model_type, where)
     config = ReadValues(load_config(directory, values, strict=model_type in FAMILIES))
-    _restore_tied(config, values)
+    _restore_tied(config, values, where)
     found, spec = _outlined(config, where)
     notes = reading_notes(values, config, where, planned=True)
     return found.model_copy(update={"name": directory.name, "notes": notes}), spec
@@ -115,9 +115,19 @@ def outline_from_config(config: Any, where: str) -> Outline:
     return _outlined(config, where)[0]
 
 
-def _restore_tied(config: ReadValues, values: Mapping[str, Any]) -> None:
-    """Put back what the file says of a tied head: transformers 5 ties every T5's."""
-    tied = values.get("tie_word_embeddings")
+def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
+    """Put back what the file says of a tied head: transformers 5 ties every T5's.
+
+    Raises BadInputError where a config and the one inside of it differ: programs take either.
+    """
+    tied, text = values.get("tie_word_embeddings"), values.get("text_config")
+    inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
+    if isinstance(tied, bool) and isinstance(inner, bool) and tied != inner:
+        raise BadInputError(
+            f"{where}: tie_word_embeddings is {str(tied).lower()}, and in text_config "
+            f"{str(inner).lower()}. Remove the one that is wrong: tied, the model's files have no "
+            "lm_head."
+        )
     if isinstance(tied, bool):
         for part in (config.config, getattr(config.config, "text_config", None)):
             if part is not None:

@@ -10,7 +10,7 @@ _KNOWN = (
      "after an update. Reboot (or reload the nvidia modules), and save its output again."),
     (r"Failed to initialize NVML|Couldn't communicate with the NVIDIA driver|has failed because"
      r"|Unable to determine the device handle|GPU is lost|No devices were found"
-     r"|Insufficient Permissions",
+     r"|Insufficient Permissions|Failed to run topology matrix",
      "nvidia-smi failed. Mend what it says (see `outpace doctor` on that host), and save its "
      "output again."),
     (r"(?i)command not found|not recognized as an internal|no such file or directory",

@@ -253,6 +253,10 @@ def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
     free = parameters(described(write(tmp_path, {**values, "tie_word_embeddings": False}))[0])
     assert free - tied == 61 * 32
     assert parameters(described(write(tmp_path, values))[0]) == tied
+    inner = {**_SIZE, "head_dim": 8, "tie_word_embeddings": True}
+    both = {"model_type": "gemma3", "tie_word_embeddings": False, "text_config": inner}
+    with pytest.raises(BadInputError, match="tie_word_embeddings is false, and in text_config tr"):
+        described(write(tmp_path, both))
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,7 @@ TABLE = "| NVIDIA-SMI 550.90   Driver Version: 550.90   CUDA Version: 12.4 |\n"
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
          "nvidia-smi failed. Mend what it says"),
         ("Unable to determine the device handle for GPU0: Unknown Error\n", "handle for GPU0"),
+        ("Failed to run topology matrix\n", "It says: 'Failed to run topology matrix'"),
         ("No devices were found\n", "It says: 'No devices were found'"),
         ("bash: nvidia-smi: command not found\n", "there was no nvidia-smi"),
         ("hello\n", "Save what `nvidia-smi topo -m` prints"),
