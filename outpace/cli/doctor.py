@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from outpace.cli.parser import Parser, number_type
+from outpace.cli.parser import LONGEST_S, Parser, number_type
 
 _ABOUT = "What on this host costs speed, and what to do about it: the most costly first."
 _EPILOG = (
@@ -41,7 +41,7 @@ def _parser() -> Parser:
     add("--strict", action="store_true", default=False, help="exit code 1 if anything is found")
     add(
         "--timeout",
-        type=number_type(float, 0.1),
+        type=number_type(float, 0.1, LONGEST_S),
         default=20.0,
         metavar="SECONDS",
         help="how long to wait for each of the driver's answers (default: 20)",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import outpace
+from outpace.cli.streams import drop_output, flush_output, output_error, repair_streams
 from outpace.launch.parent_watch import end_with_parent
 from outpace.records.errors import (
     EXIT_DIVERGED,
@@ -72,6 +73,11 @@ _ELSEWHERE = {
     "init": "outpace train needs no project: name --model and --data.",
 }
 
+# Of files that somebody named, or that lie where somebody said.
+_REFUSALS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EIO,
+)  # fmt: skip
 _ENDING = (signal.SIGTERM, signal.SIGHUP)  # asked to end; the terminal is gone
 
 _HELP = """\
@@ -94,6 +100,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     With torch it ends before Python takes its modules apart: now and then that met a thread of
     torch's libraries, and a training that had written its result ended by SIGABRT.
     """
+    repair_streams(sys.argv[1:] if argv is None else argv)
     code = main(argv)
     if "torch" not in sys.modules:
         sys.exit(code)
@@ -115,11 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_parent(environ)
     try:
         with _terminate_like_interrupt(stopped):
-            code = _dispatch(arguments, environ)
-            sys.stdout.flush()  # here, where a reader that went away is still caught
+            code = _run(arguments, environ)
+            flush_output()  # here, where a reader that went away is still caught
             return code
-    except SystemExit as done:  # argparse has printed its help
-        return done.code if isinstance(done.code, int) else 0
     except OutpaceError as error:
         same = _same_on_all_ranks(error)
         return _fail(str(error), error.exit_code, arguments, environ, same)
@@ -127,15 +132,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
     except BrokenPipeError:
         # Whoever read our output has closed it (`outpace … | head`): nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
         if stopped:  # what failed since then is only the clearing up
             return _fail(str(stopped[0]), stopped[0].exit_code, arguments, environ)
-        message = _disk_sentence(error) or _home_sentence(error)
+        output = output_error()
+        if output is not None:
+            return _fail(str(output), output.exit_code, arguments, environ)
+        message = _disk_sentence(error) or _file_sentence(error) or _home_sentence(error)
         if message is not None:
             return _fail(message, 2, arguments, environ)
         return _fail(traceback.format_exc().rstrip(), 1, arguments, environ)
+
+
+def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
+    try:
+        return _dispatch(arguments, environ)
+    except SystemExit as done:  # argparse has printed its help
+        return done.code if isinstance(done.code, int) else 0
 
 
 def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
@@ -153,6 +168,13 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
             f"there is no command {name!r}.{nearest(name, COMMANDS)} "
             f"The commands are {', '.join(COMMANDS)}; see outpace --help."
         )
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise BadInputError(
+            f"the directory that outpace was started in is gone ({error.strerror}). Change to "
+            "another one."
+        ) from None
     module = importlib.import_module(f"outpace.cli.{name}")
     code: int = module.run(rest, environ)
     return code
@@ -256,6 +278,22 @@ def _home_sentence(error: BaseException) -> str | None:
     return (
         "a path begins with ~, and this host knows no such home: HOME is not set, or there is no "
         "such user. Write the path in full."
+    )
+
+
+def _file_sentence(error: BaseException) -> str | None:
+    """A sentence where the system refused a file, or another one; else None."""
+    many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    if many or os.strerror(errno.EMFILE) in str(error):  # so say libraries of torch's
+        return (
+            "too many files are open at once. Allow more of them with ulimit -n, or use fewer "
+            "--workers."
+        )
+    if not isinstance(error, OSError) or error.errno not in _REFUSALS or not error.filename:
+        return None
+    return (
+        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}. Name a place that can be "
+        "read and written, with --out and --cache-dir."
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.cli import options
+from outpace.cli.output import output_file, write_output
 from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.errors import BadInputError
@@ -124,9 +125,7 @@ def _show(
     )
     text = json.dumps(said, indent=2)
     if out is not None:
-        from outpace.records.base import write_atomic
-
-        write_atomic(out, text + "\n")
+        write_output(out, text + "\n")
     if plot is not None:
         from outpace.report.memory_plot import plot_memory
 
@@ -172,7 +171,7 @@ def _parser() -> Parser:
     )
     add(
         "--plot",
-        type=Path,
+        type=output_file,
         default=None,
         metavar="FILE",
         help="draw memory over a step (.png, .svg)",
@@ -180,7 +179,7 @@ def _parser() -> Parser:
     add(
         "--save",
         dest="out_file",
-        type=Path,
+        type=output_file,
         default=None,
         metavar="FILE.json",
         help="keep what --json prints, with every moment of the step",

@@ -1,6 +1,7 @@
 """An argument parser whose errors are sentences with the nearest right name."""
 
 import argparse
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, nearest
 
+LONGEST_S = 1e7  # of a time that is waited for, or that something may take: about four months
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -93,6 +95,8 @@ def number_type(
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is no finite number")
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
         return value
@@ -132,8 +136,8 @@ def duration_type(low: float) -> Callable[[str], float]:
             value = read_duration(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, None)} s")
+        if not low <= value <= LONGEST_S:
+            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, LONGEST_S)} s")
         return value
 
     return convert

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
+from outpace.cli.output import output_file, save_output, write_output
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import Precision
@@ -162,7 +163,8 @@ def _save(plan: "Plan", question: "Job", path: Path) -> None:
     """Write a plan with the length and the batch that it is for."""
     from outpace.records.plan import PlanFile
 
-    PlanFile.of(plan, question.wanted.seq_len, question.wanted.global_batch).save(path)
+    file = PlanFile.of(plan, question.wanted.seq_len, question.wanted.global_batch)
+    save_output(path, file)
 
 
 def _emit(
@@ -188,9 +190,7 @@ def _emit(
         raise BadInputError(f"--emit {arguments.emit}: {error}") from None
     written = picked.emitted
     if arguments.out is not None:
-        from outpace.records.base import write_atomic
-
-        write_atomic(arguments.out, written.text)
+        write_output(arguments.out, written.text)
         written = written.at(arguments.out)
     if arguments.json:
         document = {"file_name": written.file_name, "text": written.text,
@@ -290,6 +290,6 @@ def _parser() -> Parser:
     add("--emit", choices=FORMATS, default=None, metavar="FORMAT",
         help="the fastest plan that the format can express (or --explain's), for "
         f"{', '.join(FORMATS)}")  # fmt: skip
-    add("--out", type=Path, default=None, metavar="FILE",
+    add("--out", type=output_file, default=None, metavar="FILE",
         help="write the best (or --explain's) plan; with --emit what is emitted")  # fmt: skip
     return parser

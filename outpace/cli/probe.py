@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from outpace.cli.main import end_at_once
+from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.cli.stopping import stopped_once
 from outpace.launch.environment import ranks_from, restart_count
@@ -37,8 +38,6 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     arguments = _parser().read(argv)
     sections = _sections(arguments.section)
     out: Path | None = arguments.out
-    if out is not None and not out.absolute().parent.is_dir():
-        raise BadInputError(f"--out {out}: there is no folder {out.absolute().parent}")
     if arguments.handed_over is not None:
         settings = TrainSettings.load(arguments.handed_over)
     else:
@@ -66,7 +65,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
                 return 0
             machine = found
     if out is not None:
-        machine.save(out)
+        save_output(out, machine)
     if arguments.handed_over is not None:  # what started us shows it
         return 0
     if arguments.json:
@@ -123,7 +122,7 @@ def _parser() -> Parser:
     )
     add(
         "--out",
-        type=Path,
+        type=output_file,
         default=None,
         metavar="machine.json",
         help="keep the machine's record, which the planner reads",

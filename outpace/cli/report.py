@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outpace.cli.output import output_file, write_output
 from outpace.cli.parser import Parser
-from outpace.records.base import read_json, write_atomic
+from outpace.records.base import read_json
 from outpace.records.certificate import Certificate
 from outpace.records.comparison import Comparison
 from outpace.records.errors import BadInputError, harmless
@@ -210,10 +211,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 def _write(out: Path, content: str | bytes) -> None:
-    try:
-        write_atomic(out, content)
-    except OSError as error:
-        raise BadInputError(f"cannot write {out}: {error.strerror}.") from None
+    write_output(out, content)
 
 
 def _said(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:
@@ -234,7 +232,7 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("path", nargs="+", type=Path, metavar="PATH", help="what to report on")
-    add("--out", type=Path, default=None, metavar="FILE",
+    add("--out", type=output_file, default=None, metavar="FILE",
         help="where to (default: report.html beside it, of several here; standard output for md "
              "and csv without --json)")  # fmt: skip
     add("--format", choices=_FORMATS, default=None, metavar="FORMAT",

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outpace.cli.parser import Parser, number_type
-from outpace.records.base import write_atomic
+from outpace.cli.output import output_file, write_output
+from outpace.cli.parser import LONGEST_S, Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.inventory import GpuState
@@ -119,13 +119,10 @@ def _draw(
 
     if path.suffix != ".svg":
         raise BadInputError(f"--svg {path}: the name has to end with .svg")
-    try:
-        if topology is not None and placement is not None:
-            write_atomic(path, topology_svg(topology, placement))
-        elif cpu is not None:
-            write_atomic(path, cpu_svg(cpu))
-    except OSError as error:
-        raise BadInputError(f"--svg {path}: {error.strerror}") from None
+    if topology is not None and placement is not None:
+        write_output(path, topology_svg(topology, placement))
+    elif cpu is not None:
+        write_output(path, cpu_svg(cpu))
 
 
 def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
@@ -171,7 +168,7 @@ def _parser() -> Parser:
         metavar="FILE",
         help="what nvidia-smi topo -m printed elsewhere; - is standard input",
     )
-    add("--svg", type=Path, default=None, metavar="FILE", help="draw it, too")
+    add("--svg", type=output_file, default=None, metavar="FILE", help="draw it, too")
     add(
         "--nvlink",
         default=None,
@@ -181,7 +178,7 @@ def _parser() -> Parser:
     )
     add(
         "--timeout",
-        type=number_type(float, 0.1),
+        type=number_type(float, 0.1, LONGEST_S),
         default=20.0,
         metavar="SECONDS",
         help="how long to wait for nvidia-smi (default: 20)",

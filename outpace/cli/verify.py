@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import Parser, number_type
 from outpace.launch.environment import ranks_from, restart_count
 from outpace.records.certificate import Certificate
@@ -127,7 +128,7 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
 def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
     """Keep the certificate, and print it."""
     if out is not None:
-        certificate.save(out)
+        save_output(out, certificate)
     if as_json:
         print(certificate.model_dump_json(indent=2), flush=True)
         return
@@ -194,5 +195,11 @@ def _parser() -> Parser:
         default="auto",
         help="where to compute (default: CUDA devices, one for each process, else the CPU)",
     )
-    add("--out", type=Path, default=None, metavar="FILE.json", help="keep the certificate here")
+    add(
+        "--out",
+        type=output_file,
+        default=None,
+        metavar="FILE.json",
+        help="keep the certificate here",
+    )
     return parser

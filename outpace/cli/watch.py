@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outpace.cli.output import output_file
 from outpace.cli.parser import Parser, duration_type
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
@@ -238,7 +239,7 @@ def _parser() -> Parser:
     add(
         "--out",
         dest="out_file",
-        type=Path,
+        type=output_file,
         default=None,
         metavar="FILE.json",
         help="keep the series",

@@ -10,6 +10,9 @@ from outpace.nn.cache import KVCache
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
+# Below it logits divided by the temperature are beyond fp32, or differ by more than exp can show.
+_LEAST_TEMPERATURE = 1e-6
+
 
 def generate(
     model: Transformer,
@@ -22,7 +25,8 @@ def generate(
 ) -> list[int]:
     """`tokens` and what the model writes after them, up to `stop_id` (left out).
 
-    Temperature 0 takes the likeliest token; otherwise one is drawn from
+    Temperature 0, or one so low that it comes to that, takes the likeliest token; otherwise one is
+    drawn from
     softmax(logits / temperature), of the `top_k` likeliest if given. The draw is on the CPU, the
     same on every device that gives the same logits. When the model's positions are used up it
     goes on from the newest half of them. Raises BadInputError for models that are not causal,
@@ -61,7 +65,12 @@ def _last_logits(model: Transformer, context: list[int], cache: KVCache) -> Tens
 def _choose(
     logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
 ) -> int:
-    if temperature == 0:
+    if not bool(torch.isfinite(logits_V).all()):
+        raise BadInputError(
+            "the model's logits are NaN or infinite, so that no token can be chosen: its weights "
+            "are damaged, or of a training that diverged. Use another copy of it."
+        )
+    if temperature < _LEAST_TEMPERATURE:
         return int(logits_V.argmax())
     scores, ids = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
     drawn = torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)

@@ -60,13 +60,17 @@ class Record(BaseModel):
         return cls.parse(read_object(path, on_change, option), str(path))
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, whole or not at all."""
+        """Write the record as JSON, whole or not at all. Raises OSError."""
+        write_atomic(path, self.as_file())
+
+    def as_file(self) -> str:
+        """The contents of a file of the record."""
         text = self.model_dump_json(indent=2)
         if self.has_checksum:
             values = json.loads(text)
             values = {**values, _CHECKSUM: _checksum(values)}
             text = json.dumps(values, indent=2, ensure_ascii=False)
-        write_atomic(path, text + "\n")
+        return text + "\n"
 
 
 def _checksum(values: dict[str, Any]) -> str:

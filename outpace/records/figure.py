@@ -1,13 +1,26 @@
 """A number about a machine: measured here, with all its samples, or out of the catalog."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, FiniteFloat, model_validator
 
 from outpace.records.base import Record
 from outpace.records.units import show_count, show_seconds, show_share
 
 Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
+
+
+# From the slowest to far above the fastest that machines have; of a probe's figures nothing else is
+# planned with. Shares may be of any size and sign.
+_POSSIBLE: Mapping[Unit, tuple[float, float]] = {
+    "FLOP/s": (1e3, 1e19),
+    "B/s": (1.0, 1e16),
+    "s": (0.0, 1e7),
+    "tokens/s": (1e-6, 1e15),
+    "samples/s": (1e-6, 1e15),
+    "ratio": (-1e9, 1e9),
+}
 
 
 class Key(Record):
@@ -43,12 +56,12 @@ class Figure(Record):
 
     key: Key
     unit: Unit
-    value: float | None
+    value: FiniteFloat | None
     origin: Literal["measured", "catalog"]
-    low: float | None = None
-    high: float | None = None
-    level: float | None = None
-    rounds: tuple[tuple[float, ...], ...] = Field(default=(), description="of samples")
+    low: FiniteFloat | None = None
+    high: FiniteFloat | None = None
+    level: FiniteFloat | None = None
+    rounds: tuple[tuple[FiniteFloat, ...], ...] = Field(default=(), description="of samples")
     unstable: str | None = None
     source: str | None = Field(default=None, description="of what is from the catalog")
 
@@ -62,6 +75,12 @@ class Figure(Record):
             raise ValueError(f"{self.key}: without a value it has to say why")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"{self.key}: low {self.low} is above high {self.high}")
+        least, most = _POSSIBLE[self.unit]
+        if self.value is not None and not least <= self.value <= most:
+            raise ValueError(
+                f"{self.key}: {self.value:g} {self.unit} cannot be: machines have between "
+                f"{least:g} and {most:g} {self.unit}. Probe again with outpace probe"
+            )
         return self
 
     @property

@@ -53,6 +53,11 @@ class RunDir:
             raise BadInputError(
                 f"{self.path} already holds a run. Use --resume to go on with it, or another --out."
             )
+        if self.path.is_symlink() and not self.path.exists():
+            raise BadInputError(
+                f"{self.path} is a link to {_target(self.path)}, which is not there. Make that "
+                "directory, or use another --out."
+            )
         if self.path.exists() and not self._is_empty():
             raise BadInputError(
                 f"{self.path} is there and is not an empty directory. Use another --out."

@@ -1,0 +1,61 @@
+"""Files that a command is asked to write: whether it can is known before it begins."""
+
+import argparse
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from outpace.records.base import Record, write_atomic
+from outpace.records.errors import BadInputError, shown
+
+
+def output_file(text: str) -> Path:
+    """A converter for argparse: a file that can be written, or a sentence why it cannot."""
+    path = Path(text)
+    why = "an empty name" if not text else _why_not(path)
+    if why is not None:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: {why}. Name a file that can be written")
+    return path
+
+
+def _why_not(path: Path) -> str | None:
+    """What keeps `path` from being written, in words."""
+    try:
+        os.lstat(path.absolute().parent / path.name)  # raises for names that none can have
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    folder = path.absolute().parent
+    if path.is_dir():
+        return "it is a folder"
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    # What is no regular file (a device, a pipe) is written into; a file gets another's place.
+    written = path if path.exists() and not path.is_file() else folder
+    return None if os.access(written, os.W_OK) else f"{written} cannot be written to"
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write what a command found out. Raises BadInputError.
+
+    Where `path` cannot be written any more, it is kept in the folder of temporary files, and the
+    error says where.
+    """
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        why = f"cannot write {path}: {error.strerror}"
+        with suppress(OSError):
+            data = content.encode() if isinstance(content, str) else content
+            descriptor, kept = tempfile.mkstemp(prefix="outpace-", suffix=f"-{path.name[-80:]}")
+            with open(descriptor, "wb") as file:  # noqa: PTH123 (of a descriptor)
+                file.write(data)
+            raise BadInputError(f"{why}. It is kept in {kept}.") from None
+        raise BadInputError(f"{why}.") from None
+
+
+def save_output(path: Path, record: Record) -> None:
+    """As `write_output`, of a record."""
+    write_output(path, record.as_file())

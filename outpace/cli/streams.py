@@ -1,0 +1,140 @@
+"""Standard streams that work wherever a command is started: closed, full, or not of UTF-8."""
+
+import codecs
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TextIO
+
+from outpace.records.errors import OutpaceError
+
+_DESCRIPTORS = (0, 1, 2)
+# What else has the meaning of a character, where the terminal's encoding lacks it.
+_INSTEAD = {"×": "x", "µ": "u", "–": "-", "—": "-", "−": "-", "·": ".", "→": "->", "≈": "~",
+            "✓": "ok", "…": "...", "²": "2", "α": "alpha", "≤": "<=", "≥": ">=", "▌": "|",
+            "é": "e", "É": "E"}  # fmt: skip
+
+
+class OutputError(OutpaceError):
+    """Standard output cannot be written."""
+
+
+def repair_streams(argv: Sequence[str]) -> None:
+    """Let a process's standard streams take whatever is written.
+
+    Descriptors that are closed lead to the null device, or the next file that is opened would get
+    what is printed. What standard error cannot take is dropped: nobody could be told. Characters
+    that an encoding lacks are replaced, in JSON by their escapes.
+    """
+    for descriptor in _DESCRIPTORS:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            os.set_inheritable(descriptor, True)
+    errors = "outpace-json" if "--json" in argv else "outpace-text"
+    codecs.register_error("outpace-json", _escaped)
+    codecs.register_error("outpace-text", _spelt)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", errors="replace")  # noqa: SIM115
+    sys.stdout = _text(_Output(1), sys.stdout, errors)
+    sys.stderr = _text(_Lenient(2), sys.stderr, "outpace-text")
+
+
+def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
+    """A stream of text as the one before, which is None where that was closed."""
+    known = isinstance(before, io.TextIOWrapper)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=_encoding(before),
+        errors=errors,
+        line_buffering=bool(getattr(before, "line_buffering", False)) if known else raw.isatty(),
+        write_through=bool(getattr(before, "write_through", False)),
+    )
+
+
+def _encoding(stream: TextIO | None) -> str:
+    return getattr(stream, "encoding", None) or "utf-8"
+
+
+class _Output(io.FileIO):
+    """Standard output, which remembers that it could not be written, and takes no more then."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """As much as was taken. Raises OSError, once."""
+        if self.error is not None:
+            return len(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+class _Lenient(_Output):
+    """A descriptor that takes whatever is written, also where its disk or terminal does not."""
+
+    def write(self, data: Any) -> int:
+        """As much as was taken. Raises nothing."""
+        with suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    r"""As JSON writes a character in ASCII: \u00d7."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    pairs = (units[at : at + 2].hex() for at in range(0, len(units), 2))
+    return "".join(f"\\u{pair}" for pair in pairs), error.end
+
+
+def _spelt(error: UnicodeError) -> tuple[str, int]:
+    """A character of the same meaning, or a question mark."""
+    assert isinstance(error, UnicodeEncodeError)
+    missing = error.object[error.start : error.end]
+    return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
+
+
+def flush_output() -> None:
+    """Write what is left of standard output. Raises OutputError, or BrokenPipeError."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _sentence(error) from None
+    error_before = output_error()  # argparse does not tell of it
+    if error_before is not None:
+        raise error_before
+
+
+def output_error() -> OutputError | None:
+    """The error of standard output, where it is that which cannot be written."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    error = raw.error if isinstance(raw, _Output) else None
+    return None if error is None else _sentence(error)
+
+
+def _sentence(error: OSError) -> OutputError:
+    return OutputError(
+        f"standard output cannot be written: {error.strerror}. What was done stays as it is; send "
+        "the output to another place."
+    )
+
+
+def drop_output() -> None:
+    """Write nothing more to standard output: what is left of it is lost."""
+    with suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
