@@ -95,10 +95,10 @@ def number_type(
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        if not math.isfinite(value):
-            raise argparse.ArgumentTypeError(f"{text} is no finite number")
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
+        if not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is no finite number")
         return value
 
     return convert

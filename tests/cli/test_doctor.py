@@ -160,7 +160,7 @@ def test_topology_with_a_broken_driver(no_tools, capsys, script, words):
         ([f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=t.png"], "has to end with .svg"),
         (
             [f"--from={TOPOLOGIES / 'dgx-a100.txt'}", "--svg=/no/dir/t.svg"],
-            "--svg /no/dir/t.svg: No",
+            "there is no folder /no/dir",
         ),
     ],
 )

@@ -29,6 +29,7 @@ WORDS = {
     "network": "network --model gpt2 --machine hgx-h100",
     "watch": "watch --for 0.2",
     "runs": "runs {run}",
+    "models": "models",
     "merge": "merge {run} --out merged",
     "launch": "launch sbatch --nodes 1 -- --model gpt2",
     "compare": "compare --command true --command 'true ' --metric (1) --rounds 1",
