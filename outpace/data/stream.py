@@ -15,7 +15,7 @@ from outpace.records.errors import BadInputError
 Array = np.ndarray[Any, np.dtype[Any]]
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_SCANNED_TOKENS = 1 << 24
+_SCANNED_TOKENS = 1 << 22
 # Of llm.c: the type of the ids by magic number, and the version; no type for its other files.
 _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
     20240520: ("<u2", 1), 20240801: ("<u4", 7), 20240522: (None, 1), 20240326: (None, 3),
@@ -39,6 +39,11 @@ class Mapped:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def loaded(self, offset: int, count: int) -> Array:
+        """Ids read into memory of their own: what is mapped counts as this process's memory."""
+        at = self._offset + offset * self.ids.itemsize
+        return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -58,15 +63,17 @@ class Stream:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def read(self, begin: int, count: int) -> Array:
-        """`count` tokens from place `begin` of this stream, as int64."""
+    def read(self, begin: int, count: int, mapped: bool = True) -> Array:
+        """`count` tokens from place `begin` of this stream, as int64; `mapped` for few of many."""
         begin += self.start
         found = np.empty(count, dtype=np.int64)
         filled = 0
         shard = int(np.searchsorted(self.ends, begin, side="right"))
         while filled < count:
             offset = begin + filled - (int(self.ends[shard - 1]) if shard else 0)
-            part = self.shards[shard].ids[offset : offset + count - filled]
+            left = count - filled
+            ids = self.shards[shard]
+            part = ids.ids[offset : offset + left] if mapped else ids.loaded(offset, left)
             found[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
@@ -100,7 +107,7 @@ class Stream:
     def blocks(self) -> Iterator[Array]:
         """All tokens, a few at a time."""
         for begin in range(0, len(self), _SCANNED_TOKENS):
-            yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin))
+            yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
         """The largest token id, or one of the shards' that is larger still; −1 without tokens."""

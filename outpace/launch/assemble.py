@@ -194,7 +194,7 @@ def assemble(
         wide_values = fill(
             layout,
             lies_on(plan, device),
-            weights_of(job.materials, settings, device),
+            weights_of(job.materials, settings, plan, device),
             keeps_wide=mixed.keeps_masters,
         )
     optimizer = _optimizer(job, layout, scratch, mixed, wide_values)

@@ -22,7 +22,7 @@ from outpace.launch.resolve import resolve_seq_len
 from outpace.launch.tasks import gather_task, held_out_part
 from outpace.launch.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
-from outpace.nn.lora import adapt
+from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import weights_dtype
 from outpace.nn.nf4 import require_nf4
@@ -304,7 +304,7 @@ def build_objective(
         return ClassificationObjective(classifier).to(device)
     if materials.is_transformer and fills_later(plan):
         with torch.device("meta"):
-            hollow = Transformer(materials.spec)
+            hollow = adapt(Transformer(materials.spec), plan, settings.seed)
         return LanguageModelObjective(hollow, plan.loss, compute_dtype, plan.compile)
     model = initial_model(materials.opened, materials.spec, settings, place)
     adapt(model, plan, settings.seed, device)
@@ -323,15 +323,23 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 
 
 def weights_of(
-    materials: Materials, settings: TrainSettings, device: torch.device
+    materials: Materials, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
     """The weights to start from, whole, by their names: stored ones, or drawn on `device`."""
     spec, opened = materials.spec, materials.opened
     assert spec is not None and opened is not None
-    if not _starts_pretrained(opened, settings):
-        shapes = parameter_shapes(spec)
-        return lambda name: initial_value(spec, settings.seed, name, shapes[name], device)
-    return stored_weights(opened, spec).pop
+    shapes, seed = parameter_shapes(spec), settings.seed
+    stored = stored_weights(opened, spec) if _starts_pretrained(opened, settings) else None
+
+    def value_of(name: str) -> torch.Tensor:
+        adapter = first_value(name, shapes, plan.lora_rank, seed)
+        if adapter is not None:
+            return adapter
+        if stored is not None:
+            return stored.pop(name)
+        return initial_value(spec, seed, name, shapes[name], device)
+
+    return value_of
 
 
 @dataclass(frozen=True)

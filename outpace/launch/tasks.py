@@ -1,6 +1,7 @@
 """What a task is trained on: rows of its data as samples, with the tokenizer that they need."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import xxhash
 from outpace.data import classify
 from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
 from outpace.data.encoded import remembered
-from outpace.data.padded import PaddedDataset, rounded, shape_multiple
+from outpace.data.padded import MULTIPLE, PaddedDataset, rounded, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.row_files import Row
 from outpace.data.rows import Table, fingerprint, held_out, read_tables, splits_of
@@ -118,10 +119,16 @@ def gather_task(
         if opened is None or opened.kind in ("preset", "spec"):
             require_exportable(spec)  # what transformers has written is, and asking it takes time
     seq_len = resolve_seq_len(settings, positions)
-    most = min(rounded(seq_len), positions or rounded(seq_len))
+    # Each length is shared by the ranks of tensor parallelism.
+    tp = 1 if plan is None else plan.tp
+    most = rounded(seq_len, math.lcm(MULTIPLE, tp))
+    if positions is not None and most > positions:
+        most = positions // tp * tp
+    seq_len = min(seq_len, most)
     source = read_source(settings)
     fixed = _fixed(settings, plan)
-    multiple = shape_multiple(most, device_type, plan is not None and plan.compile)
+    compiled = plan is not None and plan.compile
+    multiple = math.lcm(shape_multiple(most, device_type, compiled), tp)
     make = _classify if settings.task == "classify" else _chat
     sizes = seq_len, most, fixed, multiple
     return make(settings, opened, spec, vocab, source, sizes, cache_dir, callbacks)

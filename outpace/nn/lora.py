@@ -94,7 +94,8 @@ def adapt(
     """Freeze a model and add the plan's adapters, in place; nothing where the plan has none.
 
     With base nf4 the blocks' matrices are quantized, each on `device`, where it stays: so the whole
-    model need not fit there. Raises BadInputError for a target that the model does not have.
+    model need not fit there. On meta the adapters have no values: see `first_value`. Raises
+    BadInputError for a target that the model does not have.
     """
     if plan.lora_rank is None:
         return model
@@ -108,8 +109,9 @@ def adapt(
         parent, _, leaf = name.rpartition(".")
         placed = linear if device is None else linear.to(device)
         adapted = kind(placed, rank, plan.lora_scale, plan.lora_dropout)
-        if adapted.lora_a is not None:
-            _draw(adapted.lora_a, seed, f"{name}.lora_a")
+        if adapted.lora_a is not None and not adapted.lora_a.is_meta:
+            with torch.no_grad():
+                adapted.lora_a.copy_(_drawn(tuple(adapted.lora_a.shape), seed, f"{name}.lora_a"))
         setattr(model.get_submodule(parent), leaf, adapted)
     return model
 
@@ -135,12 +137,25 @@ def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
     return set(plan.lora_targets)
 
 
-@torch.no_grad()
-def _draw(a: Tensor, seed: int, name: str) -> None:
+def first_value(
+    name: str, shapes: Mapping[str, tuple[int, ...]], rank: int | None, seed: int
+) -> Tensor | None:
+    """What the adapter of this parameter's name begins with; None for another parameter.
+
+    `shapes` are those of the transformer's parameters without adapters.
+    """
+    module, _, kind = name.rpartition(".")
+    if rank is None or kind not in ("lora_a", "lora_b"):
+        return None
+    out, inner = shapes[f"{module}.weight"]
+    return _drawn((rank, inner), seed, name) if kind == "lora_a" else torch.zeros(out, rank)
+
+
+def _drawn(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
     """U(−1/√in, 1/√in), as in the code that came with the paper; each from its own stream."""
-    bound = 1 / math.sqrt(a.shape[1])
-    drawn = torch.empty(a.shape, dtype=torch.float32, device="cpu")
-    a.copy_(drawn.uniform_(-bound, bound, generator=stream(seed, name)))
+    bound = 1 / math.sqrt(shape[1])
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return drawn.uniform_(-bound, bound, generator=stream(seed, name))
 
 
 def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:

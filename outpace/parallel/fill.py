@@ -24,10 +24,11 @@ SPREADS: frozenset[Strategy] = frozenset(
 def fills_later(plan: Plan) -> bool:
     """Whether a model should be laid out on the meta device, and filled then.
 
-    What is adapted, or goes to a disk, needs its values before.
+    What is made into 4 bits, or goes to a disk, needs its values before.
     """
     spread = plan.strategy in SPREADS and plan.world_size > 1
-    return spread and plan.lora_rank is None and plan.offload_parameters != "disk"
+    rounded = plan.lora_rank is not None and plan.base != "fp32"
+    return spread and not rounded and plan.offload_parameters != "disk"
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def fill(
     """Give a layout that has no memory its weights on `device`, before its optimizer is made.
 
     `value_of` gives a whole parameter by its name in a single process. With `keeps_wide` returns
-    this rank's parts of them in fp32 as well, by name, where the weights are of 16 bits.
+    this rank's parts of them in fp32 as well, by name, where weights of 16 bits train.
     """
     _take_memory(layout.objective, device)
     wide: dict[str, Tensor] = {}
@@ -48,7 +49,7 @@ def fill(
         part = _part_of(value_of(name), parameter)
         here = local(parameter)
         here.copy_(part)
-        if keeps_wide and here.itemsize == 2:
+        if keeps_wide and here.itemsize == 2 and parameter.requires_grad:
             wide[name] = part.to(here.device, torch.float32, copy=True)
     return wide
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outpace.nn.levers import apply_levers
-from outpace.nn.lora import adapt
+from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import Mixed, keeps_casts, make_mixed
 from outpace.nn.scratch import Scratch
@@ -75,7 +75,14 @@ def run_steps(
     layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
     if fills_later(plan):
         shapes = parameter_shapes(work.spec)
-        fill(layout, CPU, lambda name: torch.empty(shapes[name], dtype=torch.float32))
+
+        def value_of(name: str) -> torch.Tensor:
+            adapter = first_value(name, shapes, plan.lora_rank, 0)
+            return (
+                adapter if adapter is not None else torch.empty(shapes[name], dtype=torch.float32)
+            )
+
+        fill(layout, CPU, value_of)
     optimizer = make_optimizer(
         layout.named_parameters(),
         plan.optimizer,

@@ -2,6 +2,7 @@ import csv
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -130,6 +131,17 @@ def test_nanogpt(tmp_path, prepare):
     (tmp_path / "x.bin").write_bytes(b"")
     with pytest.raises(BadInputError, match="is empty"):
         prepare(tmp_path / "x.bin", tokenizer=None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
+def test_looking_through_all_ids_keeps_none_of_the_file_in_memory(tmp_path, prepare):
+    path = tmp_path / "x.bin"
+    (np.arange(20 << 20) % 50_000).astype("<u2").tofile(path)
+    corpus = prepare(path, tokenizer=None)
+    assert corpus.vocab_needed == 50_000
+    entries = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+    resident_kb = [int(entry.split("Rss:")[1].split()[0]) for entry in entries]
+    assert resident_kb and sum(resident_kb) < 8 << 10, "of 40 MiB; the first MiB are looked at"
 
 
 HEADER = {"<u2": (20240520, 1), "<u4": (20240801, 7)}

@@ -13,7 +13,9 @@ from outpace.data.paraphrases import paraphrases
 from outpace.data.tokenizer import train_tokenizer
 from outpace.launch import use
 from outpace.launch.job import prepared, train
+from outpace.launch.materials import gather
 from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
@@ -170,6 +172,19 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
         said = " ".join(materials.hints)
         assert ("a new one is drawn" in said) == (given == "others")
         assert ("1 = neu" in said) == (given == "numbers")
+
+
+@pytest.mark.parametrize("most", [48, 64])
+def test_lengths_are_shared_by_the_ranks_of_tensor_parallelism(home, most):
+    settings = asked(
+        home, task="chat", family="llama", data=[str(home / "talk.jsonl")], seq_len=most,
+        global_batch=4,
+    )  # fmt: skip
+    plan = Plan(strategy="tp", tp=3)
+    found = gather(settings, None, home / "cache", 1, (), plan)
+    lengths = {found.train_data.padded_length(n) for n in range(1, found.seq_len + 1)}
+    assert not any(length % 3 for length in lengths) and max(lengths) >= found.seq_len
+    assert found.seq_len == (48 if most == 48 else 63), "there are 64 positions"
 
 
 @pytest.fixture(scope="module")

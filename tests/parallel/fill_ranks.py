@@ -6,11 +6,13 @@ Started on each rank with a plan; ranks compare their own parts.
 import json
 import os
 import sys
+from functools import partial
 
 import torch
 
 from outpace.launch.environment import ranks_from
 from outpace.launch.group import process_groups
+from outpace.nn.lora import adapt, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer, initial_value
 from outpace.parallel import Request, apply
@@ -27,6 +29,11 @@ def parts(layout):
     return {name: local(p).detach().clone() for name, p in layout.named_parameters()}
 
 
+def first(spec, shapes, plan, name):
+    adapter = first_value(name, shapes, plan.lora_rank, 5)
+    return initial_value(spec, 3, name, shapes[name]) if adapter is None else adapter
+
+
 def main() -> None:
     spec = ModelSpec.parse(json.loads(sys.argv[1]), "test")
     shapes = parameter_shapes(spec)
@@ -35,12 +42,12 @@ def main() -> None:
         for values in json.loads(sys.argv[2]):
             plan = Plan.parse(values, "test")
             assert fills_later(plan), plan
-            whole = LanguageModelObjective(Transformer(spec, seed=3))
+            whole = LanguageModelObjective(adapt(Transformer(spec, seed=3), plan, 5))
             at_once = parts(apply(Request(whole, plan, ranks, CPU)))
             with torch.device("meta"):
-                hollow = LanguageModelObjective(Transformer(spec))
+                hollow = LanguageModelObjective(adapt(Transformer(spec), plan, 5))
             layout = apply(Request(hollow, plan, ranks, CPU))
-            fill(layout, CPU, lambda name: initial_value(spec, 3, name, shapes[name]))
+            fill(layout, CPU, partial(first, spec, shapes, plan))
             later = parts(layout)
             assert later.keys() == at_once.keys()
             for name, values_ in at_once.items():
