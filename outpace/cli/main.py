@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import outpace
+from outpace.cli.library_warnings import hide_library_warnings
 from outpace.cli.streams import drop_output, flush_output, output_error, repair_streams
 from outpace.launch.parent_watch import end_with_parent
 from outpace.records.errors import (
@@ -101,6 +102,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     torch's libraries, and a training that had written its result ended by SIGABRT.
     """
     repair_streams(sys.argv[1:] if argv is None else argv)
+    hide_library_warnings()
     code = main(argv)
     if "torch" not in sys.modules:
         sys.exit(code)

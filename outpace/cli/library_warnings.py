@@ -1,0 +1,40 @@
+"""Warnings of libraries, which no user of a command can do anything about, are not shown.
+
+Those of outpace itself are, as a sentence, and those of code of the user's own, as Python shows
+them. `python -W …` and PYTHONWARNINGS show all.
+"""
+
+import os
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = tuple(
+    {str(Path(_PATHS[name])) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def hide_library_warnings() -> None:
+    """Show warnings by whose they are, from now on and in processes that are forked."""
+    if sys.warnoptions:  # -W or PYTHONWARNINGS: who gives them wants to see what there is
+        return
+    warnings.showwarning = _show  # type: ignore[assignment]
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    out = file or sys.stderr
+    if filename.startswith(_OURS):
+        print(f"outpace: {message}", file=out)
+    elif not filename.startswith(_LIBRARIES) and "site-packages" not in Path(filename).parts:
+        out.write(warnings.formatwarning(message, category, filename, lineno, line))
