@@ -1,6 +1,7 @@
 """What a --data argument means: files, folders, globs, datasets, tokens, Python's own source."""
 
 import glob
+import json
 import os
 import re
 import sysconfig
@@ -21,7 +22,8 @@ Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
 
 # What a suffix says of a file, in small letters or capitals; any other file is a plain text.
 _FORMS: Mapping[str, Form] = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "tsv",
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".jsonlines": "json", ".jl": "json",
+    ".csv": "csv", ".tsv": "tsv",
     ".tab": "tsv", ".parquet": "parquet", ".pq": "parquet", ".bin": "tokens", ".idx": "tokens",
 }  # fmt: skip
 # Files about data, which are none.
@@ -142,6 +144,11 @@ def _of_file(reference: str, path: Path) -> Source:
     form = form_of(path)
     if form == "tokens":
         return _found(reference, "tokens", _with_indices([path]))
+    if form == "text" and _has_rows(path):
+        raise BadInputError(
+            f"{path} holds JSON, an object a line or a list of them, whose syntax would be learnt "
+            "as a text. Call it .jsonl, so that its rows are read."
+        )
     return _found(reference, "text" if form == "text" else "rows", [path])
 
 
@@ -195,12 +202,22 @@ def _has_rows(file: Path) -> bool:
     """Whether a .json begins as a list of objects, or as an object a line."""
     with readable(file) as stream:
         lines = stream.read(_SNIFFED_BYTES).removeprefix(b"\xef\xbb\xbf").split()
-    head = b"".join(lines[:2])[:2]
+    head = b"".join(lines[:3])[:3]
     if head[:1] == b"[":
-        return head == b"[{"
+        return head == b'[{"'
     with readable(file) as stream:
         lines = [line for line in stream.read(_SNIFFED_BYTES).splitlines() if line.strip()]
-    return len(lines) > 1 and all(line.lstrip().startswith(b"{") for line in lines[:2])
+    return len(lines) > 1 and all(map(_is_object, lines[:2]))
+
+
+def _is_object(line: bytes) -> bool:
+    """Whether a line is a JSON object, or begins one that is longer than what was read."""
+    if not line.lstrip().startswith(b"{"):
+        return False
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return len(line) > _SNIFFED_BYTES // 2
 
 
 def binary_kind(head: bytes) -> str | None:

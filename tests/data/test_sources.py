@@ -389,6 +389,18 @@ def test_a_list_is_rows_whatever_it_is_called(tmp_path, prepare, ids_of, name, i
     assert tokens(prepare(tmp_path / name)) == [ids_of(*(row["text"] for row in ROWS))]
 
 
+@pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.jsonl.bak"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_rows_under_the_name_of_a_text_are_refused(tmp_path, prepare, ids_of, name, listed):
+    path = write_lines(tmp_path / name, *ROWS)
+    if listed:
+        path.write_text(json.dumps(ROWS))
+    with pytest.raises(BadInputError, match=r"holds JSON, an object a line.* Call it \.jsonl"):
+        prepare(path)
+    path.write_text("{\n  int a;\n}\n{ b }\n")
+    assert tokens(prepare(path)) == [ids_of(path.read_text())]
+
+
 def test_a_long_list_is_read_a_record_at_a_time(tmp_path, prepare, ids_of):
     texts = [f"orchard {n} \u00e9 " * 3000 for n in range(80)]  # over 4 MB: several blocks
     (tmp_path / "x.json").write_text(json.dumps([{"text": text} for text in texts]))
