@@ -30,6 +30,7 @@ from outpace.records.errors import (
     OutpaceError,
     harmless,
     nearest,
+    readable,
 )
 
 # command -> one line of help; its module has the command's name.
@@ -199,6 +200,7 @@ def _fail(
 
     What is the same `on_all_ranks` is said by rank 0 alone.
     """
+    message = readable(message)
     _write_error_file(message, exit_code, environ)
     if launched_by_us(environ):
         # The launcher speaks for all ranks, so that a person reads each message once. It would

@@ -130,13 +130,13 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
         return tuple(classes)
     if len(seen) < 2:
         raise BadInputError(
-            f"all {len(examples)} samples have the label {next(iter(seen))!r}, so there is nothing "
-            "to tell apart. Give data with two labels or more."
+            f"all {len(examples)} samples have the label {shown(next(iter(seen)))}, so there is "
+            "nothing to tell apart. Give data with two labels or more."
         )
     if len(seen) > max(2, len(examples) // 2):
         raise BadInputError(
-            f"{len(examples)} samples have {len(seen)} labels, such as {min(seen)!r}: these look "
-            "like numbers on a scale or texts. Name the column of classes with --label-field."
+            f"{len(examples)} samples have {len(seen)} labels, such as {shown(min(seen))}: these "
+            "look like numbers on a scale or texts. Name the column of classes with --label-field."
         )
     return tuple(sorted(seen, key=_by_number))
 

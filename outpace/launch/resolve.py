@@ -298,9 +298,10 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
+        possible = " or ".join(str(batch) for batch in (lower, lower + shares) if batch)
         raise BadInputError(
             f"global batch {settings.global_batch} cannot be shared by {shares} "
-            f"data-parallel ranks; {lower or shares} or {lower + shares} can."
+            f"data-parallel ranks; {possible} can."
         )
     return settings.global_batch // shares
 

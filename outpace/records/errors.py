@@ -15,6 +15,8 @@ EXIT_STANDSTILL = 5  # a rank was stopped, or did not come to what the others wa
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
 # Of a run that was out of memory: it said so, or the system killed it, or one of its ranks.
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
+# Of a line of a message: what is longer holds somebody's text whole.
+_MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
 
@@ -55,6 +57,17 @@ class InterruptedRunError(OutpaceError):
 def clipped(text: str, most: int = 200) -> str:
     """The beginning of a text that is longer than a person reads."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def readable(message: str) -> str:
+    """A message whose long lines are cut in their midst, where they hold a text of the data.
+
+    What was wrong is at the beginning, and what to do next at the end.
+    """
+    return "\n".join(
+        line if len(line) <= _MOST_LETTERS else f"{line[:_FIRST_LETTERS]} … {line[-_LAST_LETTERS:]}"
+        for line in message.split("\n")
+    )
 
 
 def shown(value: object) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from outpace.catalog.models import PRESETS
 from outpace.catalog.outlines import OUTLINES
-from outpace.records.errors import nearest_model
+from outpace.records.errors import nearest_model, readable
 
 KNOWN = (*PRESETS, *OUTLINES)
 
@@ -23,3 +23,10 @@ def test_no_other_model_is_suggested(name: str) -> None:
 )  # fmt: skip
 def test_a_slip_is(name: str, meant: str) -> None:
     assert f"Did you mean '{meant}'" in nearest_model(name, KNOWN)
+
+
+def test_a_message_that_holds_a_text_whole_is_cut_in_its_midst():
+    said = readable(f"no column {'a' * 3_000_000!r}\nis known. Name it with --label-field.")
+    assert len(said) < 2100
+    assert said.startswith("no column 'aaa") and said.endswith("Name it with --label-field.")
+    assert readable("short\nand plain") == "short\nand plain"
