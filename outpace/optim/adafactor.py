@@ -13,11 +13,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.spread import is_spread, local, splits
+from outpace.optim.compiled import CompiledStep
 from outpace.optim.each import step_each
+
+MEANS = ("variance", "row_var", "col_var")  # of squares, by their names in a state
 
 
 class Adafactor(torch.optim.Adafactor):
-    """torch's settings and states; sums over rows and columns are over the ranks that have them."""
+    """torch's settings and states; sums over rows and columns are over the ranks that have them.
+
+    `compiled`: parameters that are not spread are stepped by kernels that torch.compile makes.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, compiled: bool = False) -> None:
+        super().__init__(groups, lr=lr)
+        self._compiled = CompiledStep(step_tensor) if compiled else None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Zeros: means of squares over the columns and over the rows of a matrix."""
@@ -41,28 +51,59 @@ class Adafactor(torch.optim.Adafactor):
     ) -> None:
         least = group["eps"][0] or torch.finfo(parameter.dtype).eps
         weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
-        new = state["step"] ** group["beta2_decay"]  # 1 − β̂₂
-        bound = (state["step"] ** -0.5).clamp(max=group["lr"])
-        rate = _root_mean_square(weight, parameter).clamp(min=group["eps"][1]) * bound
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        estimate = self._estimate(parameter, gradient.square(), state, new, least)
-        update = estimate.clamp_(min=least**2).rsqrt_().mul_(gradient)
-        size = _root_mean_square(update, parameter).div_(group["d"]).clamp_(min=1.0)
-        weight.sub_(update.mul_(rate / size))
+        means = tuple(local(state[name]) for name in MEANS if name in state)
+        numbers = (
+            state["step"] ** group["beta2_decay"],
+            (state["step"] ** -0.5).clamp(max=group["lr"]),
+            state["step"].new_full((), 1 - group["lr"] * group["weight_decay"]),
+        )
+        constants = (least, group["eps"][1], group["d"])
+        alike = weight.is_contiguous() and gradient.is_contiguous()
+        if self._compiled is None or is_spread(parameter) or not alike:
+            step_tensor(parameter, weight, gradient, means, numbers, constants)
+            return
+        kind = (weight.shape[1:], weight.ndim, weight.dtype, gradient.dtype, weight.device, least)
+        plain = weight.detach()
+        self._compiled(kind, plain, plain, gradient, means, numbers, constants)
 
-    def _estimate(
-        self, parameter: Tensor, square: Tensor, state: dict[str, Tensor], new: Tensor, least: float
-    ) -> Tensor:
-        """Of the squares' running mean, from its means over rows and over columns."""
-        if parameter.ndim < 2:
-            return _blend(local(state["variance"]), square, new).clone()
-        rows, last = parameter.shape[-2], parameter.ndim - 1
-        over_columns = _summed(square.sum(-1, keepdim=True), parameter, last) / parameter.shape[-1]
-        over_rows = _summed(square.sum(-2, keepdim=True), parameter, last - 1) / rows
-        row = _blend(local(state["row_var"]), over_columns, new)
-        column = _blend(local(state["col_var"]), over_rows, new)
-        mean = _summed(row.sum(-2, keepdim=True), parameter, last - 1) / rows
-        return (row @ column).div_(mean.clamp_(min=least))
+
+def step_tensor(
+    parameter: Tensor,
+    weight: Tensor,
+    gradient: Tensor,
+    means: tuple[Tensor, ...],
+    numbers: tuple[Tensor, Tensor, Tensor],
+    constants: tuple[float, float, float],
+) -> None:
+    """Update this rank's part of a parameter, `weight`, in place.
+
+    `means` are the running means of squares: of all elements, or over columns and over rows.
+    `numbers`: 1 − β̂₂, the bound of the relative step, what is left of a weight when it decays.
+    `constants`: ε₁, ε₂ and d of the paper.
+    """
+    new, bound, kept = numbers
+    least, smallest, threshold = constants
+    rate = _root_mean_square(weight, parameter).clamp(min=smallest) * bound
+    weight.mul_(kept)
+    estimate = _estimate(parameter, gradient.square(), means, new, least)
+    update = estimate.clamp_(min=least**2).rsqrt_().mul_(gradient)
+    size = _root_mean_square(update, parameter).div_(threshold).clamp_(min=1.0)
+    weight.sub_(update.mul_(rate / size))
+
+
+def _estimate(
+    parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
+) -> Tensor:
+    """Of the squares' running mean, from its means over rows and over columns."""
+    if len(means) == 1:
+        return _blend(means[0], square, new).clone()
+    rows, last = parameter.shape[-2], parameter.ndim - 1
+    over_columns = _summed(square.sum(-1, keepdim=True), parameter, last) / parameter.shape[-1]
+    over_rows = _summed(square.sum(-2, keepdim=True), parameter, last - 1) / rows
+    row = _blend(means[0], over_columns, new)
+    column = _blend(means[1], over_rows, new)
+    mean = _summed(row.sum(-2, keepdim=True), parameter, last - 1) / rows
+    return (row @ column).div_(mean.clamp_(min=least))
 
 
 def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _build(
     if kind in ("bf16", "8bit", "4bit"):
         return LowAdamW(groups, cast(Kept, kind), noise, lr=lr, betas=betas, compiled=compiled)
     if name == "adafactor":
-        return Adafactor(groups, lr=lr)
+        return Adafactor(groups, lr=lr, compiled=compiled)
     if name == "muon":
         return Muon(groups, lr=lr, betas=betas, together=steps_together(groups))
     if name == "sgd":

@@ -48,7 +48,8 @@ class CompiledStep:
             self._compiled[kind](*arguments)  # compiles before it changes anything
         except TorchDynamoException as error:
             self._fails = True
-            reason = str(error).strip().splitlines()[0][:200]
+            inner = getattr(error, "inner_exception", None) or error
+            reason = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0][:200]}"
             warnings.warn(
                 f"torch.compile fails on the optimizer's step ({reason}), which goes on without. "
                 "Leave the attempt out with --no-compile.",

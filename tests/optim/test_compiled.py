@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from outpace.optim.adafactor import Adafactor
 from outpace.optim.build import begin_step
 from outpace.optim.low import LowAdamW
 from outpace.optim.rounding import Noise
@@ -59,3 +60,30 @@ def test_one_compiled_function_serves_all_sizes_and_rates():
     half, _ = stepped(shapes, compiled=True, rows=slice(16))
     for part, whole in zip(half, found, strict=True):
         assert torch.equal(part, whole[:16])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_adafactor_is_one_compiled_function_for_matrices_of_a_width():
+    from torch._dynamo.utils import counters
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in ((64, 32), (48, 32), (40,))]
+        optimizer = Adafactor(
+            [{"params": parameters, "weight_decay": 0.1}], lr=1.0, compiled=compiled
+        )
+        for step, rate in enumerate(RATES, 1):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape)
+            begin_step(optimizer, step, rate)
+            optimizer.step()
+        states = [optimizer.state[parameter] for parameter in parameters]
+        return parameters, [state[name] for state in states for name in state]
+
+    known, known_states = trained(compiled=False)
+    counters.clear()
+    found, states = trained(compiled=True)
+    assert counters["stats"]["unique_graphs"] == 2  # of matrices, and of vectors
+    for one, other in zip([*found, *states], [*known, *known_states], strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
