@@ -52,10 +52,11 @@ _FACTORS = re.compile(r"multiplier|scal|factor|ratio|percent|pct|freq|step|inter
 _USUAL_WORDS = frozenset(
     "default none full dense absolute rope rotary rmsnorm rms_norm rms swiglu silu".split()  # noqa: SIM905
 )
-# Keys that transformers turns into others before a model is made.
+# Keys that transformers turns into others before a model is made, or writes beside them.
 _TURNED = frozenset(
     """
     rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
+    num_local_experts qk_head_dim
     """.split()  # noqa: SIM905
 )
 # Widths and counts of layers, by the names that architectures have for them.

@@ -10,7 +10,7 @@ import transformers
 
 from outpace.interop.config import read_spec_with_notes
 from outpace.interop.models import open_model
-from outpace.interop.outline import described
+from outpace.interop.outline import READERS, described
 from outpace.planner.outlines import parameters
 from outpace.records.errors import BadInputError
 
@@ -129,6 +129,14 @@ def test_keys_that_say_what_is_so_anyway(tmp_path: Path) -> None:
     }  # fmt: skip
     del bert["num_key_value_heads"]
     assert read_spec_with_notes(write(tmp_path, bert)).notes == ()
+
+
+@pytest.mark.parametrize("model_type", sorted(set(READERS) - {"deepseek_v2"}))
+def test_nothing_is_said_of_what_transformers_writes(model_type: str, tmp_path: Path) -> None:
+    """DeepSeek-V2's own default lacks the experts of a token."""
+    transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    notes = [note for note in described(tmp_path)[0].notes if "num_nextn_predict" not in note]
+    assert notes == []
 
 
 def test_keys_that_are_passed_over_are_named(tmp_path: Path) -> None:
