@@ -3,6 +3,7 @@
 import codecs
 import csv
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from outpace.data.sources import (
 from outpace.records.errors import BadInputError
 
 _READ_BYTES = 1 << 20
+_QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 _SPACES = " \t\r\n"
 
 
@@ -264,9 +266,11 @@ def _table(
 ) -> Iterator[tuple[Row, int]]:
     """Rows of a table below its header.
 
-    GLUE's tab-separated files do not quote: a quotation mark in them is one of the text.
+    GLUE's tab-separated files do not quote: a quotation mark in them is one of the text. Others
+    do, as pandas writes them (see `_quotes`).
     """
-    cells = _tabbed(file) if delimiter == "\t" else _quoted(file)
+    quoted = delimiter == "," or _quotes(file)
+    cells = _quoted(file, delimiter) if quoted else _tabbed(file)
     header: list[str] | None = None
     for number, row, took in cells:
         if header is None:
@@ -307,6 +311,21 @@ def _lines_of(file: Path) -> Iterator[str]:
             offset += len(line)
 
 
+def _quotes(file: Path) -> bool:
+    """Whether cells between tabs that begin with a quotation mark are quoted, as CSV's are.
+
+    Known by marks that are doubled within them, where every such cell is well-formed.
+    """
+    doubled = False
+    for line in _lines_of(file):
+        for cell in line.rstrip("\r\n").split("\t"):
+            if cell.startswith('"'):
+                if not _QUOTED_CELL.fullmatch(cell):
+                    return False
+                doubled = doubled or '""' in cell[1:-1]
+    return doubled
+
+
 def _tabbed(file: Path) -> Iterator[tuple[int, list[str], int]]:
     """The number of each line that has any cells, those, and its bytes."""
     for number, line in enumerate(_lines_of(file), 1):
@@ -314,10 +333,10 @@ def _tabbed(file: Path) -> Iterator[tuple[int, list[str], int]]:
             yield number, stripped.split("\t"), len(line)
 
 
-def _quoted(file: Path) -> Iterator[tuple[int, list[str], int]]:
+def _quoted(file: Path, delimiter: str) -> Iterator[tuple[int, list[str], int]]:
     """The number of the last line of each row, its cells, and its bytes."""
     csv.field_size_limit(LINE_BYTES)
-    reader = csv.reader(_lines_of(file), strict=True)
+    reader = csv.reader(_lines_of(file), delimiter=delimiter, strict=True)
     try:
         for row in reader:
             if row:

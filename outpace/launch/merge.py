@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from outpace.data.chat import ChatFormat
+from outpace.data.tokenizer import load_tokenizer
 from outpace.interop.config import spec_from_hf
 from outpace.interop.huggingface import read_weights, write_model
 from outpace.interop.models import OpenedModel, open_model
@@ -12,6 +14,8 @@ from outpace.interop.origin import tokenizer_writer
 from outpace.interop.peft import ADAPTER_CONFIG, merge
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Base
+from outpace.records.run import RunRecord
+from outpace.train.run_dir import RUN_FILE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,8 +35,25 @@ def merge_adapter(
     weights = read_weights(opened.weights, opened.spec)
     merge(weights, opened.adapter, opened.spec, opened.weights, base)
     save = tokenizer_writer(opened.tokenizer) if opened.tokenizer else None
-    write_model(out, opened.spec, weights, save, DTYPES[dtype], origin=opened.folder)
+    write_model(
+        out, opened.spec, weights, save, DTYPES[dtype], origin=opened.folder,
+        stop_ids=_stop_ids(opened),
+    )  # fmt: skip
     return sum(tensor.numel() for tensor in weights.values())
+
+
+def _stop_ids(opened: OpenedModel) -> tuple[int, ...]:
+    """What ends an answer, where a run taught the adapter to answer."""
+    assert opened.adapter is not None
+    record = opened.adapter.parent / RUN_FILE
+    tokenizer = (
+        opened.adapter if (opened.adapter / "tokenizer.json").is_file() else opened.tokenizer
+    )
+    if tokenizer is None or opened.adapter.name != "model" or not record.is_file():
+        return ()
+    if RunRecord.load(record).settings.task != "chat":
+        return ()
+    return (ChatFormat(load_tokenizer(str(tokenizer))).stop_id,)
 
 
 def _with_base(source: Path, model: Path | None) -> OpenedModel:

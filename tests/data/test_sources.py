@@ -453,6 +453,16 @@ def test_tables_are_rows(tmp_path, prepare, ids_of, name, delimiter):
     assert tokens(prepare(tmp_path / name)) == [ids_of(*(row["text"] for row in rows))]
 
 
+def test_cells_between_tabs_are_quoted_where_all_of_them_say_so(tmp_path, prepare, ids_of):
+    rows = [{"text": 'he said "no"', "n": 1}, {"text": "plain", "n": 2}]
+    write_table(tmp_path / "x.tsv", "\t", rows)
+    assert '""no""' in (tmp_path / "x.tsv").read_text()
+    assert tokens(prepare(tmp_path / "x.tsv")) == [ids_of('he said "no"', "plain")]
+    glue = ['"" is doubled, he said', '"No," he said.', '"yes"']
+    (tmp_path / "y.tsv").write_text("text\n" + "\n".join(glue) + "\n")
+    assert tokens(prepare(tmp_path / "y.tsv")) == [ids_of(*glue)]
+
+
 def test_a_cell_may_be_long(tmp_path, prepare, ids_of):
     text = "many words " * 40_000
     write_table(tmp_path / "x.csv", ",", [{"text": text}])

@@ -207,3 +207,12 @@ def test_a_tokenizer_of_old_files_is_written_anew(home):
     assert (model / "tokenizer.json").is_file()
     loaded = transformers.AutoTokenizer.from_pretrained(model)
     assert loaded("a small text")["input_ids"]
+
+
+def test_a_merged_adapter_ends_where_the_answers_end_that_it_has_learnt(home):
+    folder, ids = home
+    trained(home, "talk", task="chat", seq_len=48, lora_rank=2,
+            data=(str(folder / "talk.jsonl"),))  # fmt: skip
+    merge_adapter(folder / "talk", folder / "answers", model=None, base=None, dtype="fp32")
+    ends = read(folder / "answers", "generation_config.json")["eos_token_id"]
+    assert ends == [ids["<|eom|>"], ids["<|endoftext|>"], ids["<|im_end|>"]]
