@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import xxhash
-from filelock import FileLock
 
+from outpace.data.entry_lock import entry_lock
 from outpace.data.helpers import Encoders
 from outpace.data.index import FORMAT, SPLITS, Index, documents_name, shard_name
 from outpace.data.sources import Source, check_unchanged
@@ -72,7 +72,7 @@ def ensure_entry(
         return index
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(entry.parent / f"{entry.name}.lock"):
+        with entry_lock(entry.parent / f"{entry.name}.lock"):
             index, problem = read_index(entry)
             if index is not None:
                 return index

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import xxhash
-from filelock import FileLock
 
 from outpace.data.corpus import content_fingerprint, is_tokens, read_documents
+from outpace.data.entry_lock import entry_lock
 from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from outpace.interop.models import OpenedModel
 from outpace.records.checksums import write_checksums
@@ -110,7 +110,7 @@ def _learnt(
     folder = cache_dir / "tokenizers" / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
+        with entry_lock(folder.with_suffix(".lock")):
             if (known := _known(folder)) is not None:
                 return known
             tell(callbacks, "on_stage", f"learning a tokenizer of {vocab} tokens")

@@ -1,0 +1,59 @@
+"""One process makes an entry of a cache, and the others that want it wait for it."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from outpace.records.errors import BadInputError
+
+_LOOK_S = 1.0
+_STOPPED_S = 60.0
+
+
+@contextmanager
+def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None]:
+    """Hold the lock file `path`; wait for who holds it, as long as it works.
+
+    Raises BadInputError where that is a process of this host that is stopped (SIGSTOP, a debugger)
+    for so long: it will not end. The lock of one that is killed is free.
+    """
+    lock, holder = FileLock(path), path.with_suffix(".holder")
+    stopped_s = 0.0
+    while True:
+        try:
+            lock.acquire(timeout=_LOOK_S)
+            break
+        except Timeout:
+            pid = _stopped_holder(holder)
+            stopped_s = 0.0 if pid is None else stopped_s + _LOOK_S
+            if stopped_s >= stopped_limit_s:
+                raise BadInputError(
+                    f"process {pid}, which makes {path.stem} in the cache {path.parent}, has been "
+                    f"stopped for {stopped_limit_s:.0f} s. Continue it (kill -CONT {pid}), or end "
+                    f"it (kill -KILL {pid}) and start again."
+                ) from None
+    try:
+        with suppress(OSError):
+            holder.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        yield
+    finally:
+        with suppress(OSError):
+            holder.unlink()
+        lock.release()
+
+
+def _stopped_holder(holder: Path) -> int | None:
+    """The process that holds a lock, where it is stopped and of this host; else None."""
+    with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
+        told = json.loads(holder.read_text())
+        if told["host"] == socket.gethostname():
+            pid = int(told["pid"])
+            status = psutil.Process(pid).status()
+            return pid if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else None
+    return None
