@@ -140,7 +140,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 
 def _alike(wanted: str) -> list[str]:
     """Machines of so many such accelerators, "8xh100" or "h100", each with what it is."""
-    count, chip = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted).groups()  # type: ignore[union-attr]
+    count, chip = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL).groups()  # type: ignore[union-attr]
     word = re.sub(r"[^a-z0-9]", "", chip)
     if len(word) < 2:
         return []

@@ -23,7 +23,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     from outpace.planner.plans import one
     from outpace.records.plan import PlanFile
 
-    file = PlanFile.load(arguments.plan)
+    file = PlanFile.load(arguments.plan, option="--plan ")
     plan = file.plan
     asked = Asked(
         model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,

@@ -48,7 +48,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             arguments.networks or (), arguments.inside, arguments.share,
         )
     )  # fmt: skip
-    plan = None if arguments.plan is None else PlanFile.load(arguments.plan).plan
+    plan = None if arguments.plan is None else PlanFile.load(arguments.plan, option="--plan ").plan
     precision = site.precision(arguments.precision if plan is None else plan.precision)
     rate, memory_rate = site.rate(precision), site.memory_rate()
     roof, link = Roof(known(rate), known(memory_rate)), site.inside()

@@ -53,7 +53,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     torch.set_num_threads(1)  # the ranks share the cores, and the model is tiny
     skipped: dict[str, str] = {}
     if arguments.plan is not None:
-        plans = [PlanFile.load(arguments.plan).plan]
+        plans = [PlanFile.load(arguments.plan, option="--plan ").plan]
     elif proved is not None:
         plans = [plan_of_run(proved.plan, precision) for precision in precisions]
     else:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Literal
 
 import xxhash
 
+from outpace.records.base import require_no_pointer
 from outpace.records.errors import BadInputError, shown
 
 # "text" is files that are a document each, "rows" files of records with named columns.
@@ -29,6 +30,7 @@ _FORMS: Mapping[str, Form] = {
 # Files about data, which are none.
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?|stats)\b", re.I)
 _SNIFFED_BYTES = 1 << 16
+_LONGEST_POINTER = 1024  # bytes; of Git LFS
 # How files of other kinds begin.
 _SIGNATURES = {
     b"\x1f\x8b": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with Zstandard",
@@ -250,6 +252,9 @@ def _found(reference: str, kind: Kind, files: list[Path]) -> Source:
     total = sum(size for size, *_ in states)
     if total == 0:
         raise BadInputError(f"the data at {reference} is empty")
+    for file, (size, *_) in zip(files, states, strict=True):
+        if size < _LONGEST_POINTER:
+            require_no_pointer(file)
     return Source(reference, kind, tuple(files), total, states)
 
 

@@ -64,7 +64,7 @@ def settle(
     if given == "auto":
         chosen = _pick(settings, origins, ranks, say)
     else:
-        file = PlanFile.load(Path(given).expanduser())
+        file = PlanFile.load(Path(given).expanduser(), option="--plan ")
         chosen, workload = file.plan, _workload(file, origins)
         _check_file(chosen, settings, origins, ranks)
     if chosen.untrained is not None:

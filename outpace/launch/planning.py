@@ -171,7 +171,7 @@ def _cluster(asked: Asked) -> Cluster:
         return _this_machine(asked)
     path = Path(asked.machine).expanduser()
     if path.suffix == ".json" or path.is_file():
-        machine = Machine.load(path)
+        machine = Machine.load(path, option="--machine ")
         if asked.network is not None:
             raise BadInputError(
                 f"--network {asked.network}: {path} has measured its own links. Leave one out."

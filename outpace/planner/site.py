@@ -49,7 +49,7 @@ class Site:
         if asked.machine is not None:
             self.node = find_node(asked.machine, ACCELERATORS)
         if asked.probe is not None:
-            self.probe = Machine.load(asked.probe)
+            self.probe = Machine.load(asked.probe, option="--probe ")
         self.nodes: int = asked.nodes
         self.per_node: int = asked.devices_per_node or self._devices()
         self.own = self._own()

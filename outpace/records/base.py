@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator
@@ -141,14 +142,30 @@ def _refusing(path: Path, kind: str, option: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise BadInputError(f"cannot read {option}{path}: {error.strerror}") from None
+        raise BadInputError(f"cannot read {option}{named(path)}: {error.strerror}") from None
     except RecursionError:
         raise BadInputError(
-            f"{path} is not {kind} that can be read: it is nested too deep"
+            f"{named(path)} is not {kind} that can be read: it is nested too deep"
         ) from None
     except ValueError as error:
         require_no_pointer(path)
-        raise BadInputError(f"{path} is not {kind}: {error}") from None
+        line = _line_of(path, str(error)) if kind == "TOML" else ""
+        raise BadInputError(f"{option}{named(path)} is not {kind}: {error}{line}") from None
+
+
+def _line_of(path: Path, said: str) -> str:
+    """The line that an error of TOML's names by its number, or the last one."""
+    with suppress(OSError, UnicodeDecodeError, IndexError):
+        lines = path.read_text(encoding="utf-8").rstrip().splitlines()
+        found = re.search(r"at line (\d+)", said)
+        number = int(found[1]) if found else len(lines)
+        return f". Line {number} is {shown(lines[number - 1])}"
+    return ""
+
+
+def named(path: Path) -> str:
+    """A path as it is written in a sentence: in quotes where it would break the line."""
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _shallow(value: Value) -> Value:

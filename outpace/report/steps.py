@@ -1,5 +1,6 @@
 """The steps of a run as columns: a hundred thousand lines are read in a moment."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -58,10 +59,7 @@ def read_steps(path: Path) -> Steps:
     for values in columns.values():
         values[~np.isfinite(values)] = np.nan
     if any(np.isnan(columns.get(name, 0.0)).any() for name in _NEEDED):
-        raise BadInputError(
-            f"{path} holds lines that are no steps of a run: each needs {' and '.join(_NEEDED)}, "
-            "as numbers."
-        )
+        raise _damaged(path)
     return Steps(columns or {name: np.empty(0) for name in _NAMES})
 
 
@@ -107,21 +105,35 @@ def _parsed(lines: list[bytes], path: Path) -> Iterator[list[Any]]:
             yield from_json(b"[" + b",".join(some) + b"]")
         except ValueError:
             if not last:
-                raise BadInputError(_damaged(path, begin)) from None
-            yield _up_to_the_cut(some, path, begin)
+                raise _damaged(path) from None
+            yield _up_to_the_cut(some, path)
 
 
-def _up_to_the_cut(lines: list[bytes], path: Path, begin: int) -> list[Any]:
+def _up_to_the_cut(lines: list[bytes], path: Path) -> list[Any]:
     try:
         return list(from_json(b"[" + b",".join(lines[:-1]) + b"]"))
     except ValueError:
-        raise BadInputError(_damaged(path, begin)) from None
+        raise _damaged(path) from None
 
 
-def _damaged(path: Path, begin: int) -> str:
-    return (
-        f"{path} is damaged: between lines {begin + 1} and {begin + _LINES_AT_ONCE} is one that is "
-        "no JSON object. Remove that line, or report on another run."
+def _damaged(path: Path) -> BadInputError:
+    """Names the first line that is no step."""
+    lines = path.read_bytes().splitlines()
+    first = next((number for number, line in enumerate(lines, 1) if not _is_step(line)), 1)
+    return BadInputError(
+        f"{path} is damaged: line {first} is no step of a run, which has {' and '.join(_NEEDED)} "
+        "as numbers. Remove that line, or have it put aside: outpace train --resume --out "
+        f"{path.parent} keeps all others."
+    )
+
+
+def _is_step(line: bytes) -> bool:
+    try:
+        row = from_json(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and all(
+        type(row.get(name)) in (int, float) and math.isfinite(row[name]) for name in _NEEDED
     )
 
 
@@ -130,4 +142,4 @@ def _numbers(rows: list[Any], path: Path) -> Floats:
         values = [[row.get(name) for name in _NAMES] for row in rows]
         return np.array(values, np.float64).reshape(-1, len(_NAMES))
     except (AttributeError, TypeError, ValueError, OverflowError):
-        raise BadInputError(f"{path} holds lines that are no steps of a run.") from None
+        raise _damaged(path) from None
