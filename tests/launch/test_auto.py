@@ -123,8 +123,8 @@ def test_what_a_person_says_is_kept(words):
 def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
     real, asked = auto.fullest, []
 
-    def fullest(plan, model, job):
-        account: MemoryAccount = real(plan, model, job)
+    def fullest(plan, model, job, dropout=None):
+        account: MemoryAccount = real(plan, model, job, dropout)
         asked.append(plan)
         if len(asked) < 3:
             return account.model_copy(update={"reserved_bytes": 2**50})
