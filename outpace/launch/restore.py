@@ -10,7 +10,6 @@ from torch import nn
 from outpace.launch.context import Job
 from outpace.launch.describe import changed_settings
 from outpace.nn.mixed import Mixed
-from outpace.records.base import put_aside
 from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 from outpace.train.callbacks import tell
@@ -20,7 +19,7 @@ from outpace.train.checkpoint import (
     newest_intact,
     put_later_aside,
 )
-from outpace.train.run_dir import History
+from outpace.train.run_dir import History, model_damage
 
 
 def restore(
@@ -95,17 +94,15 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
         return
     run_dir, say = job.run_dir, partial(tell, job.callbacks, "on_hint")
     history = run_dir.history()
-    model_damage = run_dir.model_damage(history)
     finished = history.measurement is not None and history.measurement.steps == start_step
-    whole = finished and model_damage is None
+    whole = finished and model_damage(run_dir.model) is None
     if (whole and start_step == job.total_steps) or start_step > job.total_steps:
         raise BadInputError(
             f"{run_dir.path} has {start_step} of {job.total_steps} steps done already. "
             f"Train it further with --steps above {start_step}, or start another run from its "
             f"weights with --model {run_dir.path}."
         )
-    if model_damage is not None and history.has_model:
-        say(f"{model_damage}: {run_dir.model} is kept as {put_aside(run_dir.model)}")
+    run_dir.put_damaged_models_aside(say)
     change = changed_settings(run_dir.require_run(), job, start_step)
     if change is not None:
         say(change)

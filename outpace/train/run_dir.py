@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
-from outpace.records.base import Record, put_aside
+from outpace.records.base import TEMPORARY_PREFIX, Record, put_aside
 from outpace.records.checksums import folder_damage
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
@@ -26,9 +26,10 @@ FAILURE_FILE = "failure.json"
 # Of which an exported model has one, by its kind.
 MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
 STANDSTILL_FILE = "standstill.json"
+STANDSTILL_PAGE = "standstill.html"
 UTILISATION_FOLDER = "utilisation"
 # Of a file by which several hosts are asked whether they see a folder, for some seconds.
-TOKEN_PREFIX = ".outpace-"
+TOKEN_PREFIX = TEMPORARY_PREFIX
 # A run writes its metrics, a checkpoint and the model; below this it can write none of them.
 _LEAST_FREE_BYTES = 16 << 20
 
@@ -106,7 +107,8 @@ class RunDir:
                     "Free some space or use another --out."
                 )
             record.save(self.path / RUN_FILE)
-            (self.path / FAILURE_FILE).unlink(missing_ok=True)
+            for name in (FAILURE_FILE, STANDSTILL_FILE, STANDSTILL_PAGE):
+                (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
@@ -141,13 +143,12 @@ class RunDir:
             has_model=self.model.is_dir() and any(self.model.iterdir()),
         )
 
-    def model_damage(self, history: "History") -> str | None:
-        """What is wrong with the model, in words; None where it is what was written."""
-        if not history.has_model:
-            return f"{self.model} holds no model"
-        if not any((self.model / name).is_file() for name in MODEL_FILES):
-            return f"{self.model} lacks the file that describes it"
-        return folder_damage(self.model)
+    def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
+        """Make room for models that are written again, keeping what is left of them."""
+        for folder in (self.model, self.base):
+            damage = model_damage(folder)
+            if damage is not None and os.path.lexists(folder):
+                say(f"{damage}: {folder} is kept as {put_aside(folder)}")
 
     def continue_from(
         self, step: int, total_steps: int, history: "History", say: Callable[[str], None]
@@ -171,10 +172,22 @@ class RunDir:
                 say(f"after step {step}, {steps} done again")
             history.steps.cut(lambda one: one.step <= step, say)
             history.evaluations.cut(lambda one: one.step <= step and one.step != again, say)
+        self._remove_leftovers()
         damages = ((RESULT_FILE, history.result_damage), (FAILURE_FILE, history.failure_damage))
         for name, damage in damages:
             if damage is not None:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a kill left half-written. A whole model that was to be replaced is kept."""
+        for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
+            if not self.model.exists():
+                path.rename(self.model)
+        for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def evaluation(self, step: int) -> Evaluation | None:
         """The evaluation that was logged at `step`, None when there is none."""
@@ -202,6 +215,13 @@ class History:
     def is_finished(self) -> bool:
         """Whether there are signs that the run came to its end once."""
         return self.measurement is not None or self.result_damage is not None or self.has_model
+
+
+def model_damage(folder: Path) -> str | None:
+    """What is wrong with an exported model, in words; None where it is what was written."""
+    if not any((folder / name).is_file() for name in MODEL_FILES):
+        return f"{folder} holds no whole model"
+    return folder_damage(folder)
 
 
 def _loaded(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:

@@ -219,3 +219,18 @@ def test_weights_that_are_no_numbers_are_named(
     ):
         said = said_by(capsys, 2, *words)
         assert f"{name} holds 1 values that are NaN or infinite" in said
+
+
+def test_random_weights_beside_adapters_are_written_again(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    lora = ["--lora-rank=2", "--init=random", "--steps=2"]
+    assert main([*flags, *lora, f"--out={run}"]) == 0
+    weights = (run / "base" / "model.safetensors").read_bytes()
+    (run / "base" / "config.json").unlink()
+    assert str(run / "base.damaged-1") in said_by(
+        capsys, 0, "train", "--resume", f"--out={run}", "--steps=3"
+    )
+    assert (run / "base" / "model.safetensors").read_bytes() == weights
+    assert said_by(capsys, 0, "eval", "--run", run, "--batches=1")

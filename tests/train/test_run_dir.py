@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from outpace.records.base import temporary_name
 from outpace.records.measurement import Evaluation, StepRecord
-from outpace.train.run_dir import EVALS_FILE, METRICS_FILE, RESULT_FILE, MetricsWriter, RunDir
+from outpace.train.run_dir import (
+    EVALS_FILE,
+    METRICS_FILE,
+    RESULT_FILE,
+    TOKEN_PREFIX,
+    MetricsWriter,
+    RunDir,
+)
 
 STEP = StepRecord(
     step=1, tokens=8, samples=1, loss=2.5, lr=1e-3, grad_norm=1.0, step_time_s=0.1, data_s=0.0,
@@ -132,3 +140,17 @@ def test_a_full_disk_is_named_by_its_file(run: RunDir) -> None:
         writer.on_step(STEP)
     assert raised.value.filename == str(run.path / METRICS_FILE)
     writer.close()
+
+
+def test_what_a_kill_left_half_written_is_removed(run: RunDir) -> None:
+    half = run.path / temporary_name(run.model)
+    half.mkdir()
+    (half / "model.safetensors").touch()
+    (run.path / temporary_name(run.path / RESULT_FILE)).touch()
+    (old := run.path / f"{temporary_name(run.model)}.old").mkdir()
+    (old / "config.json").touch()
+    (lock := run.path / f"{TOKEN_PREFIX}lock").touch()
+    resumed(run, 6)
+    left = {path.name for path in run.path.iterdir()}
+    assert left == {METRICS_FILE, EVALS_FILE, "model", lock.name}
+    assert (run.model / "config.json").is_file()  # of an export that was to take its place
