@@ -220,7 +220,43 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def visible(inventory: Inventory) -> Iterator[Finding]:
+    """CUDA_VISIBLE_DEVICES that hides more than it names.
+
+    CUDA reads it up to the first entry that is no device (CUDA C++ Programming Guide, "CUDA
+    Environment Variables"), and torch finds none where one is named twice
+    (torch.cuda._parse_visible_devices).
+    """
+    gpus, text = _gpus(inventory), inventory.settings.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return
+    count = max(len(gpus), len(inventory.topology.gpus) if inventory.topology else 0)
+    words = [word.strip() for word in text.split(",")]
+    end = next((at for at, word in enumerate(words) if not _names_gpu(word, count)), len(words))
+    shown = words[:end]
+    said = f"CUDA_VISIBLE_DEVICES={text}"
+    remedy = f"numbers from 0 to {count - 1} with commas between, or GPU-… of nvidia-smi -L"
+    if len({*shown}) < len(shown):
+        yield found("visible GPUs", "severe", "a GPU is named twice, so that none is visible", said,
+                    remedy)  # fmt: skip
+    elif not shown:
+        yield found("visible GPUs", "high", "all GPUs are hidden: trainings compute on the CPU",
+                    said, f"unset CUDA_VISIBLE_DEVICES, or {remedy}")  # fmt: skip
+    elif end < len(words):
+        why = f"{end} of {len(words)} entries are read: {words[end]!r} is no GPU of this host"
+        yield found("visible GPUs", "high", "the list of GPUs is read to its first mistake only",
+                    f"{said}: {why}", remedy)  # fmt: skip
+
+
+def _names_gpu(word: str, count: int) -> bool:
+    """Whether CUDA takes it for a device: a number of one, or the beginning of its UUID."""
+    if word.startswith(("GPU-", "MIG-")):
+        return True
+    return word.isascii() and word.isdigit() and int(word) < count
+
+
 GPU_CHECKS = {
+    "visible GPUs": visible,
     "PCIe width": pcie,
     "NVLink": links,
     "throttling": throttling,

@@ -186,6 +186,8 @@ def chosen(inventory: Inventory) -> Iterator[Finding]:
     names = [f"GPU{number.strip()}" for number in numbers]
     if len(names) < 2 or not set(names) <= set(known.gpus) or len(names) >= len(known.gpus):
         return
+    if len({*names}) < len(names):  # which is a finding of its own
+        return
     worst = min((known.between(*pair) for pair in combinations(names, 2)), key=goodness)
     best = group_gpus(known, len(names))
     if best.groups and goodness(best.worst_link) > goodness(worst):

@@ -119,6 +119,14 @@ PLANTED = [
       {"OMP_NUM_THREADS": "2"}}, "GPU and CPU", "high", "taskset -c 0-3"),
     ({"topology": topology("dgx-1-v100"), **settings(CUDA_VISIBLE_DEVICES="0,5")},
      "choice of GPUs", "high", "CUDA_VISIBLE_DEVICES=0,3: NV2"),
+    (settings(CUDA_VISIBLE_DEVICES=""), "visible GPUs", "high", "unset CUDA_VISIBLE_DEVICES"),
+    (settings(CUDA_VISIBLE_DEVICES="-1"), "visible GPUs", "high", "unset CUDA_VISIBLE_DEVICES"),
+    (settings(CUDA_VISIBLE_DEVICES="NoDevFiles"), "visible GPUs", "high", "unset CUDA_VISIBLE"),
+    (settings(CUDA_VISIBLE_DEVICES="0,,1"), "visible GPUs", "high", "numbers from 0 to 1"),
+    (settings(CUDA_VISIBLE_DEVICES="0,2"), "visible GPUs", "high", "numbers from 0 to 1"),
+    (settings(CUDA_VISIBLE_DEVICES="0,0"), "visible GPUs", "severe", "numbers from 0 to 1"),
+    ({"topology": topology("dgx-1-v100"), **settings(CUDA_VISIBLE_DEVICES="0,0")},
+     "visible GPUs", "severe", "numbers from 0 to 7"),
     ({"cpu_quota": 1.5}, "CPU quota", "severe", "OMP_NUM_THREADS=1"),
     ({"cpu_quota": 3.0}, "CPU quota", "high", "docker --cpus=4"),
     ({"local_world_size": 2}, "OMP_NUM_THREADS", "high", "OMP_NUM_THREADS=2"),
@@ -174,6 +182,15 @@ def test_without_a_port_nothing_is_missing():
 def test_every_check_is_planted_for():
     # Two threads on a core are also more threads than cores: see below.
     assert {check for _, check, _, _ in PLANTED} == set(CHECKS) - {"hyper-threads"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0", "0,1", "1,0", " 0 , 1", "GPU-1111", "MIG-GPU-11111111-2222/7/0", "GPU-1111,GPU-22"],
+)
+def test_lists_of_gpus_that_cuda_reads_whole(text):
+    found = examine(host(**settings(CUDA_VISIBLE_DEVICES=text))).findings
+    assert "visible GPUs" not in {finding.check for finding in found}
 
 
 def test_hyper_threads():
