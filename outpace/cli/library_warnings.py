@@ -22,7 +22,7 @@ def hide_library_warnings() -> None:
     """Show warnings by whose they are, from now on and in processes that are forked."""
     if sys.warnoptions:  # -W or PYTHONWARNINGS: who gives them wants to see what there is
         return
-    warnings.showwarning = _show  # type: ignore[assignment]
+    warnings.showwarning = _show
 
 
 def _show(

@@ -83,7 +83,7 @@ def _tuned(
     """Tune and keep what is found, also where it is interrupted."""
     from outpace.experiment.tune import Limits, tuned
     from outpace.launch.materials import prepare_data
-    from outpace.launch.tuning import Proposer
+    from outpace.launch.tuning import Proposer, rates_to_begin_with
     from outpace.report.progress import Progress
 
     host_bytes = _host_bytes(settings)
@@ -91,6 +91,9 @@ def _tuned(
     # Else the first trial does it, within its limit of time.
     prepare_data(settings, [Progress()])
     _require_host(folder, proposer.machine)
+    rates = rates_to_begin_with(settings)  # once nothing is left that may be refused
+    if rates is not None:
+        proposer = Proposer(settings, origins, host_bytes, rates)
     write_atomic(folder / ASKED_FILE, json.dumps(asked, indent=2) + "\n")
     began_s, started = time.monotonic() - sum(trial.took_s for trial in before), now()
     limits = Limits(arguments.trials, arguments.budget, arguments.within)

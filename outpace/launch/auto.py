@@ -27,6 +27,7 @@ from outpace.probe.limits import anonymous_bytes
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
+from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LEVELS, MASTERS
 from outpace.records.plan import AXES, Plan, PlanFile
@@ -240,6 +241,14 @@ def sharing(machine: Machine) -> list[int]:
     return [n for n in range(1, most + 1) if machine.host_cores % n == 0]
 
 
+def probe_here(machine: Machine) -> Machine | None:
+    """What outpace probe measured of this machine, where its file is here."""
+    if not PROBE_FILE.is_file():
+        return None
+    found = Machine.load(PROBE_FILE)
+    return None if found.probed is None or machine.unlike(found) else found
+
+
 def used_of(machine: Machine, device: torch.device) -> Machine:
     """Without accelerators where it is trained on the processor."""
     return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine
@@ -267,16 +276,18 @@ def question(
     machine: Machine,
     world: int,
     per_node: int | None = None,
+    measured: HostRates | None = None,
 ) -> Job:
     """For the planner: what `settings` leave open, on so many processes of machines like this one.
 
-    `per_node`: so many on each; None: all on one.
+    `per_node`: so many on each; None: all on one. `measured` are this host's rates, where it was
+    not probed.
     """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
     classifies = settings.task == "classify"
     outline = classifying(outline) if classifies else outline
-    cluster = _cluster(settings, machine, world, per_node or world)
+    cluster = _cluster(settings, machine, world, per_node or world, measured)
     keep: dict[str, Any] = {}
     if settings.compile is not None:
         keep["compile"] = settings.compile
@@ -313,7 +324,13 @@ def question(
     )
 
 
-def _cluster(settings: TrainSettings, machine: Machine, world: int, per_node: int) -> Cluster:
+def _cluster(
+    settings: TrainSettings,
+    machine: Machine,
+    world: int,
+    per_node: int,
+    measured: HostRates | None,
+) -> Cluster:
     """As probed, where machine.json is here and of a machine like this one."""
     if world % per_node:
         raise BadInputError(
@@ -321,12 +338,11 @@ def _cluster(settings: TrainSettings, machine: Machine, world: int, per_node: in
             "number. It plans for hosts that are alike: give each the same number, or say how to "
             "train with --strategy and its axes."
         )
-    cluster = None
-    if PROBE_FILE.is_file():
-        found = Machine.load(PROBE_FILE)
-        if found.probed is not None and not machine.unlike(found):
-            cluster = of_probe(found, per_node)
-    cluster = cluster or of_host(machine, per_node)
+    probed = probe_here(machine)
+    if probed is not None:
+        cluster = of_probe(probed, per_node)
+    else:
+        cluster = of_host(machine, per_node, measured)
     if cluster.nodes != world // per_node:
         cluster = replace(cluster, nodes=world // per_node)
     allowed = settings.memory_limit or cluster.device.memory_bytes

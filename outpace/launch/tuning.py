@@ -23,8 +23,10 @@ from outpace.planner.deviations import Deviations
 from outpace.planner.job import Job
 from outpace.planner.plans import alike
 from outpace.planner.titles import title
+from outpace.probe.host_rates import measure_host_rates
 from outpace.probe.machine import identify
 from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError
+from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -50,6 +52,14 @@ class Proposal:
     memory_bytes: float
 
 
+def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
+    """Rates of this host, measured in seconds; None where it was probed, or trains on a GPU."""
+    machine = identify(find_accelerator)
+    if resolve_device(settings, Ranks()).type != "cpu" or auto.probe_here(machine) is not None:
+        return None
+    return measure_host_rates(machine.host_cores)
+
+
 class Proposer:
     """What the planner knows of a training on this machine."""
 
@@ -58,8 +68,12 @@ class Proposer:
         settings: TrainSettings,
         origins: Mapping[str, str],
         host_bytes: int | None = None,
+        measured: HostRates | None = None,
     ) -> None:
-        """`host_bytes`: what processes may have together where no limit is given to each."""
+        """`host_bytes`: what processes may have together where no limit is given to each.
+
+        `measured` are this host's rates, where it was not probed.
+        """
         self.machine = identify(find_accelerator)
         own, device = _ranks(settings), resolve_device(settings, Ranks())
         self.default = resolve_plan(settings, own, device, self.machine)
@@ -72,7 +86,7 @@ class Proposer:
             if host_bytes is not None and settings.memory_limit is None:
                 limited = settings.model_copy(update={"memory_limit": host_bytes // world})
             try:
-                self._jobs[world] = auto.question(limited, origins, used, world)
+                self._jobs[world] = auto.question(limited, origins, used, world, measured=measured)
             except BadInputError as error:
                 refused.append(error)
         if own.world_size not in self._jobs:

@@ -19,6 +19,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.estimate import RateSource
 from outpace.records.figure import Figure, Key
 from outpace.records.hardware import Accelerator, Bundle, Node
+from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 from outpace.records.network import Network
 from outpace.records.probed import Probed
@@ -226,11 +227,21 @@ def _seen(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
             yield SeenStep(model, one.seq_len, one.global_batch, one.plan, step_time_s)
 
 
-def of_host(machine: Machine, ranks: int) -> Cluster:
-    """A host that nothing was measured on: its accelerators of the catalog, else a guess.
+_GUESSED = (
+    "this CPU's rates are guessed by its vector width. For a plan to rely on, measure first: "
+    "outpace probe --out machine.json."
+)
+_BRIEFLY = (
+    "rates of products and of memory were measured in a few seconds, all else is guessed. For a "
+    "plan to rely on, measure first: outpace probe --out machine.json."
+)
 
-    A CPU's rate is guessed by its vector width. Raises BadInputError for an accelerator that the
-    catalog has not.
+
+def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> Cluster:
+    """A host that was not probed: its accelerators of the catalog, else a guess.
+
+    A CPU's rates are those `measured` of its cores, else guessed by its vector width. Raises
+    BadInputError for an accelerator that the catalog has not.
     """
     if machine.devices:
         first = machine.devices[0]
@@ -253,6 +264,9 @@ def of_host(machine: Machine, ranks: int) -> Cluster:
         if span is not None:
             rates[dtype] = span.least * each
     rate = efficiency.CPU_MEMORY_BYTES_PER_S / ranks
+    if measured is not None:
+        rates = {dtype: value / ranks for dtype, value in measured.flops_per_s.items()}
+        rate = measured.memory_bytes_per_s / ranks
     device = _cpu(machine, ranks, rates or {"fp32": 8 * each}, rate, ())
     protocol = Protocol(150e-6, 150e-6, 1e-3, 1.0)
     return Cluster(
@@ -261,10 +275,7 @@ def of_host(machine: Machine, ranks: int) -> Cluster:
         device=device,
         fabric=_by_gloo(Fabric(ranks, rate / 4, rate / 4, rate / 4, (protocol,), ())),
         probed=False,
-        notes=(
-            "this CPU's rates are guessed by its vector width. For a plan to rely on, measure "
-            "first: outpace probe --out machine.json.",
-        ),
+        notes=(_GUESSED if measured is None else _BRIEFLY,),
     )
 
 
