@@ -32,7 +32,7 @@ WORDS = {
     "models": "models",
     "merge": "merge {run} --out merged",
     "launch": "launch sbatch --nodes 1 -- --model gpt2",
-    "compare": "compare --command true --command 'true ' --metric (1) --rounds 1",
+    "compare": "compare --command 'echo 1' --command 'echo 1 ' --metric '(1)' --rounds 1",
     "tune": "tune --help",
     "report": "report {run} --format md",
     "verify": "verify single --nproc 1",
