@@ -185,7 +185,8 @@ def assemble(
     layout = apply(
         Request(
             objective, plan, job.ranks, device, scratch=scratch,
-            cuda_graphs=takes_cuda_graphs(settings, plan, device, own), on_failure=say,
+            cuda_graphs=takes_cuda_graphs(settings, plan, device, own, _dropout(job)),
+            on_failure=say,
         )
     )  # fmt: skip
     wide_values = parts_of(layout, whole_values)
@@ -257,6 +258,12 @@ def assemble(
         job, loop, parameters, initial, measure, looker, recording, weighing, stragglers, began_s,
         compiled_s,
     )  # fmt: skip
+
+
+def _dropout(job: Job) -> float:
+    """Of the package's own models."""
+    spec = job.materials.spec
+    return 0.0 if spec is None else spec.dropout
 
 
 def _optimizer(

@@ -180,20 +180,25 @@ def _compiled(plan: Plan) -> Plan:
 
 
 def takes_cuda_graphs(
-    settings: TrainSettings, plan: Plan, device: torch.device, own_model: bool
+    settings: TrainSettings,
+    plan: Plan,
+    device: torch.device,
+    own_model: bool,
+    dropout: float = 0.0,
 ) -> bool:
     """Whether passes are to be replayed as CUDA graphs: as asked, else where all is compiled.
 
-    Graphs hold memory of their own, so within a limit of it they have to be asked for. Raises
-    BadInputError where they are asked for and cannot be.
+    Graphs hold memory of their own, so within a limit of it they have to be asked for. `dropout`:
+    the model's. Raises BadInputError where they are asked for and cannot be.
     """
-    obstacle = graph_obstacle(plan)
+    obstacle = graph_obstacle(plan, dropout)
     if device.type != "cuda":
         obstacle = f"the device is {device.type}"
     elif own_model:
         obstacle = "a model of your own may do something else each time"
     if settings.cuda_graphs is None:
-        return obstacle is None and plan.compile and settings.memory_limit is None
+        tight = settings.memory_limit is not None or settings.memory_budget is not None
+        return obstacle is None and plan.compile and not tight
     if settings.cuda_graphs and obstacle is not None:
         raise BadInputError(f"--cuda-graphs: {obstacle}. Leave it out.")
     return settings.cuda_graphs

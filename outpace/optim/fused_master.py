@@ -132,8 +132,9 @@ def takes(group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the kernel is for these: plain CUDA tensors, and an AdamW that is fused."""
     if not group.get("fused") or group.get("amsgrad") or group.get("maximize"):
         return False
-    first = parameters[0]
-    if first.device.type != "cuda" or type(first.data) is not Tensor or not has_triton():
+    if parameters[0].device.type != "cuda" or not has_triton():
+        return False
+    if any(type(parameter) is not nn.Parameter for parameter in parameters):
         return False
     gradients = [p.grad for p in parameters if p.grad is not None]
     tensors = [*parameters, *gradients]

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from outpace.parallel.api import Batch, Layout, Pass, totals_of
+from outpace.records.errors import BadInputError
 
 # Passes of a shape before it is captured: compilers, libraries and allocators settle in the first,
-# and the last is watched for waits.
-WARMUP_PASSES = 3
+# and the last is watched for waits. The capture is then within a run's first steps, whose times are
+# not counted (`records.measurement.WARMUP_STEPS`).
+WARMUP_PASSES = 2
 # Shapes that are captured; each has its graphs' memory until the run ends.
 MOST_SHAPES = 8
 
@@ -45,6 +47,9 @@ class Recorder(Protocol):
 
         The work itself is not done. Raises RuntimeError where it cannot be captured.
         """
+
+    def release(self) -> None:
+        """Give back the memory of graphs that nobody has any more."""
 
 
 class CudaRecorder:
@@ -83,17 +88,41 @@ class CudaRecorder:
         return free_bytes + cached_bytes > 2 * taken_bytes
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """A graph, whose replay is queued in the current stream."""
+        """A graph, whose replay is queued in the current stream.
+
+        Raises BadInputError where CUDA itself refuses what was captured: torch's allocator and
+        random numbers cannot go on in this process then.
+        """
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a loader's, may go on to ask the driver for memory.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            work()
+        current, failure = torch.cuda.current_stream(self._device), None
+        try:
+            # Other threads, such as a loader's, may go on to ask the driver for memory.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                try:
+                    work()
+                except RuntimeError as error:
+                    failure = error
+        except RuntimeError as error:
+            raise BadInputError(
+                f"CUDA cannot capture the training step ({_first_line(failure or error)}). Use "
+                "--no-cuda-graphs."
+            ) from error
+        finally:
+            torch.cuda.set_stream(current)  # torch 2.11 leaves its own where a capture fails
+        if failure is not None:
+            raise failure
         if self._pool is None:
             self._pool = graph.pool()
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def release(self) -> None:
+        """The device has to have done all of them before."""
+        torch.cuda.synchronize(self._device)
+        self._pool = None
+        torch.cuda.empty_cache()
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:
@@ -170,6 +199,28 @@ class GraphedLayout(Layout):
         return any(shape.captured is not None for shape in self._shapes.values())
 
     def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+        if self._held_gradient() is not None or not self.replays:
+            return self._pass(batch, given)
+        try:
+            return self._pass(batch, given)
+        except torch.OutOfMemoryError as error:
+            self._give_up(error)
+        for parameter in self._parameters():
+            parameter.grad = None
+        return self._pass(batch, given)
+
+    def evaluate(self, batch: Batch, given: Pass) -> Tensor:
+        """As every layout's; it may take the memory that graphs hold."""
+        if not self.replays:
+            return super().evaluate(batch, given)
+        try:
+            return super().evaluate(batch, given)
+        except torch.OutOfMemoryError as error:
+            self._give_up(error)
+        return super().evaluate(batch, given)
+
+    def _pass(self, batch: Batch, given: Pass) -> Tensor:
+        """A forward and backward: replayed, captured, or kernel by kernel."""
         key = self._key(batch) if self._works else None
         if key is None:
             return super()._forward_backward(batch, given)
@@ -194,20 +245,16 @@ class GraphedLayout(Layout):
             return None
         if not all(isinstance(tensor, Tensor) for tensor in batch.values()):
             return None
-        trained = self._first_trained()
+        trained = next((p for p in self._parameters() if p.requires_grad), None)
         if trained is None:
             return None
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
-        key = (shapes, trained.grad is None, trained.grad_dtype)
+        key = (shapes, self._held_gradient() is None, trained.grad_dtype)
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
 
-    def _first_trained(self) -> nn.Parameter | None:
-        return next((p for p in self._parameters() if p.requires_grad), None)
-
     def _held_gradient(self) -> Tensor | None:
-        """The gradient that a pass adds to, of the first parameter; None where it makes one."""
-        trained = self._first_trained()
-        return None if trained is None else trained.grad
+        """The first of the gradients that a pass adds to; None where it makes them."""
+        return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
         """Whether gradients lie where a graph left them, so that another can add to them there."""
@@ -219,6 +266,8 @@ class GraphedLayout(Layout):
         try:
             with self._recorder.refuse_waits():
                 return super()._forward_backward(batch, given)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             self._give_up(error)
         for parameter in self._parameters():
@@ -260,9 +309,16 @@ class GraphedLayout(Layout):
         return CapturedPass(inputs, replay_forward, replay_backward, totals, gradients, adds_to)
 
     def _give_up(self, why: Exception | str) -> None:
+        """Go on without graphs, and without what they hold."""
         self._works = False
-        lines = str(why).strip().splitlines() or [type(why).__name__]
+        self._shapes.clear()
+        self._recorder.release()
         self._on_failure(
-            f"CUDA graphs are not used ({lines[0][:200]}), so each kernel is launched by itself. "
+            f"CUDA graphs are not used ({_first_line(why)}), so each kernel is launched by itself. "
             "Leave the attempt out with --no-cuda-graphs."
         )
+
+
+def _first_line(why: Exception | str) -> str:
+    lines = str(why).strip().splitlines() or [type(why).__name__]
+    return lines[0][:200]

@@ -81,11 +81,14 @@ def compiled_region(plan: Plan) -> Region:
     return "blocks" if by_block or known is None else known.region
 
 
-def graph_obstacle(plan: Plan) -> str | None:
+def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
     """What of a plan keeps its forwards and backwards from being CUDA graphs; None where nothing.
 
-    A graph does the same each time, and all of it at once.
+    A graph does the same each time, and all of it at once. `dropout`: of the model.
     """
+    if plan.recomputes and (dropout > 0 or plan.lora_dropout > 0):
+        # Of two graphs the second would draw other numbers than those of the first.
+        return "checkpointing draws the numbers of dropout again in the backward"
     if plan.strategy != "single":
         return f"strategy {plan.strategy} exchanges between its kernels"
     for name in ("offload_activations", "offload_parameters", "offload_optimizer"):

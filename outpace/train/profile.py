@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# Two steps let caches and compilers settle; three are shown.
-_SKIPPED, _WARM, _SHOWN = 1, 1, 3
+# Two steps let caches and compilers settle, and a third where it is captured as a CUDA graph; three
+# are shown.
+_SKIPPED, _SKIPPED_CUDA, _WARM, _SHOWN = 1, 2, 1, 3
 _SNAPSHOT_EVENTS = 200_000
 
 
@@ -21,8 +22,9 @@ def profiler(
     What is given is to be called after each of the run's `steps`. A run too short to skip its
     first steps is traced whole.
     """
-    short = steps < _SKIPPED + _WARM + _SHOWN
-    wait, warm, shown = (0, 0, steps) if short else (_SKIPPED, _WARM, _SHOWN)
+    skipped = _SKIPPED_CUDA if device.type == "cuda" else _SKIPPED
+    short = steps < skipped + _WARM + _SHOWN
+    wait, warm, shown = (0, 0, steps) if short else (skipped, _WARM, _SHOWN)
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

@@ -18,7 +18,9 @@ from outpace.parallel.cuda_graphs import (
     CudaRecorder,
     GraphedLayout,
 )
+from outpace.records.compiled import graph_obstacle
 from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
 
 SPEC = ModelSpec(family="gpt2", layers=2, hidden=16, heads=2, vocab=40, max_positions=32)
 
@@ -29,7 +31,7 @@ class StandIn:
     def __init__(self, objective: nn.Module, **changes: Any) -> None:
         self.parameters = list(objective.parameters())
         self.room, self.waits, self.fails_at = True, False, None
-        self.recorded = self.replayed = self.warmed = 0
+        self.recorded = self.replayed = self.warmed = self.released = 0
         vars(self).update(changes)
 
     @contextmanager
@@ -45,6 +47,9 @@ class StandIn:
 
     def has_room(self) -> bool:
         return self.room
+
+    def release(self) -> None:
+        self.released += 1
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
         self.recorded += 1
@@ -160,6 +165,41 @@ def test_what_cannot_be_captured_goes_on_without_and_says_why(changes, words, pa
     assert recorder.replayed == 0
     (sentence,) = said
     assert words in sentence and "--no-cuda-graphs" in sentence
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_what_lacks_memory_takes_that_of_graphs(evaluates, monkeypatch):
+    layout, recorder, said = graphed()
+    short, long = [[batch(step)] for step in range(5)], batch(7, 20)
+    seen = train(layout, short)
+    assert layout.replays
+    plain = layout.objective.forward
+
+    def refused(given):
+        if given["tokens"].shape[1] == 20 and not recorder.released:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return plain(given)
+
+    monkeypatch.setattr(layout.objective, "forward", refused)
+    other = Layout(objective())
+    assert_same(seen, train(other, short))
+    if evaluates:
+        assert torch.equal(layout.evaluate(long, Pass()), other.evaluate(long, Pass()))
+    else:
+        assert_same(train(layout, [[long]]), train(other, [[long]]))
+    assert recorder.released == 1 and not layout.replays
+    assert "2.00 GiB" in said[0]
+
+
+@pytest.mark.parametrize("plan, obstacle", [
+    ({}, None), ({"checkpointing": "full"}, None), ({"offload_optimizer": "cpu"}, "copies"),
+    ({"strategy": "ddp", "dp_replicate": 2}, "exchanges"), ({"empty_cache": True}, "empty_cache"),
+])  # fmt: skip
+def test_what_a_graph_cannot_hold_is_named(plan, obstacle):
+    made = Plan.parse(plan, "test")
+    found = graph_obstacle(made)
+    assert found is None if obstacle is None else obstacle in found
+    assert (graph_obstacle(made, dropout=0.1) is None) == (obstacle is None and not made.recomputes)
 
 
 def test_who_watches_operators_sees_all_of_them():
