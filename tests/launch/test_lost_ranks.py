@@ -35,6 +35,10 @@ TINY = ("train", "--model", "outpace-tiny", "--seq-len", 32, "--global-batch", 8
         "--precision", "fp32", "--threads", 1, "--device", "cpu",
         "--comm-timeout-s", TIMEOUT_S)  # fmt: skip
 
+DEEP = (
+    '{"family": "gpt2", "layers": 4, "hidden": 32, "heads": 2, "vocab": 512, "max_positions": 64}'
+)
+
 SAMPLE = {("ddp", "save", signal.SIGSTOP, 1), ("1f1b", "step", signal.SIGSTOP, 0)}
 CASES = [
     pytest.param(
@@ -128,6 +132,9 @@ def wait_until_gone(processes):
 @pytest.mark.parametrize(("strategy", "moment", "signum", "victim"), CASES)
 def test_all_end_when_a_rank_is_lost(tmp_path, words, strategy, moment, signum, victim):
     pipeline = ("--pp-microbatches", 4) if strategy in ("gpipe", "1f1b", "zb", "zbv") else ()
+    if strategy in ("zb", "zbv"):  # two stages on each rank
+        (tmp_path / "model.json").write_text(DEEP)
+        pipeline = (*pipeline, "--model", "model.json")
     launcher = start(
         *words, "--nproc", 2, "--strategy", strategy, *pipeline, "--out", "run", cwd=tmp_path
     )
