@@ -24,6 +24,7 @@ from outpace.cli.experiments import (
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
+from outpace.cli.output import output_place
 from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.interop.own_file import require_named
 from outpace.records.base import write_atomic
@@ -62,7 +63,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Compare, print the verdict, keep all of it; returns 0, 1 where all runs failed."""
     arguments = _parser().read(argv)
     given = vars(arguments)
-    out = None if given.get("out") is None else Path(given["out"])
+    out = None if given.get("out") is None else output_place(given["out"])
     _take_runs(arguments)
     if arguments.runs:
         if out is not None and out.exists():

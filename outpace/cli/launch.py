@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.cli.options import DEFAULT, RUN_FILE
+from outpace.cli.output import output_place
 from outpace.cli.parser import Parser, number_type
 from outpace.launch import kubernetes, sbatch
 from outpace.records.base import write_atomic
@@ -218,7 +219,7 @@ def _add_slurm(parser: Parser) -> None:
         help="seconds before its end in which to save (default: 120)")  # fmt: skip
     add("--sbatch", action="append", type=_directive, default=[], metavar="OPTION=VALUE",
         help="another line of #SBATCH, as partition=gpu; again for more")  # fmt: skip
-    add("--file", type=Path, default=None, help="where to write it (default: NAME.sbatch)")
+    add("--file", type=output_place, default=None, help="where to write it (default: NAME.sbatch)")
     add("--submit", action="store_true", default=False, help="send it with sbatch")
 
 
@@ -253,4 +254,10 @@ def _add_kubernetes(parser: Parser) -> None:
     add("--namespace", default=None, help="of the job (default: kubectl's)")
     add("--claim", default=None, metavar="NAME",
         help="a volume claim that all pods see, mounted at --folder")  # fmt: skip
-    add("--file", type=Path, default=None, metavar="DIR", help="where to write them (default: .)")
+    add(
+        "--file",
+        type=output_place,
+        default=None,
+        metavar="DIR",
+        help="where to write them (default: .)",
+    )

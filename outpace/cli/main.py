@@ -32,6 +32,7 @@ from outpace.records.errors import (
     nearest,
     readable,
 )
+from outpace.records.signals import ENDING
 
 # command -> one line of help; its module has the command's name.
 COMMANDS = {
@@ -80,7 +81,7 @@ _REFUSALS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EIO,
 )  # fmt: skip
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # asked to end; the terminal is gone
+_UNWINDING = tuple(one for one in ENDING if one != signal.SIGINT)  # as Python does for that
 
 _HELP = """\
 usage: outpace COMMAND [options]
@@ -263,13 +264,20 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
 
 
 def _disk_sentence(error: BaseException | None) -> str | None:
-    """A sentence when the error, or what caused it, is a full disk; else None."""
+    """A sentence when the error, or what caused it, is a full disk or a limit; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" (writing {error.filename})" if error.filename else ""
             return (
                 f"the disk is full{where}: {error.strerror}. Free some space, or choose other "
                 "places with --out and --cache-dir; a run with a checkpoint goes on with --resume."
+            )
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            where = f" {error.filename}" if error.filename else ""
+            return (
+                f"a file{where} may not become as large as it has to: {error.strerror}. Raise the "
+                "limit (ulimit -f), or choose a file system that takes large files with --out and "
+                "--cache-dir; a run with a checkpoint goes on with --resume."
             )
         error = error.__cause__ or error.__context__
     return None
@@ -315,7 +323,7 @@ def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None
 
     ours = threading.current_thread() is threading.main_thread()
     # Nobody else's handlers, and nothing that is ignored (SIGHUP, under nohup).
-    caught = [one for one in _ENDING if ours and signal.getsignal(one) is signal.SIG_DFL]
+    caught = [one for one in _UNWINDING if ours and signal.getsignal(one) is signal.SIG_DFL]
     for one in caught:
         signal.signal(one, terminate)
     try:

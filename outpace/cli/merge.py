@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from outpace.cli.output import output_place
 from outpace.cli.parser import Parser
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
@@ -40,7 +41,7 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.arguments.add_argument
     add("source", type=Path, metavar="RUN_OR_ADAPTER", help="a run, or a folder that peft reads")
-    add("--out", type=Path, required=True, metavar="DIR", help="where to write the model")
+    add("--out", type=output_place, required=True, metavar="DIR", help="where to write the model")
     add(
         "--model",
         type=Path,

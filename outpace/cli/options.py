@@ -25,6 +25,10 @@ from outpace.records.units import read_bytes
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 RUN_FILE = "run.json"
+# Settings that name files or folders, perhaps among other things; ~ at their beginning is a home.
+_PLACES = frozenset(
+    {"out", "cache_dir", "offload_dir", "data", "eval_data", "tokenizer", "model", "plan"}
+)
 # Of the command that starts ranks: no settings, and ranks are not told.
 OF_STARTING = ("--hosts", "--hostfile", "--min-nodes", "--max-nodes", "--max-restarts")
 # Words for what is on or off, in small letters.
@@ -172,12 +176,23 @@ def convert(name: str, value: Any, where: str) -> Any:
             return read_duration(value)
         except ValueError as error:
             raise BadInputError(f"{where}: {error}") from None
+    if name in _PLACES:
+        value = _from_home(value)
     if not holds.many:
         return _convert_one(holds, value, where)
     words = value if isinstance(value, (list, tuple)) else [value]
     if holds.kind is not str or holds.choices:  # a comma may be part of a path
         words = [part for word in words for part in _at_commas(word)]
     return tuple(_convert_one(holds, word, where) for word in words)
+
+
+def _from_home(value: Any) -> Any:
+    """A place, or several, with ~ as a shell reads it: not in --out=~/runs, in files and quotes."""
+    if isinstance(value, (list, tuple)):
+        return [_from_home(one) for one in value]
+    if isinstance(value, str) and value.startswith("~"):
+        return str(Path(value).expanduser())
+    return value
 
 
 def _at_commas(word: Any) -> list[Any]:

@@ -12,11 +12,16 @@ from outpace.records.errors import BadInputError, shown
 
 def output_file(text: str) -> Path:
     """A converter for argparse: a file that can be written, or a sentence why it cannot."""
-    path = Path(text)
+    path = output_place(text)
     why = "an empty name" if not text else _why_not(path)
     if why is not None:
         raise argparse.ArgumentTypeError(f"{shown(text)}: {why}. Name a file that can be written")
     return path
+
+
+def output_place(text: str) -> Path:
+    """A converter for argparse: a place to write, with ~ as a shell reads it (not in --out=~/x)."""
+    return Path(text).expanduser()
 
 
 def _why_not(path: Path) -> str | None:

@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 import psutil
 
 from outpace.records.errors import BadInputError
+from outpace.records.signals import ENDING
 from outpace.records.units import show_bytes
 
 Result = TypeVar("Result")
@@ -135,7 +136,7 @@ def _work(
         faulthandler.disable()
         gc.disable()  # what the parent left to be collected may hold threads that are not here
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not here either
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for signum in ENDING:
             signal.signal(signum, signal.SIG_IGN)  # the parent decides
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         # No words of a library that aborts.

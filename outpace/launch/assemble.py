@@ -61,7 +61,7 @@ from outpace.train.checkpoint import (
 )
 from outpace.train.evaluate import evaluate
 from outpace.train.guards import COLLECT_EVERY, StopSignal
-from outpace.train.loggers import make_loggers
+from outpace.train.loggers import Logged, make_loggers
 from outpace.train.loop import Loop
 from outpace.train.profile import memory_history, profiler
 from outpace.train.run_dir import MetricsWriter
@@ -209,7 +209,7 @@ def assemble(
     layout.go_on(start_step)
     job.groups.once(lambda: continue_run(job, record, start_step))
     if settings.resume:
-        _open_logs(job, record)
+        _open_logs(job, record, start_step)
     stack.push(lambda _, error, __: None if error is None else _end_early(job, _reason(error)))
     stepper = _stepper(job, layout, optimizer, mixed, checkpointer.before_change)
     loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
@@ -290,10 +290,11 @@ def _optimizer(
     return optimizer
 
 
-def _open_logs(job: Job, record: RunRecord) -> None:
-    """Write what the run tells of itself from now on; on rank 0."""
+def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
+    """Write what the run tells of itself from now on; on rank 0. `start_step`: of a resumed one."""
     if job.ranks.rank == 0:
-        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(job.run_dir, record)])
+        logged = Logged(job.run_dir, record, start_step, partial(tell, job.callbacks, "on_hint"))
+        job.callbacks.extend([MetricsWriter(job.run_dir), *make_loggers(logged)])
 
 
 def _discard_unbegun(job: Job) -> None:

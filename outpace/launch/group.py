@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 from torch.distributed.rendezvous import rendezvous
 
 from outpace.launch.environment import meeting_url
-from outpace.launch.interfaces import LOOPBACK, listening, staying_on
+from outpace.launch.interfaces import LOOPBACK, listening, require_interfaces, staying_on
 from outpace.launch.meeting import store_on
 from outpace.parallel.leaving import leave_after_gloo
 from outpace.records.errors import BadInputError, OutpaceError
@@ -270,6 +270,7 @@ def process_groups(
             "torch.distributed is initialised already in this process; outpace makes its own "
             "process group. Call outpace.train before init_process_group, or in another process."
         )
+    require_interfaces(os.environ)
     timeout = timedelta(seconds=timeout_s)
     backend = backend or resolve_backend("auto", device)
     apart = ranks.world_size > ranks.local_world_size

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import psutil
 
+from outpace.records.errors import BadInputError
+
 LOOPBACK = "127.0.0.1"
 # NCCL takes a name for the beginning of one, but after an equals sign.
 _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
@@ -24,6 +26,19 @@ def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
     return {}
+
+
+def require_interfaces(environ: Mapping[str, str]) -> None:
+    """Raises BadInputError where GLOO_SOCKET_IFNAME names an interface that this host lacks."""
+    named = environ.get("GLOO_SOCKET_IFNAME", "")
+    there = psutil.net_if_addrs()
+    lacking = [name for name in named.split(",") if name not in there]
+    if len(named) > 1 and lacking:  # gloo passes over one letter
+        raise BadInputError(
+            f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network interface "
+            f"{lacking[0]!r}: it has {', '.join(sorted(there))}. gloo takes whole names, and not "
+            "NCCL's patterns (^lo, =eth0). Name the one that leads to the other ranks, or unset it."
+        )
 
 
 @contextmanager

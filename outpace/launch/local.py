@@ -38,6 +38,7 @@ from outpace.records.errors import (
 from outpace.records.measurement import Measurement
 from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
+from outpace.records.signals import ENDING, may_handle
 
 if TYPE_CHECKING:  # it imports torch
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -255,7 +256,7 @@ def _last_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Give SIGTERM, SIGINT and SIGHUP to `pass_on`, with all so far; yields those received."""
+    """Give signals that ask to end to `pass_on`, with all so far; yields those received."""
     received: list[int] = []
     times: list[float] = []
 
@@ -266,7 +267,7 @@ def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]
         received.append(signum)
         pass_on(signum, received)
 
-    caught = [s for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if not _ignored(s)]
+    caught = [one for one in ENDING if may_handle(one)]
     before = {signum: signal.signal(signum, forward) for signum in caught}
     try:
         yield received
@@ -290,11 +291,6 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
                 worker.send_signal(signum if len(received) == 1 else signal.SIGKILL)
 
     return pass_on
-
-
-def _ignored(signum: int) -> bool:
-    """Whether the parent asked for the signal to be ignored (nohup, a background job)."""
-    return signal.getsignal(signum) is signal.SIG_IGN
 
 
 def _reports(logs: Path) -> list[Report]:

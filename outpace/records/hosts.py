@@ -39,7 +39,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hosts(path: Path) -> tuple[Host, ...]:
     """Of a file with a line 'a slots=4' for each, as Open MPI and Horovod have. # comments."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise BadInputError(f"--hostfile {path} cannot be read: {why}") from None

@@ -14,6 +14,7 @@ import torch
 
 from outpace.data.seeding import seed_generators
 from outpace.records.errors import BadInputError, InterruptedRunError
+from outpace.records.signals import ENDING, may_handle
 
 # The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
 _SAME_SIGNAL_S = 0.5
@@ -21,7 +22,7 @@ COLLECT_EVERY = 20  # steps
 
 
 class StopSignal:
-    """SIGTERM, SIGINT and SIGHUP ask for an orderly end; a second one ends at once.
+    """Signals that ask to end (`ENDING`) end a run in order; a second one ends it at once.
 
     Before the first step there is nothing to save, so the signal raises InterruptedRunError there.
     Use as a context manager in the main thread; elsewhere signals are left alone.
@@ -35,10 +36,10 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # under nohup
-                self._previous[number] = signal.signal(number, self._receive)
+            for number in ENDING:
+                # A background job of a shell has SIGINT ignored, and is still to be heard.
+                if number in (signal.SIGTERM, signal.SIGINT) or may_handle(number):
+                    self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
             pass  # not in the main thread: whoever owns it handles signals
         return self

@@ -140,6 +140,7 @@ def test_a_copy_of_the_package_runs_from_pythonpath_alone(
         (InterruptedRunError("saved at step 7"), 75, "saved at step 7"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(errno.ENOSPC, "No space left on device", "runs/x"), 2, "disk is full"),
+        (OSError(errno.EFBIG, "File too large", "runs/x"), 2, "runs/x may not become as large"),
         (SystemExit(5), 5, ""),
     ],
 )
@@ -176,7 +177,9 @@ def test_a_bug_shows_its_traceback(
     assert "RuntimeError: a bug" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+)
 def test_what_fails_after_a_signal_does_not_hide_it(
     signum: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

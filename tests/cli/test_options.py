@@ -71,6 +71,20 @@ def test_flags_are_read_as_what_they_hold(
     assert shown[name] == {"value": value, "origin": "command line"}
 
 
+def test_a_place_may_begin_with_the_home_where_no_shell_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shell leaves --out=~/runs as it is, and so do TOML, YAML and lists of words."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write(tmp_path / "c.toml", 'data = ["~/a.txt", "b~"]\ncache-dir = "~/cache"')
+    shown = config(capsys, "--out=~/runs/x", "--config", file, "--eval-data", "~/c.txt")
+    assert shown["out"]["value"] == str(tmp_path / "runs/x")
+    assert shown["cache_dir"]["value"] == str(tmp_path / "cache")
+    assert shown["data"]["value"] == [str(tmp_path / "a.txt"), "b~"]
+    assert shown["eval_data"]["value"] == [str(tmp_path / "c.txt")]
+    assert "knows no such home" in refusal(capsys, "--out=~nobody-of-this-name/x")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -5,6 +5,7 @@ import torch
 
 from outpace.launch import group
 from outpace.launch.group import process_groups
+from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
 GPU = torch.device("cuda", 1)
@@ -43,3 +44,15 @@ def test_after_a_failure_nccl_is_not_waited_for(calls, backend, ends):
     with pytest.raises(RuntimeError), process_groups(ranks, GPU, 60.0, 0, backend):
         raise RuntimeError("a collective failed")
     assert calls[-1][0] == ends
+
+
+@pytest.mark.parametrize("named", ["^lo,docker", "=lo", "lo,no-such-interface"])
+def test_an_interface_that_is_not_there_is_named_before_ranks_meet(named, monkeypatch):
+    """NCCL takes the first two; gloo takes whole names, and its own words are of C++."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    said = r"GLOO_SOCKET_IFNAME = .*it has .*lo.* or unset it"
+    with (
+        pytest.raises(BadInputError, match=said),
+        process_groups(Ranks(), torch.device("cpu"), 5.0, 0),
+    ):
+        pass

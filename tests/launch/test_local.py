@@ -27,7 +27,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 rank, folder = os.environ["RANK"], Path({folder!r})
 signals = []
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: signals.append(number))
 (folder / f"ready-{{rank}}").touch()
 while not signals:
@@ -74,15 +74,18 @@ Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(" ".join(os.environ[n] fo
     assert words[0][4] == words[1][4]
 
 
-def test_a_signal_reaches_each_worker_once_and_the_slow_one_may_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_reaches_each_worker_once_and_the_slow_one_may_finish(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
     launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=1.5))
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
-    launcher.send_signal(signal.SIGINT)
-    launcher.send_signal(signal.SIGINT)  # the same press of a key, arriving twice
+    launcher.send_signal(signum)
+    launcher.send_signal(signum)  # the same press of a key, arriving twice
     code, output = end(launcher)
     assert (code, output) == (75, "interrupted; saved\n")
     for rank in (0, 1):
-        assert (tmp_path / f"saved-{rank}").read_text() == f"[{signal.SIGINT.value}]"
+        assert (tmp_path / f"saved-{rank}").read_text() == f"[{signum.value}]"
 
 
 def test_a_second_signal_ends_the_workers_at_once(tmp_path: Path) -> None:

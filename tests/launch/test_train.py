@@ -111,12 +111,12 @@ def test_the_exported_model_loads_in_transformers(run):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stop", [2, 5])
-def test_an_interrupted_run_resumes_bit_for_bit(run, precision, stop):
+@pytest.mark.parametrize(("stop", "signum"), [(2, signal.SIGTERM), (5, signal.SIGUSR1)])
+def test_an_interrupted_run_resumes_bit_for_bit(run, precision, stop, signum):
     extra = {"precision": precision, "dropout": 0.1, "micro_batch": 4, "schedule": "wsd"}
     whole = run("whole", **extra)
     with pytest.raises(InterruptedRunError, match=f"step {stop} of 8") as caught:
-        run("cut", callbacks=[StopAt(stop)], **extra)
+        run("cut", callbacks=[StopAt(stop, signum)], **extra)
     assert caught.value.exit_code == 75
     resumed = run("cut", resume=True, **extra)
     assert_same_run(whole, resumed)

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.machine import Machine
 from outpace.records.measurement import Evaluation, StepRecord
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.train.loggers import make_loggers, require_loggers
+from outpace.train.loggers import Logged, make_loggers, require_loggers
 from outpace.train.run_dir import RunDir
 
 
@@ -34,9 +34,14 @@ def step(number, loss):
     )  # fmt: skip
 
 
-def log(tmp_path, name):
-    (logger,) = make_loggers(RunDir(tmp_path), record(name))
-    for number, loss in ((1, 3.5), (2, 2.5)):
+def begin(tmp_path, name, start_step=None, say=lambda sentence: None):
+    (logger,) = make_loggers(Logged(RunDir(tmp_path), record(name), start_step, say))
+    return logger
+
+
+def log(tmp_path, name, start_step=None, steps=((1, 3.5), (2, 2.5))):
+    logger = begin(tmp_path, name, start_step)
+    for number, loss in steps:
         logger.on_step(step(number, loss))
     logger.on_eval(Evaluation(step=2, loss=2.0, perplexity=7.4, tokens=8, tokens_per_s=1), True)
     logger.close()
@@ -51,6 +56,65 @@ def test_tensorboard_curves_can_be_read_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 3.5), (2, 2.5)]
     assert [e.value for e in events.Scalars("eval/loss")] == [2.0]
     assert "train/mfu" not in events.Tags()["scalars"]
+
+
+def test_steps_that_are_done_again_are_one_curve_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log(tmp_path, "tensorboard", steps=((1, 3.5), (2, 9.0), (3, 9.0)))
+    log(tmp_path, "tensorboard", start_step=1, steps=((2, 2.5),))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 3.5), (2, 2.5)]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_logger_that_fails_ends_no_training(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    said, tried = [], []
+    logger = begin(tmp_path, name, say=said.append)
+
+    def fail(*_):
+        tried.append(None)
+        raise ConnectionError("the server is away")
+
+    monkeypatch.setattr(logger, "_write", fail)
+    for number in (1, 2):
+        logger.on_step(step(number, 3.5))
+    assert len(tried) == 1  # each try may take as long as the server is waited for
+    monkeypatch.setattr(logger, "_quiet_until_s", 0.0)
+    logger.on_step(step(3, 3.5))
+    assert len(tried) == 2
+    assert said == [
+        f"--log {name} failed at step 1: the server is away. Training goes on without it; "
+        "metrics.jsonl has all figures"
+    ]
+    monkeypatch.setattr(logger, "_write", raising(InterruptedRunError("stopped")))
+    monkeypatch.setattr(logger, "_quiet_until_s", 0.0)
+    with pytest.raises(InterruptedRunError):  # a signal is no failure of the logger's
+        logger.on_step(step(4, 3.5))
+    logger.close()
+
+
+def raising(error):
+    def act(*_):
+        raise error
+
+    return act
+
+
+def test_an_mlflow_server_is_not_waited_for_as_long_as_ranks_wait_for_each_other(
+    tmp_path, monkeypatch
+):
+    import mlflow
+
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    begin(tmp_path, "mlflow").close()
+    known = mlflow.environment_variables
+    assert known.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 2
+    assert known.MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 10
 
 
 def test_mlflow_curves_can_be_read_back(tmp_path):
