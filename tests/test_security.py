@@ -197,9 +197,13 @@ def test_what_removes_checkpoints_follows_no_link(saver, tmp_path, capsys):
     assert sorted(path.name for path in outside.rglob("*")) == kept
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "checkpoints/step-2/.metadata"])
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "metrics.jsonl", "checkpoints/step-2/.metadata", "wandb"]
+)
 def test_a_link_out_of_a_run_is_not_gone_on_through(words, run, tmp_path, refused, name):
     outside = tmp_path / "outside"
+    if name == "wandb":
+        (run / name).mkdir()
     (run / name).rename(outside)
     (run / name).symlink_to(outside)
     before = {path: path.stat().st_size for path in (outside, *outside.rglob("*"))}
@@ -210,6 +214,9 @@ def test_a_link_out_of_a_run_is_not_gone_on_through(words, run, tmp_path, refuse
 
 def test_a_run_that_is_a_link_as_a_whole_goes_on(words, run, tmp_path):
     (tmp_path / "link").symlink_to(run)
+    logs = run / "wandb" / "run-1" / "logs"  # wandb links to logs in its own cache
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "wandb's-cache.log")
     assert main(further(words, tmp_path / "link")) == 0
 
 

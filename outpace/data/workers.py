@@ -21,7 +21,7 @@ from outpace.records.errors import BadInputError
 Begin = Callable[[int], None]
 
 # How a worker ends whose batch cannot be handed over, by what it lacks.
-_NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT = 101, 102, 103
+_NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT, _NO_SOCKET = 101, 102, 103, 104
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 _SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")
 _FILES = ("too many open files", "ancdata")
@@ -84,7 +84,8 @@ def _begin(collects: bool, worker: int) -> None:
 
 def _leave(error: BaseException, _batch: object) -> None:
     """End this worker, whose batch is lost, so that its parent notices."""
-    code = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES}.get(_lacking(error) or "", _NOT_SENT)
+    codes = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES, "socket": _NO_SOCKET}
+    code = codes.get(_lacking(error) or "", _NOT_SENT)
     if code == _NOT_SENT:
         print(f"a batch cannot be handed over: {type(error).__name__}: {error}", file=sys.stderr)
         sys.stderr.flush()
@@ -92,13 +93,15 @@ def _leave(error: BaseException, _batch: object) -> None:
 
 
 def _lacking(error: BaseException) -> str | None:
-    """What an error says that is lacking: shared memory, open files, or memory."""
+    """What an error says that is lacking: shared memory, open files, a short name, or memory."""
     number = getattr(error, "errno", None)
     said = str(error).lower()
     if number in (errno.EMFILE, errno.ENFILE) or any(one in said for one in _FILES):
         return "files"
     if number == errno.ENOSPC or any(one in said for one in _SHARED_MEMORY):
         return "memory"
+    if "af_unix path too long" in said:
+        return "socket"
     if number in (errno.ENOMEM, errno.EAGAIN):
         return "processes"
     return None
@@ -147,6 +150,8 @@ def _reason(
             return _SENTENCES["files"]
         if _NO_SHARED_MEMORY in ends or "bus error" in said.lower():
             return f"{_SENTENCES['memory']} {_shared_memory()}"
+        if _NO_SOCKET in ends:
+            return _SENTENCES["socket"]
         if _NOT_SENT in ends:
             return "a batch could not be handed over (see above)."
         if "is killed by signal" in said or -signal.SIGKILL in ends:
@@ -172,6 +177,8 @@ def _unguarded() -> str:
 _SENTENCES = {
     "memory": "shared memory is used up, through which they hand over batches.",
     "files": "too few files may be open (ulimit -n), of which each batch needs some.",
+    "socket": "they hand over batches by sockets in the folder of temporary files, whose name is "
+    "too long for that. Set TMPDIR=/tmp, or another short one.",
     "processes": "no more processes can be started, or there is too little memory for them.",
     "killed": "one of them was killed, as happens where memory runs out.",
 }

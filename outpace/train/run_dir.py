@@ -28,6 +28,8 @@ MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
 STANDSTILL_FILE = "standstill.json"
 STANDSTILL_PAGE = "standstill.html"
 UTILISATION_FOLDER = "utilisation"
+# Where wandb keeps links to logs of its own; outpace neither writes nor removes there.
+WANDB_FOLDER = "wandb"
 # Of a file by which several hosts are asked whether they see a folder, for some seconds.
 TOKEN_PREFIX = TEMPORARY_PREFIX
 # A run writes its metrics, a checkpoint and the model; below this it can write none of them.
@@ -89,6 +91,8 @@ class RunDir:
                         "write or remove there. Put in its place what it leads to; a run on "
                         "another disk is a link as a whole."
                     )
+            if Path(folder) == self.path and WANDB_FOLDER in below:
+                below.remove(WANDB_FOLDER)
 
     def begin(self, record: RunRecord) -> None:
         """Write run.json, the first file of a run; nothing is left behind when it can't be.

@@ -216,6 +216,8 @@ class Unsent:
             )
         if self.how == "files":
             raise OSError(errno.EMFILE, "Too many open files")
+        if self.how == "socket":
+            raise OSError("AF_UNIX path too long")
         raise TypeError("it is of no kind that can be sent")
 
 
@@ -224,6 +226,7 @@ class Unsent:
     [
         ("shm", r"--workers 2: shared memory is used up.*/dev/shm.*--workers 0"),
         ("files", r"--workers 2: too few files may be open \(ulimit -n\).*--workers 0"),
+        ("socket", r"--workers 2: .*TMPDIR=/tmp.*--workers 0"),
         ("other", r"--workers 2: a batch could not be handed over \(see above\).*--workers 0"),
         ("killed", r"--workers 2: one of them was killed.*Use fewer workers, or --workers 0"),
         ("slow", r"--workers 2: no batch came within the time limit.*1.* seconds"),

@@ -43,6 +43,12 @@ def test_what_a_file_cannot_say_is_refused(tmp_path: Path, text: str, said: str)
         read_hosts(path)
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\r\n\r\nb slots=2\r\n", encoding="utf-8-sig")
+    assert read_hosts(path) == (Host(name="a", slots=2), Host(name="b", slots=2))
+
+
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xff\xfe\x00")
