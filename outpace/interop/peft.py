@@ -45,7 +45,17 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?wei
 # What PEFT's config may ask for beyond LoRA's formula, with what it has otherwise.
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
-                "layer_replication": None}  # fmt: skip
+                "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
+# What may be asked for besides, since PEFT computes with B · A all the same. Whatever else is
+# called like them changes what is computed: use_qalora, kasa_config, what PEFT will add.
+_HARMLESS = frozenset(
+    {"use_rslora", "megatron_config", "loftq_config", "eva_config", "corda_config",
+     "lora_ga_config", "velora_config", "runtime_config"}
+)  # fmt: skip
+_CHANGING = re.compile(r"use_.+|.+_config")
+# Ways to begin an adapter that leave the base's weights as they are. With others (PiSSA, OLoRA,
+# CorDA, LoftQ, LoRA-GA) an adapter belongs to what is left of the weights after that.
+_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterNote(Record):
@@ -185,8 +195,27 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
                 f"{path}: {name} is {values[name]!r}, which is not read here. Merge the adapter "
                 "into its base model with peft (merge_and_unload)."
             )
+    _check_form(values, path)
     _check_alphas(values, path)
     return values
+
+
+def _check_form(values: Mapping[str, Any], path: Path) -> None:
+    """Raises BadInputError for adapters that are more than B · A beside the base's weights."""
+    begun = values.get("init_lora_weights", True)
+    if begun not in _BEGINNINGS:
+        raise BadInputError(
+            f"{path}: init_lora_weights is {shown(begun)}: the adapter may belong to weights that "
+            "it changed when it began, not to those of its base model. Merge it with peft "
+            "(merge_and_unload), or save it for the base model with "
+            "path_initial_model_for_weight_conversion."
+        )
+    for name, value in values.items():
+        if value and name not in _HARMLESS and _CHANGING.fullmatch(name):
+            raise BadInputError(
+                f"{path}: {clipped(name)} is {shown(value)}, which is not read here. Merge the "
+                "adapter into its base model with peft (merge_and_unload)."
+            )
 
 
 def _check_alphas(values: Mapping[str, Any], path: Path) -> None:

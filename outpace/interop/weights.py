@@ -5,7 +5,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ _SAMPLE_BYTES = 1 << 20
 class Stored:
     """A tensor in a file: read only when asked for."""
 
+    file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -119,10 +120,21 @@ def _taken(
 
 
 def _by_canonical_name(tensors: Sequence[Stored], used: Naming | None) -> dict[str, Stored]:
-    if used is None:
-        return {tensor.name: tensor for tensor in tensors}
-    named = {used.canonical(tensor.name): tensor for tensor in tensors}
-    return {name: tensor for name, tensor in named.items() if not used.is_ignored(name)}
+    named: dict[str, Stored] = {}
+    for tensor in tensors:
+        name = tensor.name if used is None else used.canonical(tensor.name)
+        if used is not None and used.is_ignored(name):
+            continue
+        other = named.setdefault(name, tensor)
+        if other is not tensor and not _equal(other, tensor):
+            raise BadInputError(
+                f"{other.file} and {tensor.file} hold {tensor.name} twice, and the two differ, so "
+                "which to use is not known. Fetch the model again, or leave only one of them."
+                if other.name == tensor.name
+                else f"{tensor.file} holds {other.name} and {tensor.name}, which are the same "
+                "tensor by an old name and a new one, and the two differ. Leave only one of them."
+            )
+    return named
 
 
 def _check_tied(
@@ -246,7 +258,17 @@ def _stored(directory: Path) -> Iterator[list[Stored]]:
                 tensors += _open_safetensors(path, stack)
             else:
                 tensors += _open_bin(path)
-        yield tensors
+        yield _as_indexed(directory, tensors) if len(paths) > 1 else tensors
+
+
+def _as_indexed(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:
+    """The tensors without those that the index says to take from another file.
+
+    Files that were used before, for a model in another form, may hold more than it names.
+    """
+    index = directory / (INDEX if tensors[0].file.suffix == ".safetensors" else BIN_INDEX)
+    files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    return [one for one in tensors if files.get(one.name, one.file.name) == one.file.name]
 
 
 def has_weights(directory: Path) -> bool:
@@ -258,6 +280,7 @@ def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights. Raises BadInputError when there are none or some lack."""
     for single, index in ((SINGLE, INDEX), (BIN_SINGLE, BIN_INDEX)):
         if (directory / single).is_file():
+            _require_one_model(directory / single, directory / index)
             return [directory / single]
         if (directory / index).is_file():
             return _shards(directory / index)
@@ -265,6 +288,21 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} holds no weights (no {SINGLE} or {INDEX}). Use --init random to start from "
         "random ones."
     )
+
+
+def _require_one_model(single: Path, index: Path) -> None:
+    """Refuse a whole model beside one in parts: programs take the one or the other.
+
+    An index whose parts are gone was left behind, and says nothing.
+    """
+    parts: list[Path] = []
+    with suppress(BadInputError):
+        parts = _shards(index)
+    if parts and single not in parts:
+        raise BadInputError(
+            f"{single.parent} holds two models, {single.name}, and {index.name} with "
+            f"{parts[0].name} and {len(parts) - 1} more. Remove the one that is not wanted."
+        )
 
 
 def fingerprint(directory: Path) -> str:
@@ -308,15 +346,16 @@ def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
     require_readable(path)
     try:
         file = stack.enter_context(safe_open(str(path), framework="pt"))
-        return [_entry(file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
+        return [_entry(path, file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         said = clipped(str(error))
         raise BadInputError(f"{path} is corrupt or cut short: {said}. Fetch it again.") from None
 
 
-def _entry(file: Any, name: str) -> Stored:
+def _entry(path: Path, file: Any, name: str) -> Stored:
     part = file.get_slice(name)
-    return Stored(name, tuple(part.get_shape()), part.get_dtype(), lambda: file.get_tensor(name))
+    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+    return Stored(path, name, shape, dtype, lambda: file.get_tensor(name))
 
 
 def _open_bin(path: Path) -> list[Stored]:
@@ -331,7 +370,7 @@ def _open_bin(path: Path) -> list[Stored]:
         mapped = zipfile.is_zipfile(path)  # torch's format until 1.5 is none, and is read whole
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         return [
-            Stored(name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t))
+            Stored(path, name, tuple(t.shape), kinds.get(t.dtype, str(t.dtype)), partial(_same, t))
             for name, t in values.items()
         ]
     except pickle.UnpicklingError as error:

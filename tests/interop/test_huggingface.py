@@ -409,3 +409,37 @@ def test_a_tied_head_that_differs(make_theirs: MakeTheirs, tmp_path: Path) -> No
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     assert "Set tie_word_embeddings to false" in refusal(tmp_path)
+
+
+def test_a_whole_model_beside_one_in_parts(make_theirs: MakeTheirs, tmp_path: Path) -> None:
+    theirs = make_theirs("llama-mha")
+    theirs.save_pretrained(tmp_path, max_shard_size=20_000)
+    whole = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    save_file(whole, str(tmp_path / "model.safetensors"))
+    assert "holds two models, model.safetensors, and model.safetensors.index" in refusal(tmp_path)
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()  # an older save's index was left behind
+    read_weights(tmp_path, spec_from_hf(tmp_path))
+
+
+def test_the_index_says_where_a_tensor_is(make_theirs: MakeTheirs, tmp_path: Path) -> None:
+    make_theirs("llama-mha").save_pretrained(tmp_path, max_shard_size=20_000)
+    spec = spec_from_hf(tmp_path)
+    wanted = read_weights(tmp_path, spec)
+    last = sorted(tmp_path.glob("model-*.safetensors"))[-1]
+    first = load_file(sorted(tmp_path.glob("model-*.safetensors"))[0])
+    stale = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    save_file(load_file(last) | stale, str(last))
+    found = read_weights(tmp_path, spec)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_tensor_by_an_old_and_a_new_name(stored: Path) -> None:
+    def change(tensors: dict[str, Tensor], by: float = 1.0) -> dict[str, Tensor]:
+        return tensors | {"norm.weight": tensors["model.norm.weight"] + by}
+
+    rewrite(stored, lambda tensors: change(tensors, 0.0))
+    read_weights(stored, spec_from_hf(stored))
+    rewrite(stored, change)
+    said = refusal(stored)
+    assert "model.norm.weight" in said and "norm.weight" in said and "the two differ" in said

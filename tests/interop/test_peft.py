@@ -96,6 +96,27 @@ def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, variant, modul
     torch.testing.assert_close(model.logits(model(tokens)), found(tokens).logits, **CLOSE)
 
 
+@pytest.mark.parametrize("begun", ["pissa", "olora", "gaussian", "orthogonal", "mica"])
+@torch.no_grad()
+def test_an_adapter_that_changed_its_base_is_refused(make_theirs, tokens, tmp_path, begun):
+    theirs = make_theirs("llama-mha")
+    theirs.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=begun, task_type="CAUSAL_LM"
+    )
+    found = peft.get_peft_model(theirs, config).eval()
+    for name, weight in found.named_parameters():
+        if "lora_" in name:
+            weight += torch.randn_like(weight) * 0.1
+    found.save_pretrained(tmp_path / "adapter")
+    if begun in ("pissa", "olora"):  # which it has taken out of the base's weights
+        with pytest.raises(BadInputError, match=f"init_lora_weights is '{begun}'"):
+            merged(tmp_path / "adapter", tmp_path / "base")
+        return
+    model = merged(tmp_path / "adapter", tmp_path / "base")
+    torch.testing.assert_close(model.logits(model(tokens)), found(tokens).logits, **CLOSE)
+
+
 @torch.no_grad()
 def test_beside_weights_in_4_bits_the_merged_model_is_what_was_trained(adapted, tokens):
     _, ours, base, adapter = adapted("llama-mha", base="nf4")
@@ -138,6 +159,10 @@ def test_what_is_refused(adapted, tmp_path):
     assert "adapter of type IA3" in said(peft_type="IA3")
     assert "use_dora is True" in said(use_dora=True)
     assert "bias is 'all'" in said(bias="all")
+    assert "alora_invocation_tokens is [5]" in said(alora_invocation_tokens=[5])
+    assert "use_qalora is True" in said(use_qalora=True)
+    assert "kasa_config is {'beta': 1}" in said(kasa_config={"beta": 1})
+    assert "init_lora_weights is 'pissa_niter_16'" in said(init_lora_weights="pissa_niter_16")
     assert "is no directory here" in said(base_model_name_or_path="meta-llama/Llama-2-7b")
     (adapter / "adapter_config.json").write_text(written)
     other = Transformer(spec_from_hf(base), seed=3)
