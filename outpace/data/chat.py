@@ -10,7 +10,7 @@ checked: some templates write earlier turns in another way once others follow.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -41,6 +41,8 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+# What of messages is read by others: tool_calls by _require_calls_written, weights when rows are.
+_READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "weight", "train", "loss"})
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
@@ -99,7 +101,8 @@ class Rendered:
 class ChatFormat:
     """A tokenizer with its chat template, ready to render. Raises BadInputError for a broken one.
 
-    `stop_id` is the token with which the template ends an answer.
+    `stop_id` is the token with which the template ends an answer, and `special_names` finds what
+    the tokenizer reads as special tokens wherever it stands.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -121,6 +124,8 @@ class ChatFormat:
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
         self.stop_id = self._stop_id()
+        names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _stop_id(self) -> int:
         """The last special token of an answer, where it has one; else the end of text."""
@@ -164,6 +169,13 @@ class ChatFormat:
                 chat_template=template,
             )  # fmt: skip
         return checked_text(rendered, where, "the chat template's text")
+
+    def text(
+        self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """The whole text alone, as `render` has it."""
+        template = _with_fixed_date(self._tool_template if tools else self._template)
+        return self._text(messages, False, where, tools, template)
 
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
@@ -286,8 +298,9 @@ class Conversations:
 
     `cut` were longer than a sample, `empty` have nothing to learn (in what is left of them), and of
     `partial` the template shows the last answer only. `altered` have answers that the template does
-    not write as they stand, `toolless` tools that it does not write; each with the first's place.
-    `unread` counts the columns that have no part in conversations.
+    not write as they stand, `toolless` tools that it does not write, `marked` words that the
+    tokenizer reads as special tokens; each with the first's place. `unread` counts the columns that
+    have no part in conversations, and what messages have that the template does not write.
     """
 
     samples: Ragged
@@ -296,6 +309,7 @@ class Conversations:
     partial: int
     altered: tuple[str, ...] = ()
     toolless: tuple[str, ...] = ()
+    marked: tuple[str, ...] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -309,12 +323,13 @@ def encode_all(
     is left to learn from.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
-    altered, toolless = [], []
+    altered, toolless, marked = [], [], []
     unread: Counter[str] = Counter()
     for encoded in _encode_rows(chat, rows):
         unread.update(encoded.unread)
         toolless += [encoded.where] * encoded.toolless
         altered += [encoded.where] * encoded.altered
+        marked += [encoded.where] * encoded.marked
         ids, said = encoded.ids, encoded.said
         tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
         targets = [token if mine else IGNORED for token, mine in nexts]
@@ -337,8 +352,9 @@ def encode_all(
     pad = chat.tokenizer.pad_id
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(
-        ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), dict(unread)
-    )
+        ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), tuple(marked),
+        dict(unread),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -351,6 +367,7 @@ class _Encoded:
     whole: bool
     altered: bool
     toolless: bool
+    marked: bool
     unread: tuple[str, ...]
 
 
@@ -377,10 +394,28 @@ def _encode_row(chat: ChatFormat, row: Row) -> _Encoded:
     rendered = chat.render(talk.messages, row.where, talk.tools)
     bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
     ids, said = chat.encode(rendered, _learnt_spans(chat, rendered, talk, row.where))
+    marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
+    unread = (*talk.unread, *_unwritten_keys(chat, talk, row.where))
     return _Encoded(
-        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare),
-        tuple(talk.unread),
-    )  # fmt: skip
+        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), marked, unread
+    )
+
+
+def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:
+    """What messages have beside their words that the template writes nothing of."""
+    keys = dict.fromkeys(
+        key for one in talk.messages for key, value in one.items() if value and key not in _READ
+    )
+    if not keys:
+        return []
+    whole = chat.text(talk.messages, where, talk.tools)
+    found = []
+    for key in keys:
+        others = [{k: v for k, v in one.items() if k != key} for one in talk.messages]
+        with suppress(BadInputError):  # by a template that asks for it
+            if chat.text(others, where, talk.tools) == whole:
+                found.append(f"{key!r} of messages")
+    return found
 
 
 def _learnt_spans(

@@ -161,11 +161,14 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     name = "content" if "content" in one else "value"
     content = one.get(name)
     calls = one.get("tool_calls")
+    if not calls and (older := one.get("function_call")):  # OpenAI's form before tools
+        calls = [{"type": "function", "function": older}]
     if calls:
         content = content or ""
     elif isinstance(content, list):
         content = "".join(_part(part, row) for part in content)
-    kept = {key: value for key, value in one.items() if key not in ("from", "value")}
+    other = ("from", "value", "function_call")
+    kept = {key: value for key, value in one.items() if key not in other}
     if calls:
         kept["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
     kept |= {"role": role, "content": _text(content, name, row)}

@@ -11,6 +11,7 @@ import xxhash
 
 from outpace.data.hashes import remembered_extent, remembered_fingerprint
 from outpace.data.index import Index
+from outpace.data.misread import misread_hints
 from outpace.data.order import block_size_for
 from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
 from outpace.data.sources import Source, open_source
@@ -75,6 +76,9 @@ def prepare(
         fraction = 0.0 if split == "all" else eval_fraction
         entry = entry_path(cache_dir, content, tokenizer, fraction, text_field)
         index = ensure_entry(entry, source, tokenizer, text_field, fraction, processes, progress)
+        told = index.misread
+        total = sum(part.tokens for part in index.splits.values())
+        hints += misread_hints(reference, total, told.specials, told.unknown, told.lost)
         streams.append(_choose(entry, index, split, eval_fraction))
     for reference, stream in zip(sources, streams, strict=True):
         if len(stream) == 0 and split == "all":
@@ -85,6 +89,7 @@ def prepare(
                 "validation. Give more, or name validation data with --eval-data."
             )
     name = tokenizer.fingerprint if tokenizer else "tokens"
+    name += "|opened" if tokenizer and tokenizer.opening_ids else ""
     joined = "|".join([*hashes, name, split, repr(eval_fraction), repr(weights)])
     key = xxhash.xxh3_128_hexdigest(joined.encode())
     return Corpus(tuple(streams), weights, key, tuple(hints))

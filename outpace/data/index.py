@@ -3,7 +3,7 @@
 from typing import Literal, Self
 
 import numpy as np
-from pydantic import NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from outpace.records.base import Record
 
@@ -37,6 +37,14 @@ class Split(Record):
     documents: str
 
 
+class Misread(Record):
+    """What the tokenizer made of the text that may not have been meant (data/misread.py)."""
+
+    specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    unknown: NonNegativeInt = 0
+    lost: dict[str, NonNegativeInt] = Field(default_factory=dict)
+
+
 class Index(Record):
     """All of an entry; index.json."""
 
@@ -44,6 +52,7 @@ class Index(Record):
     dtype: Literal["<u2", "<u4"]
     splits: dict[str, Split]
     files: dict[str, File]
+    misread: Misread = Misread()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -16,7 +16,9 @@ from outpace.records.errors import BadInputError
 _NAMED = (".tsv", ".txt", ".csv", ".jsonl", ".json", ".parquet")
 # Files of a benchmark's folder, by what they are for.
 _TRAIN = ("train", "msr_paraphrase_train")
-_VALIDATION = ("validation", "dev", "dev_matched", "valid", "msr_paraphrase_test")
+_VALIDATION = (
+    "validation", "dev", "dev_matched", "valid", "val", "eval", "msr_paraphrase_test",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

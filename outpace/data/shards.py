@@ -24,6 +24,7 @@ import xxhash
 from outpace.data.entry_lock import entry_lock
 from outpace.data.helpers import Encoders
 from outpace.data.index import FORMAT, SPLITS, Index, documents_name, shard_name
+from outpace.data.misread import MisreadText
 from outpace.data.sources import Source, check_unchanged
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ _BATCH_CHARACTERS = 2 << 20
 # A shorter text than this is never cut in pieces.
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
+_SIGNS_KEPT = 1000  # of characters that are lost, in the index
 # Beyond this the checksums would take longer than a person waits; sizes are always compared.
 _CHECKED_BYTES = 4 << 30
 
@@ -48,9 +50,9 @@ def entry_path(
     cache: Path, content: str, tokenizer: Tokenizer, eval_fraction: float, text_field: str
 ) -> Path:
     """The folder of an entry, whether it is there or not."""
-    key = xxhash.xxh3_128_hexdigest(
-        f"{FORMAT}|{content}|{tokenizer.fingerprint}|{eval_fraction!r}|{text_field}".encode()
-    )
+    parts = [FORMAT, content, tokenizer.fingerprint, repr(eval_fraction), text_field]
+    parts += ["opened"] if tokenizer.opening_ids else []
+    key = xxhash.xxh3_128_hexdigest("|".join(map(str, parts)).encode())
     return cache / "tokens" / key
 
 
@@ -133,19 +135,29 @@ def _build(
     temporary.mkdir()
     dtype = np.dtype("<u2") if tokenizer.vocab_size <= 1 << 16 else np.dtype("<u4")
     writers = {split: _SplitWriter(temporary, split, dtype) for split in SPLITS}
+    misread = MisreadText(tokenizer)
+    opening = np.array(tokenizer.opening_ids, dtype=np.uint32)
     try:
         current = writers["train"]
         for piece, ids in encoded(source, tokenizer, text_field, processes, progress):
             if piece.first:
                 current = writers[split_of(piece.text, eval_fraction)]
                 current.begin_document()
+                current.write(opening)
             current.write(ids)
+            misread.add(piece.text, ids)
             if piece.last:
                 current.write(np.array([tokenizer.eos_id], dtype=np.uint32))
         check_unchanged(source)
         splits = {split: writer.close() for split, writer in writers.items()}
         files = {name: file for writer in writers.values() for name, file in writer.files.items()}
-        index = Index.parse({"dtype": dtype.str, "splits": splits, "files": files}, INDEX)
+        counts = {
+            "specials": misread.specials, "unknown": misread.unknown,
+            "lost": dict(misread.lost.most_common(_SIGNS_KEPT)),
+        }  # fmt: skip
+        index = Index.parse(
+            {"dtype": dtype.str, "splits": splits, "files": files, "misread": counts}, INDEX
+        )
         index.save(temporary / INDEX)
         sync_folder(temporary)
         temporary.replace(entry)

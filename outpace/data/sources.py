@@ -179,8 +179,10 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
         groups["rows"] += unclear if not groups["rows"] else []
     kind = _chosen_kind(groups, rows)
     chosen = sorted({*groups[kind], *(unclear if kind == "text" else ())})
-    if kind != "text":
-        chosen = _of_one_split(chosen)
+    splits = _splits_of(chosen)
+    # Source code has folders called test, so that of texts all have to be of a split.
+    if kind != "text" or all(splits[file] for file in chosen if not _ABOUT.match(file.name)):
+        chosen = _of_one_split(splits)
     if kind == "tokens":
         chosen = _with_indices(chosen)
     found = _found(reference, kind, chosen)
@@ -236,15 +238,27 @@ def require_tokens(file: Path, head: bytes) -> None:
         )
 
 
-def _of_one_split(files: list[Path]) -> list[Path]:
+def _splits_of(files: Sequence[Path]) -> dict[Path, str | None]:
+    """Which split each file is of, "train" or "held out", by its name and its folders' names."""
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    return {file: _split_named((*file.relative_to(root).parent.parts, file.stem)) for file in files}
+
+
+def _split_named(names: Sequence[str]) -> str | None:
+    """What the last of the names says that says anything."""
+    for name in reversed(names):
+        if _TRAIN_NAME.search(name):
+            return "train"
+        if _HELD_OUT_NAME.search(name):
+            return "held out"
+    return None
+
+
+def _of_one_split(splits: Mapping[Path, str | None]) -> list[Path]:
     """Files without those named as held out, where others are named as training data."""
-    if not any(_TRAIN_NAME.search(file.stem) for file in files):
-        return files
-    return [
-        file
-        for file in files
-        if _TRAIN_NAME.search(file.stem) or not _HELD_OUT_NAME.search(file.stem)
-    ]
+    if "train" not in splits.values():
+        return list(splits)
+    return [file for file, split in splits.items() if split != "held out"]
 
 
 def _found(reference: str, kind: Kind, files: list[Path]) -> Source:

@@ -117,6 +117,44 @@ class Tokenizer:
         return found
 
     @property
+    def opening_ids(self) -> list[int]:
+        """The bos token, where the tokenizer puts it before a text, as Llama's do; else nothing."""
+        bos = self._vocab.get(self._roles.get("bos_token", ""))
+        added: list[int] = self.inner.encode("a").ids
+        return added[:1] if added[:1] == [bos] else []
+
+    @property
+    def unknown_id(self) -> int | None:
+        """The token that stands for what is not in the vocabulary, where there is one."""
+        name = getattr(self.inner.model, "unk_token", None) or self._roles.get("unk_token")
+        return self._vocab.get(name or "")
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens but that of what is unknown, by their names."""
+        added = self.inner.get_added_tokens_decoder()
+        return {
+            token.content: number
+            for number, token in added.items()
+            if token.special and number != self.unknown_id
+        }
+
+    def known_characters(self) -> frozenset[str] | None:
+        """The characters that are not lost, where others are: BPE of characters without [UNK]."""
+        told = json.loads(self.inner.to_str())
+        model = told["model"]
+        bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
+            [told["normalizer"], told["pre_tokenizer"]]
+        )
+        if model.get("type") != "BPE" or model.get("unk_token") or bytes_too:
+            return None
+        start, end = (
+            model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix")
+        )
+        bare = (name.removeprefix(start).removesuffix(end) for name in self._vocab)
+        return frozenset(name for name in bare if len(name) == 1)
+
+    @property
     def roles(self) -> dict[str, str]:
         """The tokens that have a role, by transformers' names: eos_token, pad_token, …"""
         return dict(self._roles)

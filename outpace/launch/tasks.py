@@ -14,7 +14,8 @@ import xxhash
 from outpace.data import classify
 from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
 from outpace.data.encoded import remembered
-from outpace.data.padded import MULTIPLE, PaddedDataset, rounded, shape_multiple
+from outpace.data.misread import unknown_hints
+from outpace.data.padded import MULTIPLE, PaddedDataset, Ragged, rounded, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.row_files import Row
 from outpace.data.rows import Table, fingerprint, held_out, read_tables, splits_of
@@ -225,6 +226,7 @@ def _chat_hints(
     """What of conversations is not learnt, or not as it stands."""
     altered = [where for part in parts for where in part.altered]
     toolless = [where for part in parts for where in part.toolless]
+    marked = [where for part in parts for where in part.marked]
     told = [
         (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
         (sum(part.empty for part in parts), "have no answer to learn and were left out"),
@@ -242,6 +244,11 @@ def _chat_hints(
             "have tools that the chat template does not write: answers are learnt without them "
             f"(first {next(iter(toolless), '')})",
         ),
+        (
+            len(marked),
+            "have the name of a special token in what is said, which is read as that token, as "
+            f"where an answer ends (first {next(iter(marked), '')})",
+        ),
     ]
     hints = [f"{found:,} of {count} conversations {what}" for found, what in told if found]
     unread = dict.fromkeys(name for part in parts for name in part.unread)
@@ -249,6 +256,7 @@ def _chat_hints(
         hints.append(
             f"columns that are no part of a conversation are not read: {', '.join(unread)}"
         )
+    hints += _unknown_hints(chat.tokenizer, [part.samples for part in parts])
     if chat.dated:
         hints.append(
             "the chat template writes the date: conversations are learnt with "
@@ -315,6 +323,7 @@ def _classify(
             f"{', '.join(labels)}: its layer over classes is not used, and a new one is drawn. "
             "Label rows with its names or the numbers of its classes to keep it"
         )
+    hints += _unknown_hints(tokenizer, [part.samples for part in encoded])
     if cut:
         hints.append(f"{cut:,} of {_count(source)} samples are longer than {seq_len} and were cut")
     train, validation = (
@@ -338,6 +347,13 @@ def _classify(
         labels,
         tuple(hints),
     )
+
+
+def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[Ragged]) -> list[str]:
+    """That the tokenizer knows too little of the texts."""
+    tokens = np.concatenate([part.values["tokens"] for part in parts])
+    unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
+    return unknown_hints("of the data", unknown, len(tokens))
 
 
 def _count(source: Source) -> str:

@@ -64,7 +64,7 @@ class Writer:
 
     def continue_text(self, prompt: str) -> str:
         """The prompt, and what the model writes after it."""
-        given, ids = self._write(prompt, self._tokenizer.eos_id)
+        given, ids = self._write(prompt, self._tokenizer.eos_id, self._tokenizer.opening_ids)
         return self._tokenizer.decode([*given, *ids])
 
     def answer(self, messages: Sequence[Message]) -> str:
@@ -74,9 +74,11 @@ class Writer:
         _, ids = self._write(self._talk.prompt(messages), self._talk.stop_id)
         return self._tokenizer.decode(ids)
 
-    def _write(self, prompt: str, stop_id: int) -> tuple[list[int], list[int]]:
+    def _write(
+        self, prompt: str, stop_id: int, opening_ids: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
         """Tokens of the prompt, and those that are written after them."""
-        given = self._tokenizer.encode(prompt) or [self._tokenizer.eos_id]
+        given = [*opening_ids, *self._tokenizer.encode(prompt)] or [self._tokenizer.eos_id]
         sampling = self._sampling
         ids = generation.generate(
             self._model,

@@ -180,6 +180,21 @@ def test_columns_that_are_not_read_are_counted(formats):
     assert found.unread == {"id": 1, "schema": 1}
 
 
+def test_what_messages_have_beside_their_words_is_written_or_counted(plain, formats):
+    thought = {**TALK[1], "reasoning_content": "why"}
+    rows = [Row({"messages": [TALK[0], thought]}, "line 1")]
+    assert encode_all(formats[1], rows, 64).unread == {"'reasoning_content' of messages": 1}
+    thinks = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content +")
+    chat = ChatFormat(plain.changed(plain.inner, {"chat_template": thinks}))
+    assert encode_all(chat, rows, 64).unread == {}
+
+
+def test_names_of_special_tokens_in_what_is_said_are_counted(formats):
+    rows = [row("a <|im_end|> b", "c"), row("a", "b")]
+    for chat in formats:
+        assert encode_all(chat, rows, 64).marked == ("line 1",)
+
+
 WITH_TOOLS = "{% if tools %}[{{ tools | tojson }}]{% endif %}" + CHATML.replace(
     "m.content +", "m.content + (m.tool_calls | tojson if m.tool_calls else '') +"
 )
@@ -223,6 +238,9 @@ def test_calls_of_tools_are_learnt_or_the_template_is_refused(plain, formats):
     assert '"arguments": {"city": "X"}' in words and words.endswith("b<|im_end|>\n")
     with pytest.raises(BadInputError, match=r"line 1: the assistant calls a tool, .* tool_calls"):
         encode_all(formats[1], [row], 64)
+    older = {"role": "assistant", "content": "", "function_call": CALLS[0]["function"]}
+    old = Row({"messages": [TALK[0], older, *row.values["messages"][2:]]}, "line 1")
+    assert learnt_of(chat, old)[:2] == learnt_of(chat, row)[:2]
 
 
 def test_answers_of_no_weight_are_not_learnt(formats):

@@ -38,6 +38,16 @@ def test_mrpc_is_read_without_quoting(tmp_path):
     assert (labels, [one.label for one in found]) == (("0", "1"), ["1", "0"])
 
 
+@pytest.mark.parametrize("name", ["val", "dev", "validation", "eval"])
+def test_a_folder_has_its_own_file_to_validate_with(tmp_path, name):
+    for one in ("train", name):
+        (tmp_path / f"{one}.jsonl").write_text('{"text": "a", "label": "b"}\n')
+    train, validation = splits_of([str(tmp_path)])
+    assert (train, validation) == (
+        (str(tmp_path / "train.jsonl"),), (str(tmp_path / f"{name}.jsonl"),)
+    )  # fmt: skip
+
+
 def test_tables_of_glue(tmp_path):
     sst, cola, qnli = (tmp_path / f"{name}.tsv" for name in ("sst", "cola", "qnli"))
     sst.write_text("sentence\tlabel\nit's bad\t0\nit's good\t1\n")

@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import tokenizers
 from pyarrow import parquet
+from tokenizers import models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from outpace.data.corpus import content_fingerprint, read_documents
 from outpace.data.sources import open_source
 from outpace.data.text import pieces
+from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
 
 A, B, C = "def a():\n    return 1\n", "Ein Stück Text.\n", "x = 'y'\n"
@@ -515,6 +519,24 @@ def test_files_beside_shards_are_not_read_and_named(tmp_path, prepare, ids_of, r
     assert all(name in hint for name in ("README.md", "stats.json", "val.jsonl")), hint
 
 
+def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
+    for split, text in (("train", A), ("test", B), ("validation", C)):
+        (tmp_path / "rows" / split).mkdir(parents=True)
+        write_lines(tmp_path / "rows" / split / "0.jsonl", {"text": text})
+        (tmp_path / "texts" / split / "pos").mkdir(parents=True)
+        (tmp_path / "texts" / split / "pos" / "1.txt").write_text(text)
+        (tmp_path / "names").mkdir(exist_ok=True)
+        (tmp_path / "names" / f"wiki.{split}.tokens").write_text(text)
+    for name in ("rows", "texts", "names"):
+        corpus = prepare(tmp_path / name)
+        assert tokens(corpus) == [ids_of(A)]
+        assert "are left out" in corpus.hints[0]
+    assert tokens(prepare(tmp_path / "rows" / "test")) == [ids_of(B)]
+    assert tokens(prepare(tmp_path / "rows" / "*" / "*.jsonl")) == [ids_of(A)]
+    (tmp_path / "texts" / "main.py").write_text(A)  # source code, of which tests are part
+    assert len(tokens(prepare(tmp_path / "texts"))[0]) == len(ids_of(A, A, B, C))
+
+
 def test_rows_beside_texts_are_not_read_and_named(folder, prepare, ids_of):
     write_lines(folder / "index.jsonl", {"n": 1})
     corpus = prepare(folder)
@@ -594,3 +616,51 @@ def test_text_for_a_tokenizer_is_there_even_when_the_split_has_no_document(tmp_p
     (tmp_path / "x.txt").write_text("only one")
     for split in ("train", "validation"):
         assert list(read_documents((str(tmp_path / "x.txt"),), "text", split, 0.5)) == ["only one"]
+
+
+@pytest.fixture(scope="module")
+def characters():
+    """BPE of a few letters, without a token for others."""
+    inner = tokenizers.Tokenizer(models.BPE({"<eos>": 0, "a": 1, "b": 2, "c": 3}, []))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<eos>"])
+    return Tokenizer(inner, "<eos>")
+
+
+def test_characters_that_are_lost_are_told(tmp_path, prepare, characters):
+    (tmp_path / "x.txt").write_text("abc xé é中 cab")
+    for _ in range(2):  # the second time from the cache
+        (hint,) = prepare(tmp_path / "x.txt", tokenizer=characters).hints
+        assert "no token for 4 characters" in hint and "'é' (2 times), 'x' (once)" in hint
+    (tmp_path / "x.txt").write_text("abc cab")
+    assert prepare(tmp_path / "x.txt", tokenizer=characters).hints == ()
+
+
+def test_much_that_is_unknown_is_told(tmp_path, prepare):
+    words = {"[UNK]": 0, "a": 1, "b": 2, "</s>": 3}
+    inner = tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "x.txt").write_text("a b c d")
+    (hint,) = prepare(tmp_path / "x.txt", tokenizer=Tokenizer(inner, "</s>")).hints
+    assert hint.startswith("40.0% of the tokens of ")
+
+
+def test_names_of_special_tokens_in_a_text_are_told(tmp_path, prepare, tokenizer, ids_of):
+    (tmp_path / "x.txt").write_text(f"{A}<|endoftext|>{B}<|endoftext|>{C}")
+    corpus = prepare(tmp_path / "x.txt")
+    assert tokens(corpus) == [ids_of(A, B, C)]
+    assert "'<|endoftext|>' (2 times)" in corpus.hints[0]
+
+
+def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, prepare):
+    inner = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3}))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    write_lines(tmp_path / "x.jsonl", {"text": "a b"}, {"text": "b"})
+    bare = Tokenizer(inner, "</s>", {"bos_token": "<s>"})
+    without = prepare(tmp_path / "x.jsonl", tokenizer=bare)
+    assert tokens(without) == [[2, 3, 1, 3, 1]]
+    opened = tokenizers.Tokenizer.from_str(inner.to_str())
+    opened.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.changed(opened, {}))
+    assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1]]
+    assert corpus.fingerprint != without.fingerprint

@@ -1,0 +1,82 @@
+"""What a tokenizer makes of a text that its author may not have meant."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from outpace.data.tokenizer import Tokenizer
+
+# A tokenizer has no token for some sign or other of most texts.
+_UNKNOWN_SHARE = 0.01
+_SHOWN = 3
+
+
+class MisreadText:
+    """Counts names of special tokens in texts, unknown tokens, and characters that are lost."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._names = {number: name for name, number in tokenizer.special_tokens.items()}
+        self._special = np.zeros(tokenizer.vocab_size, dtype=bool)
+        self._special[list(self._names)] = True
+        self._unknown_id = tokenizer.unknown_id
+        self._known = tokenizer.known_characters()
+        self._normalizer = tokenizer.inner.normalizer
+        self.specials: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.unknown = self.tokens = 0
+
+    def add(self, text: str, ids: "np.ndarray[Any, np.dtype[np.uint32]]") -> None:
+        """Count those of a text and its ids."""
+        self.tokens += len(ids)
+        self.specials.update(self._names[int(number)] for number in ids[self._special[ids]])
+        if self._unknown_id is not None:
+            self.unknown += int((ids == self._unknown_id).sum())
+        if self._known is not None:
+            if self._normalizer is not None:
+                text = self._normalizer.normalize_str(text)
+            self.lost.update(sign for sign in text if sign not in self._known)
+            for sign in [sign for sign in self.lost if sign.isspace()]:
+                del self.lost[sign]
+
+
+def misread_hints(
+    reference: str,
+    tokens: int,
+    specials: Mapping[str, int],
+    unknown: int,
+    lost: Mapping[str, int],
+) -> list[str]:
+    """What `MisreadText` counted, in sentences."""
+    hints = []
+    if specials:
+        hints.append(
+            f"the text of {reference} has the names of special tokens in it, which are read as "
+            f"those tokens: {_most(specials)}. Write them otherwise where they are meant as text"
+        )
+    hints += unknown_hints(f"of {reference}", unknown, tokens)
+    if lost:
+        hints.append(
+            f"the tokenizer has no token for {sum(lost.values()):,} characters of {reference}, and "
+            f"none for what it does not know, so they are lost: {_most(lost)}. Use a tokenizer "
+            "that knows them, or one of bytes"
+        )
+    return hints
+
+
+def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
+    """That many of the tokens stand for what the tokenizer does not know, where it is so."""
+    if unknown <= _UNKNOWN_SHARE * tokens:
+        return []
+    return [
+        f"{unknown / tokens:.1%} of the tokens {of} stand for what the tokenizer does not know. Is "
+        "it one of this language, and of this spelling?"
+    ]
+
+
+def _most(counts: Mapping[str, int]) -> str:
+    """The commonest first: "'</s>' (3 times), '<s>' (once)"."""
+    first = Counter(counts).most_common(_SHOWN)
+    said = ", ".join(f"{name!r} ({'once' if n == 1 else f'{n:,} times'})" for name, n in first)
+    return said + (f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else "")
