@@ -1,6 +1,7 @@
 """A folder's model writes in outpace what it writes in transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -20,14 +21,14 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
     inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     Tokenizer(inner, "</s>", {"bos_token": "<s>"}).save(tmp_path)
     torch.manual_seed(3)
-    theirs = transformers.LlamaForCausalLM(
+    theirs: Any = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
             vocab_size=22, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
             initializer_range=0.5,
         )
     )  # fmt: skip
-    theirs.train(False)
+    theirs.eval()
     theirs.save_pretrained(tmp_path)
     read = transformers.AutoTokenizer.from_pretrained(tmp_path)("a b c", return_tensors="pt")
     assert read["input_ids"][0, 0] == 0
