@@ -5,9 +5,12 @@ import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outpace.records.base import Record, write_atomic
 from outpace.records.errors import BadInputError, shown
+
+if TYPE_CHECKING:
+    from outpace.records.base import Record
 
 
 def output_file(text: str) -> Path:
@@ -48,6 +51,8 @@ def write_output(path: Path, content: str | bytes) -> None:
     Where `path` cannot be written any more, it is kept in the folder of temporary files, and the
     error says where.
     """
+    from outpace.records.base import write_atomic  # --help needs no records
+
     try:
         write_atomic(path, content)
     except OSError as error:
@@ -61,6 +66,6 @@ def write_output(path: Path, content: str | bytes) -> None:
         raise BadInputError(f"{why}.") from None
 
 
-def save_output(path: Path, record: Record) -> None:
+def save_output(path: Path, record: "Record") -> None:
     """As `write_output`, of a record."""
     write_output(path, record.as_file())

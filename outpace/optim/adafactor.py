@@ -25,8 +25,8 @@ class Adafactor(torch.optim.Adafactor):
     `compiled`: parameters that are not spread are stepped by kernels that torch.compile makes.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, compiled: bool = False) -> None:
-        super().__init__(groups, lr=lr)
+    def __init__(self, groups: Any, *, compiled: bool = False, **settings: Any) -> None:
+        super().__init__(groups, **settings)
         self._compiled = CompiledStep(step_tensor) if compiled else None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

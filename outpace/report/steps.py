@@ -132,9 +132,15 @@ def _is_step(line: bytes) -> bool:
         row = from_json(line)
     except ValueError:
         return False
-    return isinstance(row, dict) and all(
-        type(row.get(name)) in (int, float) and math.isfinite(row[name]) for name in _NEEDED
-    )
+    return isinstance(row, dict) and all(_is_figure(row.get(name)) for name in _NEEDED)
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether a float can hold it, as it can no whole number of hundreds of digits."""
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _numbers(rows: list[Any], path: Path) -> Floats:

@@ -208,7 +208,7 @@ def test_a_network_stands_by_the_name_that_it_was_asked_by(capsys, monkeypatch):
 def rates(path, **by_dtype):
     best = tuple(
         figure("matmul", "best", "FLOP/s", rate, dtype=dtype) if rate else
-        figure("matmul", "best", "FLOP/s", 1.0, dtype=dtype).model_copy(
+        figure("matmul", "best", "FLOP/s", 1e9, dtype=dtype).model_copy(
             update={"value": None, "unstable": "it drifted"})
         for dtype, rate in by_dtype.items()
     )  # fmt: skip

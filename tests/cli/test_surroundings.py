@@ -82,7 +82,9 @@ def tried(
     words = WORDS[command].format(run=shlex.quote(str(run)), flags=short)
     outpace = f"{shlex.quote(sys.executable)} -m outpace {words}"
     script = SURROUNDINGS[around].format(outpace)
-    paths = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # An empty one means the working directory, without which Python itself does not start.
+    paths = [str(Path(__file__).parents[2]), *filter(None, known)]
     return subprocess.run(
         ["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=120,
         check=False, errors="replace", env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

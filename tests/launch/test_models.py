@@ -152,6 +152,7 @@ def test_weights_without_their_tokenizer_are_refused(start, tmp_path):
     start("run")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (tmp_path / "run" / "model" / name).unlink()
+    (tmp_path / "run" / "model" / "checksums.json").unlink()  # on purpose
     with pytest.raises(BadInputError, match="no tokenizer"):
         start("again", model=str(tmp_path / "run"))
 

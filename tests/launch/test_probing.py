@@ -118,10 +118,10 @@ def test_the_best_product_stands_beside_the_published_peak():
 def test_what_is_published_is_taken_from_one_process_only(monkeypatch, tmp_path):
     """The process that measures ranks writes it into its record as well."""
     published = Figure(
-        key=Key(kind="matmul", what="peak", of={"dtype": "bf16"}), unit="FLOP/s", value=2.0,
+        key=Key(kind="matmul", what="peak", of={"dtype": "bf16"}), unit="FLOP/s", value=2e12,
         origin="catalog", source="a datasheet",
     )  # fmt: skip
-    measured = figure("best", 1.0, dtype="bf16")
+    measured = figure("best", 1e12, dtype="bf16")
 
     def start(nproc, command, on_stop):
         probed = Probed(

@@ -84,7 +84,14 @@ def test_what_cannot_be_offloaded_is_refused_with_what_can():
         Plan.parse({"strategy": "ddp", "dp_replicate": 2, "offload_parameters": "cpu"}, "test")
     with pytest.raises(BadInputError, match="Use one of the two"):
         Plan.parse(
-            {"strategy": "1f1b", "pp": 2, "offload_activations": "disk", "compile": True}, "test"
+            {
+                "strategy": "1f1b",
+                "pp": 2,
+                "pp_microbatches": 2,
+                "offload_activations": "disk",
+                "compile": True,
+            },
+            "test",
         )
 
 

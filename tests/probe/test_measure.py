@@ -159,7 +159,8 @@ def test_an_interval_widens_with_samples_that_resemble_their_neighbours():
 
 def figure_of(rounds, unit="s"):
     return Figure(
-        key=Key(kind="test", what="time"), unit=unit, value=1.0, origin="measured",
+        key=Key(kind="test", what="time"), unit=unit, origin="measured",
+        value=1.0 if unit == "s" else 1e12,
         rounds=tuple((one,) for one in rounds),
     )  # fmt: skip
 
@@ -173,6 +174,6 @@ def test_a_gain_is_by_the_ratio_of_samples_so_that_slow_spells_fall_out():
     assert found.value == pytest.approx(0.1, abs=0.01)
     assert found.sure
     assert not gain(after, after).sure
-    rate = figure_of([1 / value for (value,) in before.rounds], "FLOP/s")
-    other = figure_of([1 / value for (value,) in after.rounds], "FLOP/s")
+    rate = figure_of([1e12 / value for (value,) in before.rounds], "FLOP/s")
+    other = figure_of([1e12 / value for (value,) in after.rounds], "FLOP/s")
     assert gain(rate, other).value == pytest.approx(found.value)
