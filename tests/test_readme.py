@@ -1,5 +1,6 @@
 """The README's own commands and programs, run as they stand, on tiny things of the same names."""
 
+import io
 import json
 import os
 import re
@@ -122,6 +123,7 @@ def test_command(line, home, monkeypatch, capfd):
         words += ["memory", "--quick", "--budget=2"]  # all sections: tests/cli/test_probe.py
     if words[0] == "eval":
         words += ["--batches=1"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who are you?\n"))  # of a conversation
     assert main(words) == 0, capfd.readouterr().err
 
 
