@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from outpace.nn.transformer import hold_masks
+from outpace.records.errors import error_summary
 
 # Kinds of inputs that one function is compiled for; beyond torch's own 8 it would run eagerly.
 _COMPILED_MOST = 64
@@ -190,5 +191,4 @@ def compile_time_s() -> float:
 def _reason(error: Exception) -> str:
     """The first line of what the compiler says, with the kind of its innermost error."""
     inner: BaseException = getattr(error, "inner_exception", None) or error
-    lines = str(inner).strip().splitlines() or [""]
-    return f"{type(inner).__name__}: {lines[0][:200]}"
+    return error_summary(inner)

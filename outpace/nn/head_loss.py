@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from outpace.nn.compilation import with_own_code
 from outpace.nn.low_loss import IGNORED
 from outpace.nn.torch_versions import add_wide_product
+from outpace.records.errors import error_summary
 
 PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
 # All logits are made at once up to here: 2³¹ of 16 bits, which kernels still count in 32 bits, and
@@ -196,9 +197,8 @@ class CompiledPass:
                 self._too_many.add(args[0].shape)
                 return self._eager(*args)
             self._failed = True
-            lines = str(error).strip().splitlines() or [""]
             warnings.warn(
-                f"torch.compile fails on the loss ({type(error).__name__}: {lines[0][:200]}), so "
+                f"torch.compile fails on the loss ({error_summary(error)}), so "
                 "it is taken without. Leave the attempt out with --no-compile.",
                 stacklevel=2,
             )

@@ -29,6 +29,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from outpace.records.errors import error_summary
+
 Kernel = Literal["any", "flash", "efficient", "math"]
 
 # For one query the last is no loss: its scores are (B, H, 1, T).
@@ -120,10 +122,9 @@ class _CompiledFlexAttention:
             except TorchDynamoException as error:
                 self._fails = True
                 inner = getattr(error, "inner_exception", None) or error
-                lines = str(inner).strip().splitlines() or [""]
                 warnings.warn(
-                    f"torch.compile fails on FlexAttention ({type(inner).__name__}: "
-                    f"{lines[0][:200]}), so masks of all queries and keys are used.",
+                    f"torch.compile fails on FlexAttention ({error_summary(inner)}), so masks of "
+                    "all queries and keys are used.",
                     stacklevel=2,
                 )
                 return None

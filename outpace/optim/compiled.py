@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.compilation import with_own_code
+from outpace.records.errors import error_summary
 
 
 class CompiledStep:
@@ -49,7 +50,7 @@ class CompiledStep:
         except TorchDynamoException as error:
             self._fails = True
             inner = getattr(error, "inner_exception", None) or error
-            reason = f"{type(inner).__name__}: {str(inner).strip().splitlines()[0][:200]}"
+            reason = error_summary(inner)
             warnings.warn(
                 f"torch.compile fails on the optimizer's step ({reason}), which goes on without. "
                 "Leave the attempt out with --no-compile.",

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outpace.records.errors import error_summary
+
 BLOCK = 2048  # elements of a program
 ALIGNED_BYTES = 16  # of addresses, so that values are loaded together
 State = dict[str, Any]
@@ -71,10 +73,9 @@ class FusedMasterAdamW:
             if self._runs:
                 raise
             self._runs = False
-            lines = str(error).strip().splitlines() or [""]
             warnings.warn(
-                f"Triton cannot make the optimizer's kernel ({type(error).__name__}: "
-                f"{lines[0][:200]}), so torch's own kernels take its place.",
+                f"Triton cannot make the optimizer's kernel ({error_summary(error)}), so torch's "
+                "own kernels take its place.",
                 stacklevel=2,
             )
             return False

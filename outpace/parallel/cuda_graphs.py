@@ -199,15 +199,16 @@ class GraphedLayout(Layout):
         return any(shape.captured is not None for shape in self._shapes.values())
 
     def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
-        if self._held_gradient() is not None or not self.replays:
-            return self._pass(batch, given)
+        held = self._held_gradient()
+        if held is not None or not self.replays:
+            return self._pass(batch, given, held)
         try:
-            return self._pass(batch, given)
+            return self._pass(batch, given, held)
         except torch.OutOfMemoryError as error:
             self._give_up(error)
         for parameter in self._parameters():
             parameter.grad = None
-        return self._pass(batch, given)
+        return self._pass(batch, given, None)
 
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """As every layout's; it may take the memory that graphs hold."""
@@ -219,15 +220,17 @@ class GraphedLayout(Layout):
             self._give_up(error)
         return super().evaluate(batch, given)
 
-    def _pass(self, batch: Batch, given: Pass) -> Tensor:
-        """A forward and backward: replayed, captured, or kernel by kernel."""
-        key = self._key(batch) if self._works else None
+    def _pass(self, batch: Batch, given: Pass, held: Tensor | None) -> Tensor:
+        """A forward and backward: replayed, captured, or kernel by kernel.
+
+        `held` is the first of the gradients that it adds to; None where it makes them.
+        """
+        key = self._key(batch, held) if self._works else None
         if key is None:
             return super()._forward_backward(batch, given)
         shape = self._shapes.setdefault(key, _Shape())
-        held = self._held_gradient()
         if shape.captured is None and shape.passes >= WARMUP_PASSES and self._adds_in_place(held):
-            shape.captured = self._capture(batch, given)
+            shape.captured = self._capture(batch, given, held)
         if shape.captured is not None and shape.captured.adds_to is held:
             return shape.captured.run(batch, given)
         shape.passes += 1
@@ -236,7 +239,7 @@ class GraphedLayout(Layout):
                 return self._watched(batch, given)
             return super()._forward_backward(batch, given)
 
-    def _key(self, batch: Batch) -> Hashable | None:
+    def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
         """What a graph is made for; None where passes are not to be captured.
 
         Whoever watches operators sees none of a graph's.
@@ -249,11 +252,11 @@ class GraphedLayout(Layout):
         if trained is None:
             return None
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.items())
-        key = (shapes, self._held_gradient() is None, trained.grad_dtype)
+        key = (shapes, held is None, trained.grad_dtype)
         return key if key in self._shapes or len(self._shapes) < MOST_SHAPES else None
 
     def _held_gradient(self) -> Tensor | None:
-        """The first of the gradients that a pass adds to; None where it makes them."""
+        """The first of the gradients that are there before a pass."""
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
@@ -274,13 +277,15 @@ class GraphedLayout(Layout):
             parameter.grad = None
         return super()._forward_backward(batch, given)
 
-    def _capture(self, batch: Mapping[str, Tensor], given: Pass) -> CapturedPass | None:
+    def _capture(
+        self, batch: Mapping[str, Tensor], given: Pass, adds_to: Tensor | None
+    ) -> CapturedPass | None:
         if not self._recorder.has_room():
             self._give_up("their memory would be more than is free")
             return None
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         before = [parameter.grad for parameter in self._parameters()]
-        adds_to, work = self._held_gradient(), _Work()
+        work = _Work()
 
         def forward() -> list[Tensor]:
             with given.cast():

@@ -59,6 +59,12 @@ def clipped(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def error_summary(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
 def readable(message: str) -> str:
     """A message whose long lines are cut in their midst, where they hold a text of the data.
 
