@@ -130,7 +130,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
             source=f"one accelerator of its kind: {chip.source}",
         )
     known = [*NODES, *plain]
-    alike = _alike(wanted)
+    alike = _similar_names(wanted)
     meant = f" Did you mean {' or '.join(alike)}?" if alike else nearest(wanted, known)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
@@ -138,7 +138,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     )
 
 
-def _alike(wanted: str) -> list[str]:
+def _similar_names(wanted: str) -> list[str]:
     """Machines of so many such accelerators, "8xh100" or "h100", each with what it is."""
     count, chip = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL).groups()  # type: ignore[union-attr]
     word = re.sub(r"[^a-z0-9]", "", chip)

@@ -358,7 +358,7 @@ def encode_all(
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedMessages:
     """A conversation's ids, and which of them the assistant writes; the rest as Conversations."""
 
     where: str
@@ -371,11 +371,11 @@ class _Encoded:
     unread: tuple[str, ...]
 
 
-def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_Encoded]:
+def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMessages]:
     """Each conversation, in a process with limits. Raises BadInputError, naming the row."""
     listed, done = list(rows), 0
 
-    def encode() -> Iterator[_Encoded]:
+    def encode() -> Iterator[_EncodedMessages]:
         return (_encode_row(chat, row) for row in listed)
 
     try:
@@ -389,14 +389,14 @@ def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_Encoded]:
         ) from None
 
 
-def _encode_row(chat: ChatFormat, row: Row) -> _Encoded:
+def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     talk = conversation_of(row, chat.roles)
     rendered = chat.render(talk.messages, row.where, talk.tools)
     bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
     ids, said = chat.encode(rendered, _learnt_spans(chat, rendered, talk, row.where))
     marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
     unread = (*talk.unread, *_unwritten_keys(chat, talk, row.where))
-    return _Encoded(
+    return _EncodedMessages(
         row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), marked, unread
     )
 

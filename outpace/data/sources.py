@@ -111,7 +111,7 @@ def open_source(reference: str, *, rows: bool = False) -> Source:
 
 def _opened(reference: str, rows: bool) -> Source:
     if reference == "stdlib":
-        return _found(reference, "text", _library_files(Path(sysconfig.get_path("stdlib"))))
+        return _source_of(reference, "text", _library_files(Path(sysconfig.get_path("stdlib"))))
     if reference.startswith("hf:"):
         return Source(reference, "dataset")
     path = Path(reference)
@@ -145,13 +145,13 @@ def form_of(file: Path) -> Form:
 def _of_file(reference: str, path: Path) -> Source:
     form = form_of(path)
     if form == "tokens":
-        return _found(reference, "tokens", _with_indices([path]))
+        return _source_of(reference, "tokens", _with_indices([path]))
     if form == "text" and _has_rows(path):
         raise BadInputError(
             f"{path} holds JSON, an object a line or a list of them, whose syntax would be learnt "
             "as a text. Call it .jsonl, so that its rows are read."
         )
-    return _found(reference, "text" if form == "text" else "rows", [path])
+    return _source_of(reference, "text" if form == "text" else "rows", [path])
 
 
 def _with_indices(files: Iterable[Path]) -> list[Path]:
@@ -185,7 +185,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
         chosen = _of_one_split(splits)
     if kind == "tokens":
         chosen = _with_indices(chosen)
-    found = _found(reference, kind, chosen)
+    found = _source_of(reference, kind, chosen)
     return replace(found, left_out=tuple(file for file in files if file not in set(chosen)))
 
 
@@ -261,7 +261,7 @@ def _of_one_split(splits: Mapping[Path, str | None]) -> list[Path]:
     return [file for file, split in splits.items() if split != "held out"]
 
 
-def _found(reference: str, kind: Kind, files: list[Path]) -> Source:
+def _source_of(reference: str, kind: Kind, files: list[Path]) -> Source:
     states = tuple(map(_state, files))
     total = sum(size for size, *_ in states)
     if total == 0:

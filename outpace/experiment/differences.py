@@ -42,17 +42,17 @@ def _change(values: Sequence[str]) -> str:
 
 def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
     """By name, what is not the same in all, as each run had it."""
-    rows = [_of(record) for record in records]
+    rows = [_values_of(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
     return {name: values for name, values in found.items() if len(set(values)) > 1}
 
 
-def _of(record: RunRecord) -> dict[str, str]:
+def _values_of(record: RunRecord) -> dict[str, str]:
     """Everything that may explain a difference, what explains most of them first."""
-    plan = {name: _shown(getattr(record.plan, name)) for name in Plan.model_fields}
+    plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
-        name: _shown(getattr(record.settings, name))
+        name: _show_value(getattr(record.settings, name))
         for name in TrainSettings.model_fields
         if name not in _ELSEWHERE
     }
@@ -69,7 +69,7 @@ def _of(record: RunRecord) -> dict[str, str]:
 _NAMES = {"threads a process": "threads", "load before": "processes that wanted a core before"}
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):

@@ -116,7 +116,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
         found = inside or changing
         if found:
             raise BadInputError(
-                f"{place} has {_named(part, found)}, which transformers' {model_type} does not "
+                f"{place} has {_pairs(part, found)}, which transformers' {model_type} does not "
                 f"read: the layers are another model's, or the model_type is wrong. Fetch "
                 f"config.json again from where the model came from. {_OWN_MODEL}"
             )
@@ -356,12 +356,12 @@ def _passed_over(
     if not names:
         return []
     return [
-        f"{where} has {_named(values, names)}, which transformers' {read.config.model_type} does "
+        f"{where} has {_pairs(values, names)}, which transformers' {read.config.model_type} does "
         "not read; nor does outpace."
     ]
 
 
-def _named(values: Mapping[str, Any], names: list[str]) -> str:
+def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
     """Keys with their values: "logits_scaling 8.0, embedding_multiplier 12.0"."""
     said = [
         f"{clipped(name, 60)} {{…}}" if isinstance(values[name], dict)
