@@ -18,14 +18,15 @@ from outpace.records.errors import BadInputError
 class OwnObjective(nn.Module):
     """A person's module with its loss: what a strategy wraps. The module is `.model`.
 
-    A loss of theirs is called as loss(module, batch) and returns (sum of losses, count), or one
-    scalar: the mean over the micro-batch, weighed by its targets that are not −100 where it has
-    whole numbers of them for each token (`targets`, or `labels`), else by its samples. Without
-    one the module is given the batch's tokens (and whichever other entries of the batch its
+    A loss of theirs is called as loss(module, batch) and returns (sum of losses, count), where
+    the count may be a sum of weights, or one scalar: the mean over the micro-batch, weighed by its
+    targets that are not −100 where it has whole numbers of them for each token (`targets`, or
+    `labels`), else by its samples. Without one the module is given the batch's tokens (and whichever other entries of the batch its
     forward names) and may return
-    - logits (B, S, V), or something with `.logits`: cross-entropy with the batch's targets;
-    - a scalar, or something with `.loss`: the mean over the batch's targets (its samples, where
-      it has none).
+    - its own loss: a scalar, something with `.loss`, or a tuple with a scalar, such as
+      (logits, loss): the mean over the batch's targets (its samples, where it has none);
+    - logits (B, S, V), or something with `.logits`: cross-entropy with the batch's targets, and
+      the router's loss that a transformers model returns beside them, by the model's coefficient.
     """
 
     def __init__(self, own: OwnModel) -> None:
@@ -36,7 +37,9 @@ class OwnObjective(nn.Module):
         self._signature = inspect.signature(own.module.forward)
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Sum of the losses (fp32 or fp64, with gradient) and their number (int64), both scalars.
+        """Sum of the losses (fp32 or fp64, with gradient) and what it is over, both scalars.
+
+        That is their number (int64), or the sum of their weights where a loss returns such.
 
         Raises BadInputError where what the loss or the module returns is none of the above.
         """
@@ -54,20 +57,56 @@ class OwnObjective(nn.Module):
             return scored
         if self.loss is not None:
             given = self.loss(self.model, batch)
-            if isinstance(given, tuple) and len(given) == 2:
+            if isinstance(given, tuple | list) and len(given) == 2:
                 return _pair(_scalar(given[0], "the loss"), given[1])
             mean = _scalar(given, "the loss")
             return _weighed(mean, _mean_over(batch))
         output = self._call(batch)
         targets = batch.get("targets") if isinstance(batch, Mapping) else None
-        logits = _logits(output)
-        if logits is not None and targets is not None:
-            self._check_width(logits)
-            return _cross_entropy(logits, targets)
-        loss = _part(output, "loss")
-        mean = _scalar(output if loss is None else loss, "the module's output")
-        count = self._targets(batch)
-        return _pair(mean * count, count)
+        logits, loss = _logits(output), _own_loss(output)
+        if loss is not None:
+            if logits is not None and _part(output, "loss") is None:
+                self._require_targets_seen(batch)
+            return _weighed(_scalar(loss, "the module's loss"), self._targets(batch))
+        if logits is None or targets is None:
+            _scalar(output, "the module's output")  # says what it is
+        assert logits is not None and targets is not None
+        self._check_width(logits)
+        loss_sum, count = _cross_entropy(logits, targets)
+        extra = self._router_loss(output)
+        return (loss_sum, count) if extra is None else (loss_sum + extra * count, count)
+
+    def _require_targets_seen(self, batch: Any) -> None:
+        """Refuse (logits, scalar) of a forward that saw no targets: a term, and not the loss."""
+        if not isinstance(batch, Mapping) or "tokens" not in batch:
+            return  # forward was given all of it
+        names = [name for name in ("targets", "labels") if name in batch]
+        if names and not any(name in self._signature.parameters for name in names):
+            raise BadInputError(
+                f"{type(self.model).__name__} returns a scalar beside its logits, but its forward "
+                "is not given the targets, so that this is no loss by itself. Let forward take "
+                "targets and return (logits, loss), or return a loss function "
+                "loss(module, batch) beside the module that adds the scalar."
+            )
+
+    def _router_loss(self, output: Any) -> Tensor | None:
+        """What a transformers mixture of experts adds to its own loss, None where there is none.
+
+        Raises BadInputError for an auxiliary loss by which nothing says what to multiply.
+        """
+        extra = _part(output, "aux_loss")
+        if not isinstance(extra, Tensor):
+            return None
+        holders = (self.model, getattr(self.model, "config", None))
+        found = [getattr(holder, "router_aux_loss_coef", None) for holder in holders]
+        coefficient = next((value for value in found if isinstance(value, int | float)), None)
+        if coefficient is None:
+            raise BadInputError(
+                f"{type(self.model).__name__} returns an aux_loss without a loss, and no "
+                "router_aux_loss_coef by which to add it. Return a loss function "
+                "loss(module, batch) beside the module that adds it."
+            )
+        return coefficient * _scalar(extra, "aux_loss")
 
     def _targets(self, batch: Any) -> Tensor | int:
         """How many targets the module's own mean is over."""
@@ -154,12 +193,29 @@ def _part(output: Any, name: str) -> Any:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
+def _own_loss(output: Any) -> Tensor | None:
+    """The loss in what a module returned: itself, its `.loss`, or the scalar among its first two.
+
+    That is the order of transformers' tuples (loss, logits, …) and of nanoGPT's (logits, loss).
+    """
+    loss = _part(output, "loss")
+    if loss is not None:
+        found: Tensor = loss
+        return found
+    parts = output[:2] if isinstance(output, tuple | list) else [output]
+    scalars = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
+    return next((part for part in scalars if part.is_floating_point()), None)
+
+
 def _logits(output: Any) -> Tensor | None:
-    """Scores (B, S, V) in what a module returned; the first of a tuple."""
+    """Scores (B, S, V) in what a module returned; of a tuple the first, or what follows a loss."""
     found = _part(output, "logits")
-    if found is None:
-        found = output[0] if isinstance(output, tuple) and output else output
-    return found if isinstance(found, Tensor) and found.dim() == 3 else None
+    parts = output[:2] if isinstance(output, tuple | list) else [output]
+    candidates = [*parts] if found is None else [found]
+    for part in candidates:
+        if isinstance(part, Tensor) and part.numel() != 1:
+            return part if part.dim() == 3 else None
+    return None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,8 +243,17 @@ def _scalar(value: Any, what: str) -> Tensor:
 
 
 def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
-    number = torch.as_tensor(count, device=total.device)
-    return raised(total), number.to(torch.int64).reshape(())
+    """A sum and what it is over: whole numbers, or weights that need not be."""
+    if not isinstance(count, Tensor | int | float) or (
+        isinstance(count, Tensor) and count.numel() != 1
+    ):
+        raise BadInputError(
+            f"the loss returned a {type(count).__name__} as the count; (sum of losses, count) has "
+            "the number that the sum is over, such as (targets != -100).sum()"
+        )
+    total = raised(total)
+    number = torch.as_tensor(count, device=total.device).detach().reshape(())
+    return total, number.to(total.dtype if number.is_floating_point() else torch.int64)
 
 
 def _samples(batch: Any) -> int:

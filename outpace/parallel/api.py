@@ -74,6 +74,11 @@ def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
 
+def divisor(count: Tensor) -> Tensor:
+    """What a sum over `count` targets (or a sum of weights) is divided by for its mean; never 0."""
+    return torch.where(count > 0, count, torch.ones_like(count))
+
+
 class Layout:
     """An objective on this rank. As it stands here: whole on each rank, nothing exchanged.
 

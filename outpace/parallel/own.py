@@ -16,7 +16,7 @@ from outpace.interop.own import OwnModel, OwnObjective, build_own
 from outpace.nn.levers import apply_levers
 from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
-from outpace.parallel.api import Batch, Layout, Pass, Request
+from outpace.parallel.api import Batch, Layout, Pass, Request, divisor
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronise
 from outpace.parallel.blocks import flat, named_blocks
@@ -74,7 +74,7 @@ class Parallelized:
         averages = self.layout.averages
         given = Pass(self._cast, scale=lambda loss_sum: loss_sum * averages)
         totals = self._summed(self.layout.gradients(self._passes(batch), given))
-        self.layout.scale_gradients(1 / totals[1].clamp(min=1))
+        self.layout.scale_gradients(1 / divisor(totals[1]))
         return totals[0] / totals[1]
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:

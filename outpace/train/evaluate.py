@@ -10,6 +10,7 @@ import torch.distributed as dist
 from outpace.nn.compilation import without_compilation
 from outpace.nn.mixed import Mixed
 from outpace.parallel import Layout, Pass
+from outpace.parallel.api import divisor
 from outpace.records.measurement import Evaluation
 from outpace.train.step import Batch
 
@@ -44,7 +45,7 @@ def evaluate(
     if group is not None:
         dist.all_reduce(totals, group=group)
     took_s = time.perf_counter() - began_s
-    loss = float(totals[0] / totals[1].clamp(min=1))
+    loss = float(totals[0] / divisor(totals[1]))
     count = int(totals[1])
     sums = dict(zip(names, totals[2:].tolist(), strict=True))
     return Evaluation(

@@ -13,6 +13,7 @@ from outpace.nn.mixed import Mixed, casts_kept
 from outpace.nn.torch_versions import all_gather_single
 from outpace.optim.build import begin_step
 from outpace.parallel import Layout, Pass
+from outpace.parallel.api import divisor
 from outpace.records.plan import Plan
 from outpace.train.device_queue import DeviceFigures, DeviceQueue, queue_of
 from outpace.train.memory import CacheFreer, peak_memory_bytes
@@ -180,7 +181,7 @@ class Stepper:
         if not self._targets_known:
             _wait(summed)
             # Correct the gradients for the true number of targets in the global batch.
-            self._layout.scale_gradients(self._expected_targets / totals[1].clamp(min=1))
+            self._layout.scale_gradients(self._expected_targets / divisor(totals[1]))
         self._mark("communication")
         if self._on_gradients is not None:
             self._on_gradients()

@@ -59,9 +59,14 @@ class Plain(nn.Module):
 class WithTargets(Plain):
     """In nanoGPT's manner: (logits, loss), and all positions only if targets are given."""
 
+    smoothing, extra = 0.0, 0.0
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
         logits = super().forward(tokens)
-        return (logits[:, -1:], None) if targets is None else (logits, logits.mean())
+        if targets is None:
+            return logits[:, -1:], None
+        flat = logits.flatten(0, 1), targets.flatten()
+        return logits, F.cross_entropy(*flat, label_smoothing=self.smoothing) + self.extra
 
 
 @pytest.mark.parametrize("make", [Plain, WithTargets])
@@ -74,6 +79,86 @@ def test_logits_are_scored_over_all_targets(make: type[Plain], batch: dict[str, 
     assert int(count) == 3 * 8 - 5
     loss_sum.backward()
     assert module.head.weight.grad is not None
+
+
+class Named(WithTargets):
+    """As transformers' models: something with `.loss` and `.logits`."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        logits, loss = super().forward(tokens, targets)
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+class Keyed(WithTargets):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        logits, loss = super().forward(tokens, targets)
+        return {"logits": logits, "loss": loss}
+
+
+class LossFirst(WithTargets):
+    """As transformers' tuples."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        return super().forward(tokens, targets)[::-1]
+
+
+@pytest.mark.parametrize("make", [WithTargets, Named, Keyed, LossFirst])
+def test_the_loss_that_a_module_returns_is_its_loss(
+    make: type[WithTargets], batch: dict[str, Tensor]
+) -> None:
+    module = make()
+    module.smoothing, module.extra = 0.1, 0.5
+    loss_sum, count = OwnObjective(OwnModel(module))(batch)
+    logits = Plain.forward(module, batch["tokens"])
+    mean = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss_sum / count, mean + 0.5)
+    assert int(count) == 3 * 8 - 5
+    nothing = {**batch, "targets": torch.full_like(batch["targets"], -100)}
+    loss_sum, count = OwnObjective(OwnModel(module))(nothing)  # whose mean is NaN
+    assert (float(loss_sum.detach()), int(count)) == (0.0, 0)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_term_beside_logits_without_a_loss_is_refused(
+    named: bool, batch: dict[str, Tensor]
+) -> None:
+    class WithTerm(Plain):
+        def forward(self, tokens: Tensor) -> Any:
+            logits = super().forward(tokens)
+            term = logits.square().mean()
+            return {"logits": logits, "aux_loss": term} if named else (logits, term)
+
+    said = r"aux_loss without a loss" if named else r"not given the targets.*\(logits, loss\)"
+    with pytest.raises(BadInputError, match=said):
+        OwnObjective(OwnModel(WithTerm()))(batch)
+
+
+def test_a_mixture_of_experts_of_transformers_is_scored_with_its_router_loss(
+    batch: dict[str, Tensor],
+) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+        output_router_logits=True, router_aux_loss_coef=0.3,
+    )  # fmt: skip
+    module = transformers.MixtralForCausalLM(config)
+    loss_sum, count = OwnObjective(OwnModel(module))(batch)
+    output = module(batch["tokens"], labels=batch["targets"], shift_labels=batch["targets"])
+    assert output.aux_loss > 0.5
+    torch.testing.assert_close(loss_sum / count, output.loss)
+
+
+def test_a_sum_of_weights_is_what_a_mean_is_over() -> None:
+    x, weights = torch.ones(3, 2), torch.tensor([0.25, 0.0, 0.125])
+    module = nn.Linear(2, 1)
+
+    def loss(m: nn.Module, batch: Any) -> Any:
+        return (m(batch["x"])[:, 0] * batch["weights"]).sum(), batch["weights"].sum()
+
+    _, count = OwnObjective(OwnModel(module, loss))({"x": x, "weights": weights})
+    assert float(count) == 0.375
+    with pytest.raises(BadInputError, match=r"a dict as the count"):
+        OwnObjective(OwnModel(module, lambda m, b: (m(b).sum(), {"accuracy": 1.0})))(x)
 
 
 def test_a_transformers_model_is_scored_by_its_logits(batch: dict[str, Tensor]) -> None:

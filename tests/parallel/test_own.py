@@ -90,6 +90,21 @@ def test_one_process_needs_no_group():
     assert set(state) == {"weight", "bias"} and not torch.equal(state["weight"], before)
 
 
+def test_gradients_are_those_of_a_mean_over_weights_that_sum_to_less_than_one():
+    def loss(module, batch):
+        return (module(batch["x"])[:, 0].square() * batch["w"]).sum(), batch["w"].sum()
+
+    module = nn.Linear(3, 1)
+    weights = torch.tensor([0.25, 0.0, 0.125, 0.0])
+    batch = {"x": torch.randn(4, 3), "w": weights}
+    total, count = loss(module, batch)
+    (expected,) = torch.autograd.grad(total / count, module.weight)
+    laid = outpace.parallelize(module, outpace.Plan(micro_batch=2), loss=loss)
+    found = laid.forward_backward(batch)
+    torch.testing.assert_close(found.float(), (total / count).detach())
+    torch.testing.assert_close(module.weight.grad, expected)
+
+
 def test_a_batch_that_does_not_divide_is_refused_with_the_numbers():
     laid = outpace.parallelize(nn.Linear(3, 1), outpace.Plan(micro_batch=4))
     with pytest.raises(BadInputError, match="6 samples does not divide into micro-batches of 4"):
