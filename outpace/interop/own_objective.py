@@ -21,8 +21,8 @@ class OwnObjective(nn.Module):
     A loss of theirs is called as loss(module, batch) and returns (sum of losses, count), where
     the count may be a sum of weights, or one scalar: the mean over the micro-batch, weighed by its
     targets that are not −100 where it has whole numbers of them for each token (`targets`, or
-    `labels`), else by its samples. Without one the module is given the batch's tokens (and whichever other entries of the batch its
-    forward names) and may return
+    `labels`), else by its samples. Without one the module is given the batch's tokens (and
+    whichever other entries of the batch its forward names) and may return
     - its own loss: a scalar, something with `.loss`, or a tuple with a scalar, such as
       (logits, loss): the mean over the batch's targets (its samples, where it has none);
     - logits (B, S, V), or something with `.logits`: cross-entropy with the batch's targets, and
