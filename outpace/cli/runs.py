@@ -46,6 +46,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
                 "all there are."
             )
         return _show(paths[1], arguments.json)
+    if paths[:1] == [Path("diff")]:
+        named = shlex.join(map(str, paths[1:])) or "RUN RUN"
+        raise BadInputError(
+            f"outpace runs has no diff: outpace compare {named} says what runs differ in, and "
+            "where in a step it shows."
+        )
     filters = arguments.where or arguments.sort is not None
     if len(paths) == 1 and is_run(paths[0]) and not filters:
         return _show(paths[0], arguments.json)

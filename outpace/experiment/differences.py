@@ -45,7 +45,15 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
     rows = [_values_of(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
-    return {name: values for name, values in found.items() if len(set(values)) > 1}
+    return {name: values for name, values in found.items() if _tells(name, values)}
+
+
+def _tells(name: str, values: Sequence[str]) -> bool:
+    """Whether the values are others, and more so than an idle machine's load is."""
+    if name == _LOAD and "unknown" not in values:
+        loads = [float(one) for one in values]
+        return max(loads) - min(loads) >= 1
+    return len(set(values)) > 1
 
 
 def _values_of(record: RunRecord) -> dict[str, str]:
@@ -66,7 +74,8 @@ def _values_of(record: RunRecord) -> dict[str, str]:
     return plan | settings | facts | apart
 
 
-_NAMES = {"threads a process": "threads", "load before": "processes that wanted a core before"}
+_LOAD = "processes that wanted a core before"
+_NAMES = {"threads a process": "threads", "load before": _LOAD}
 
 
 def _show_value(value: object) -> str:

@@ -116,6 +116,7 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
         strategy=record.plan.strategy,
         mesh=record.plan.mesh,
         precision=record.plan.precision,
+        asked=asked_settings(record),
         processes=record.plan.world_size,
         total_steps=record.total_steps,
     )

@@ -89,7 +89,7 @@ class Trials:
         if isinstance(ended, Failed):
             found.update(failure=ended.words, exit_code=ended.exit_code)
         else:
-            found.update(peak_memory_bytes=ended.peak_memory_bytes)
+            found.update(peak_memory_bytes=ended.peak_memory_bytes, tokens_per_s=ended.tokens_per_s)
         return Trial(
             number=number,
             why=chosen.why,

@@ -211,13 +211,28 @@ def read_keep(text: str | None) -> dict[str, Any]:
             continue
         name, equals, value = (word.strip() for word in part.partition("="))
         name = name.replace("-", "_")
-        if not equals or name not in KEPT:
+        if not equals:
             raise BadInputError(
-                f"--keep {part.strip()}: write setting=value, as in precision=bf16."
-                f"{_meant(name)} Settings: {', '.join(KEPT)}."
+                f"--keep {part.strip()}: write setting=value, as in precision=bf16. Settings: "
+                f"{', '.join(KEPT)}."
+            )
+        if name not in KEPT:
+            raise BadInputError(
+                f"--keep {part.strip()}: the planner has no setting {name!r}."
+                f"{_lora(name) or _meant(name)} Settings: {', '.join(KEPT)}."
             )
         found[name] = _checked(name, value)
     return found
+
+
+def _lora(name: str) -> str:
+    """What to use instead, of the settings of adapters; '' of all others."""
+    if name != "base" and not name.startswith(("lora", "qlora")):
+        return ""
+    return (
+        " It plans the training of all weights: outpace memory --lora-rank 16 --base nf4 says "
+        "whether an adapter fits, outpace tune --lora-rank 16 tries how fast it trains."
+    )
 
 
 def _meant(name: str) -> str:

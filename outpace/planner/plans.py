@@ -64,6 +64,7 @@ def plans(job: Job) -> Plans:
             *job.outline.notes,
             *job.cluster.notes,
             *_unsure(planned),
+            *_adapters(planned),
             *_hinted(used, found),
         ),
     )
@@ -77,6 +78,17 @@ def _unsure(planned: Sequence[Planned]) -> list[str]:
     if any(one.plan.compile for one in planned):
         told.append("compile: its gain is counted in bytes and launches (docs/planner.md).")
     return told
+
+
+def _adapters(planned: Sequence[Planned]) -> list[str]:
+    """What takes less than training all weights, where these wait on the host."""
+    if planned[0].plan.offload_parameters in (None, "none"):
+        return []
+    return [
+        "Every step fetches the weights from the host, since training all of them does not fit. "
+        "Adapters take far less: outpace memory with the same --model and --machine and "
+        "--lora-rank 16 (and --base nf4) says whether they do."
+    ]
 
 
 def _hinted(job: Job, found: Found) -> list[str]:

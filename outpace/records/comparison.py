@@ -159,10 +159,13 @@ class Verdict(Record):
         parts = "too few steps to say how steadily"
         if self.low is not None and self.high is not None:
             parts = f"{_signed(self.low)} to {_signed(self.high)} over parts of the runs"
+        if slowdown > 1:
+            took = f"{1 + slowdown:.1f} times as long as"
+        else:
+            took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"
         return (
-            f"{arm} took {show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} "
-            f"than {against} in these two runs ({parts}). Two runs alike may differ as much: a "
-            "claim takes runs in turn, as outpace compare makes them"
+            f"{arm} took {took} {against} in these two runs ({parts}). Two runs alike may differ "
+            "as much: a claim takes runs in turn, as outpace compare makes them"
         )
 
 

@@ -1,6 +1,6 @@
 """A run that lies in a folder, in a row: what it is, how far it came, how fast it was."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,9 @@ class PastRun(Record):
     strategy: Strategy | None = None
     mesh: str | None = Field(default=None, description="the axes that are split")
     precision: Precision | None = None
+    asked: dict[str, Any] = Field(
+        default_factory=dict, description="settings that were given and are not the default"
+    )
     processes: int | None = None
     steps: int = Field(default=0, description="done")
     total_steps: int | None = None

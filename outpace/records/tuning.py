@@ -34,7 +34,12 @@ class Trial(Record):
         default=None, description="a quarter of its steps took no longer; None: not known"
     )
     raced: bool = Field(default=False, description="at the end, in turn with those before or after")
-    peak_memory_bytes: NonNegativeInt | None = None
+    tokens_per_s: PositiveFloat | None = Field(
+        default=None, description="median, of all processes; None: it failed, or has no tokens"
+    )
+    peak_memory_bytes: NonNegativeInt | None = Field(
+        default=None, description="of tensors, of the fullest process"
+    )
     failure: str | None = None
     exit_code: int | None = Field(
         default=None, description="of one that failed; None: it was stopped, or did not fail"
@@ -81,6 +86,11 @@ class Tuning(Record):
     def trial(self, number: int) -> Trial:
         """By its number."""
         return self.trials[number - 1]
+
+    def same_before(self, trial: Trial) -> int | None:
+        """The number of the first trial of the same plan, where that is an earlier one."""
+        first = next(one.number for one in self.trials if one.plan == trial.plan)
+        return first if first < trial.number else None
 
     @property
     def fastest(self) -> Trial | None:

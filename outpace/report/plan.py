@@ -240,36 +240,40 @@ def scaling(
 ) -> Group:
     """Throughput on so many nodes: nodes, devices, and the best plan there."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("nodes", "devices", "tokens/s", "efficiency", "network"):
+    for name in ("nodes", "devices", "tokens/s", "efficiency", "network", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("best plan", overflow="fold")
     first: float | None = None
-    over = None
+    over, is_above_linear = None, False
     for nodes, devices, planned in rows:
         if planned is None:
-            table.add_row(f"{nodes:,}", f"{devices:,}", "–", "", "", "no plan fits")
+            table.add_row(f"{nodes:,}", f"{devices:,}", "–", "", "", "", "no plan fits")
             continue
         one = planned.estimate
         each = one.tokens_per_s / devices
         first = first or each
+        is_above_linear |= each > _LINEAR * first
         exposed = network_share(one)
         if exposed > 0.5 * _computed(one) and over is None:
             over = nodes
         table.add_row(
             f"{nodes:,}", f"{devices:,}", show_count(one.tokens_per_s), show_share(each / first),
-            show_share(exposed), _marked(planned),
+            show_share(exposed), show_bytes(one.peak_memory_bytes), _marked(planned),
         )  # fmt: skip
     caption = (
         f"Global batch {global_batch:,} throughout. efficiency: tokens/s of a device, against the "
         "first row that fits. network: the exposed share of a step."
         + (f" The network takes over at {over:,} nodes: more than half of computing." if over
            else " Nowhere does the network take over (half of computing).")
+        + (" More than 100 %: where more devices share the states, each has memory for a faster "
+           "plan (a larger micro-batch, less recomputed or offloaded)." if is_above_linear else "")
     )  # fmt: skip
     if any(planned is not None and planned.untrained for *_, planned in rows):
         notes = (_UNTRAINED, *notes)
     return Group(table, Text(caption), *(_item("•", note) for note in notes))
 
 
+_LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained
 _UNTRAINED = "†: outpace itself does not train it."
 
 
@@ -302,6 +306,8 @@ def compared(now: Planned | str, then: Planned | str, changes: str) -> Group:
     else:
         gain = now.estimate.step_time_s / then.estimate.step_time_s - 1
         verdict = f"{show_share(abs(gain))} {'more' if gain >= 0 else 'less'} throughput"
+        if gain >= 1:  # as a factor, which is easier to read than hundreds of per cent
+            verdict = f"{1 + gain:.1f} × the throughput"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("machine", overflow="fold")
     for name in ("step", "tokens/s", "memory"):

@@ -37,14 +37,23 @@ _NOTES = {
 }
 
 
+# Settings that a row shows anyway, and those that say nothing of what is trained.
+_SHOWN = {
+    "model", "strategy", "precision", "steps", "nproc", "device", "out", "resume", "plan",
+    "dp_replicate", "dp_shard", "cp", "tp", "pp", "log", "expect_step_time_s", "save_every", "keep",
+}  # fmt: skip
+_LONGEST_VALUE = 28
+
+
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
     """A row a run, in two lines: what it is below its path, how far it came below the time."""
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(when(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
               for row in rows]  # fmt: skip
-    names = [Text(row.path, style="bold").append(f"\n{_what(row)}", style="not bold dim")
-             for row in rows]  # fmt: skip
+    whats = [", ".join([_what(row), *own]) for row, own in zip(rows, _own(rows), strict=True)]
+    names = [Text(row.path, style="bold").append(f"\n{what}", style="not bold dim")
+             for row, what in zip(rows, whats, strict=True)]  # fmt: skip
     figures: dict[str, Sequence[str | Text]] = {
         "when (UTC)": states, "steps": steps, **_figures(rows)
     }  # fmt: skip
@@ -79,6 +88,24 @@ def _what(row: PastRun) -> str:
     words = f"{Path(row.model).name}, {layout}, {row.precision}"
     wrong = "; ".join([*([row.damage] if row.damage else []), *row.changed])
     return f"{words}: {wrong}" if wrong else words
+
+
+def _own(rows: Sequence[PastRun]) -> list[list[str]]:
+    """Of each run the settings that were given and that not all of these runs have alike."""
+    known = [row.asked for row in rows if row.model is not None]
+    names = {name for asked in known for name in asked} - _SHOWN
+    alike = {
+        name for name in names if all(asked.get(name) == known[0].get(name) for asked in known)
+    }
+    return [
+        [f"{name} {_brief(value)}" for name, value in row.asked.items() if name in names - alike]
+        for row in rows
+    ]
+
+
+def _brief(value: Any) -> str:
+    words = in_words(value)
+    return words if len(words) <= _LONGEST_VALUE else f"…{words[1 - _LONGEST_VALUE :]}"
 
 
 def when(started: str | None) -> str:

@@ -8,7 +8,7 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report.figures import off
 from outpace.report.narrow import Narrow
 
-_COLUMNS = ("measured", "compared", "predicted", "off by", "memory", "before any")
+_COLUMNS = ("measured", "tokens/s", "predicted", "error", "memory", "compared", "at first")
 
 
 def verdict_line(tuning: Tuning) -> str:
@@ -35,7 +35,7 @@ def by_one_trial(tuning: Tuning) -> str:
 def shown(tuning: Tuning) -> RenderableType:
     """For a terminal."""
     names = [
-        Text(f"{one.number}. {one.title}", style="bold" if one.number == tuning.best else "")
+        Text(trial_name(tuning, one), style="bold" if one.number == tuning.best else "")
         for one in tuning.trials
     ]
     cells = [_cells(trial) for trial in tuning.trials]
@@ -46,19 +46,30 @@ def shown(tuning: Tuning) -> RenderableType:
         f"{show_seconds(tuning.took_s)}: {tuning.stopped}."
     ]
     notes.append(
-        "compared: by what a quarter of its steps stay below, of those that ran in turn by their "
-        "turns. off by: measured, above what was predicted. before any: predicted before any trial."
+        "measured: median step time. error: measured against predicted. memory: tensors of the "
+        "fullest process. compared: the time that the fastest quarter of its steps stay below; "
+        "plans that took turns are compared turn by turn. at first: predicted before any trial. "
+        "Speed was tuned, and nothing that changes what is learnt (learning rate, batch)."
     )
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
     return Group(Text(), Text(verdict_line(tuning), style="bold"), Text(), table, Text(),
                  *map(Text, notes))  # fmt: skip
 
 
+def trial_name(tuning: Tuning, trial: Trial) -> str:
+    """Its number and plan, and the trial that had the same plan before."""
+    before = tuning.same_before(trial)
+    again = "" if before is None else f" (again, as trial {before})"
+    return f"{trial.number}. {trial.title}{again}"
+
+
 def _cells(trial: Trial) -> list[str]:
     """Of the columns."""
     predicted = [show_seconds(trial.predicted_s), show_seconds(trial.first_predicted_s)]
     if trial.step_time_s is None:
-        return ["failed", "–", predicted[0], "–", "–", predicted[1]]
+        return ["failed", "–", predicted[0], "–", "–", "–", predicted[1]]
     above = off(trial.predicted_s, trial.step_time_s).text
-    return [show_seconds(trial.step_time_s), show_seconds(trial.compared_s), predicted[0], above,
-            show_bytes(trial.peak_memory_bytes), predicted[1]]  # fmt: skip
+    rate = "–" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+    memory, compared = show_bytes(trial.peak_memory_bytes), show_seconds(trial.compared_s)
+    measured = show_seconds(trial.step_time_s)
+    return [measured, rate, predicted[0], above, memory, compared, predicted[1]]

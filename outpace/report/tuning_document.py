@@ -25,7 +25,7 @@ from outpace.report.document import (
 from outpace.report.environment import command, machine_table, topology
 from outpace.report.figures import Along, Line, against, lines, listed, off, seconds
 from outpace.report.run_source import Run, read_run
-from outpace.report.tuning import by_one_trial
+from outpace.report.tuning import by_one_trial, trial_name
 from outpace.train.run_dir import RUN_FILE
 
 
@@ -101,7 +101,7 @@ def _facts(tuning: Tuning) -> Iterable[tuple[str, str]]:
 
 def _name(tuning: Tuning, trial: Trial) -> str:
     marks = {tuning.best: " (fastest)", tuning.default: " (default)"}
-    return f"{trial.number}. {trial.title}{marks.get(trial.number, '')}"
+    return f"{trial_name(tuning, trial)}{marks.get(trial.number, '')}"
 
 
 def _times(tuning: Tuning) -> Iterable[Part]:
@@ -163,8 +163,8 @@ def _search(tuning: Tuning) -> Iterable[Part]:
     if any(one.step_time_s is not None for one in tuning.trials):
         yield _progress(tuning)
     rows = tuple(_row(tuning, one) for one in tuning.trials)
-    columns = ("trial", "plan", "step", "compared", "memory", "took", "why it was tried", "failure",
-               "run")  # fmt: skip
+    columns = ("trial", "plan", "step", "tokens/s", "compared", "memory", "took",
+               "why it was tried", "failure", "run")  # fmt: skip
     yield Table("The trials", columns, rows)
 
 
@@ -172,6 +172,7 @@ def _row(tuning: Tuning, one: Trial) -> tuple[Cell, ...]:
     return (
         Number(one.number, str(one.number)), _name(tuning, one).partition(" ")[2],
         Number(one.step_time_s, show_seconds(one.step_time_s)),
+        Number(one.tokens_per_s, "–" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"),
         Number(one.compared_s, show_seconds(one.compared_s)),
         Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
         Number(one.took_s, show_seconds(one.took_s)), one.why, one.failure or "", one.run,

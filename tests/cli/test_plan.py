@@ -1,6 +1,7 @@
 """`outpace plan`."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -111,6 +112,31 @@ def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):
     text = shown(capsys, monkeypatch, *words)
     assert "Global batch 512 throughout" in text and "efficiency" in text
     assert "The network takes over at" in text
+    assert "GiB" in text and "memory" in text and "More than 100 %" not in text
+
+
+def test_more_than_all_of_linear_scaling_is_explained(capsys, monkeypatch):
+    """A device of four computes what one recomputes, since it keeps a quarter of the states."""
+    words = ["plan", "--model=qwen2.5-7b", "--machine=hgx-h100", "--devices-per-node=1",
+             "--network=8xinfiniband-ndr", "--global-batch=64", "--compare-nodes=1,4"]  # fmt: skip
+    rows = said(capsys, *words)["scaling"]
+    speed = [row["best"]["estimate"]["tokens_per_s"] / row["devices"] for row in rows]
+    assert speed[1] > 1.005 * speed[0]
+    assert "More than 100 %: where more devices share the states" in shown(
+        capsys, monkeypatch, *words
+    )
+
+
+def test_settings_of_adapters_are_refused_with_what_plans_them(capsys):
+    assert main([*LLAMA, "--keep=lora_rank=16"]) == 2
+    told = capsys.readouterr().err
+    assert "outpace memory --lora-rank 16" in told and "write setting=value" not in told
+
+
+def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatch):
+    on_one = ["plan", "--model=qwen2.5-7b", "--machine=rtx-3090"]
+    assert "Adapters take far less: outpace memory" in shown(capsys, monkeypatch, *on_one)
+    assert "Adapters" not in shown(capsys, monkeypatch, *LLAMA)
 
 
 def test_nodes_that_are_compared_have_a_network(capsys):
@@ -134,6 +160,8 @@ def test_what_if_something_were_else(capsys, monkeypatch):
     assert more["now"]["global_batch"] == more["then"]["global_batch"]
     speed = [more[name]["plans"][0]["estimate"]["tokens_per_s"] for name in ("now", "then")]
     assert 1.5 < speed[1] / speed[0] < 2.5
+    many = shown(capsys, monkeypatch, *LLAMA[:3], "--global-batch=512", "--what-if=nodes=8")
+    assert re.search(r"What if nodes=8: [78]\.\d × the throughput\.", many)
 
 
 def test_a_change_that_decides_whether_it_fits_is_an_answer(capsys, monkeypatch):

@@ -179,6 +179,25 @@ def test_a_person_sees_a_table_in_which_nothing_is_markup(
         assert "[red]x[/red]" in capsys.readouterr().out
 
 
+def test_a_row_names_the_settings_in_which_the_listed_runs_differ(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    record = json.loads((run / "run.json").read_text())
+    for name, changes in (("one", {"lr": 5e-4, "clip": 0.5}), ("two", {"clip": 0.5})):
+        origins = record["origins"] | dict.fromkeys(changes, "command line")
+        settings = record["settings"] | changes
+        edited(run, tmp_path / name, settings=settings, origins=origins)
+    assert main(["runs", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "lr 0.0005" in shown and "clip" not in shown  # both have the same
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    rows = {
+        Path(row["path"]).name: row["asked"] for row in json.loads(capsys.readouterr().out)["runs"]
+    }
+    assert rows["one"]["lr"] == 5e-4 and rows["two"]["clip"] == 0.5 and "lr" not in rows["two"]
+
+
 def test_where_there_is_nothing_it_says_so(tmp_path, monkeypatch, capsys, home):
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
@@ -274,6 +293,7 @@ def test_no_damage_ends_the_listing(spoil, run, listed, tmp_path):
         (["show"], "takes one run, and got 0"),
         (["show", "runs/new", "runs/old"], "takes one run, and got 2"),
         (["show", "runs"], "runs holds no run"),
+        (["diff", "runs/new", "runs/old"], "outpace compare runs/new runs/old says what runs"),
         (["--where", "fast"], "'fast' is no condition"),
         (["--where", "final_los<2"], "runs have no 'final_los'. Did you mean 'final_loss'"),
         (["--where", "final_loss<low"], "final_loss is a number; 'low' is not"),

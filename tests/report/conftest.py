@@ -120,6 +120,7 @@ def tuning(run, tmp_path_factory):
         Trial(number=number, why="the planner's fastest", title=f"plan {number}",
               plan=Plan(micro_batch=number),
               first_predicted_s=0.1 * number, predicted_s=0.12 * number, step_time_s=step_time_s,
+              tokens_per_s=step_time_s and 750 / step_time_s,
               peak_memory_bytes=number * 2**28, failure=failure, took_s=3.0, run=str(run))
         for number, step_time_s, failure in ((1, 0.15, None), (2, None, "out of memory"),
                                              (3, 0.3, None))

@@ -384,13 +384,16 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     console.print(shown(record))
     assert "+25.0 %" in console.file.getvalue()  # the same sign in a terminal
     trials = next(one for one in parts(document, Table) if one.title == "The trials")
-    assert cells(trials)[1][7] == "out of memory"
+    assert cells(trials)[1][8] == "out of memory"
+    assert cells(trials)[0][3] == "5,000" and "5,000" in console.file.getvalue()
     progress = figure(document, "The fastest step")
     assert [row[3].value for row in progress.table.rows] == [0.15, 0.15, 0.15]
     again = tuple(record.trials[of].model_copy(update={"number": number, "raced": True})
                   for of, number in ((0, 4), (2, 5)))  # fmt: skip
     raced = record.model_copy(update={"trials": (*record.trials, *again)})
     assert tuning_document(raced).verdict[0] == "Fastest: plan 1, 150.0 ms a step."
+    console.print(shown(raced))
+    assert "4. plan 1 (again, as trial 1)" in console.file.getvalue()
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
     assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
 
