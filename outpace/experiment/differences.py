@@ -8,18 +8,19 @@ from statistics import median
 from outpace.experiment.facts import facts_of
 from outpace.experiment.results import steps_of
 from outpace.records.comparison import ArmResult
-from outpace.records.measurement import PARTS
+from outpace.records.measurement import PARTS, Measurement
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.units import show_seconds
-from outpace.train.run_dir import RUN_FILE
+from outpace.train.run_dir import RESULT_FILE, RUN_FILE
 
 # Of settings: what the plan has as it was resolved, what facts say, and where things lie.
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
               "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
 _MAPPINGS = ("versions", "variables")  # facts that are JSON objects: told key by key
 _LONG = 60  # characters of a value that a person reads in a list
+_OTHERS_CORES = 0.25  # a host's share of cores that others use, from which on it is told
 _LOST = 0.1  # share of a run's time in slow steps, from which on it is told
 
 
@@ -32,7 +33,7 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
-    return first, *_part(results), *_slow_steps(runs)
+    return first, *_part(results), *_slow_steps(runs), *_other_processes(runs)
 
 
 def _change(values: Sequence[str]) -> str:
@@ -112,4 +113,20 @@ def _slow_steps(runs: Mapping[str, Path]) -> list[str]:
                 f"{show_seconds(middle_s * len(times_s))}: {show_seconds(lost_s)} went to slower "
                 "steps."
             )
+    return told
+
+
+def _other_processes(runs: Mapping[str, Path]) -> list[str]:
+    """Of runs on cores that others used, how many: this slows a run that waits for its threads."""
+    told = []
+    for name, run in runs.items():
+        path = run / RESULT_FILE
+        loads = Measurement.load(path).utilisation if path.is_file() else ()
+        for load in loads:
+            used, cores = load.host.other_cores, len(load.host.cores)
+            if used is not None and used > _OTHERS_CORES * cores:
+                told.append(
+                    f"{name}: other processes kept {used:.1f} of the {cores} cores of host "
+                    f"{load.node} busy meanwhile."
+                )
     return told

@@ -159,7 +159,9 @@ class Verdict(Record):
         parts = "too few steps to say how steadily"
         if self.low is not None and self.high is not None:
             parts = f"{_signed(self.low)} to {_signed(self.high)} over parts of the runs"
-        if slowdown > 1:
+        if slowdown > 1:  # as factors, which are easier to read than hundreds of per cent
+            if self.low is not None and self.high is not None:
+                parts = f"{1 + self.low:.1f} to {1 + self.high:.1f} times over parts of the runs"
             took = f"{1 + slowdown:.1f} times as long as"
         else:
             took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"

@@ -69,6 +69,13 @@ class HostLoad(Record):
     clock_hz: float | None = Field(default=None, description="mean over the cores")
 
     @property
+    def other_cores(self) -> float | None:
+        """Cores that processes other than the run's kept busy; None where it is not known."""
+        if self.run_cores is None or not self.cores or None in self.cores:
+            return None
+        return max(sum(core for core in self.cores if core is not None) - self.run_cores, 0.0)
+
+    @property
     def utilisation(self) -> float | None:
         """Mean share of busy time over the cores."""
         known = [core for core in self.cores if core is not None]

@@ -90,7 +90,25 @@ def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
     assert f"threads {threads} → {threads + 3}" in lines[0]
     assert "NCCL_ALGO= none → Ring" in lines[0]
     assert lines[1].startswith("It shows most in backward: ")
-    assert any("took 100.0 % longer than" in line for line in lines[2:5])
+    assert any("took 100.0 % longer than" in line for line in lines)
+
+
+def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    other = copied(run, tmp_path)
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "step_time_s" in line:
+            line["step_time_s"] *= 3
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = json.loads((other / "result.json").read_text())
+    result.pop("xxh3_128")
+    result["utilisation"][0]["host"] |= {"cores": [1.0, 0.9], "run_cores": 0.5}
+    (other / "result.json").write_text(json.dumps(result))
+    assert main(["compare", str(run), str(other)]) == 0
+    said = capsys.readouterr().out
+    assert f"{other.name}: other processes kept 1.4 of the 2 cores of host 0 busy" in said
+    assert "took 3.0 times as long as" in said
 
 
 def test_runs_that_are_alike_are_said_to_be(run, capsys, tmp_path, monkeypatch):
