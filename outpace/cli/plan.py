@@ -78,6 +78,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _asked(arguments: argparse.Namespace) -> "Asked":
+    from outpace.cli.emitted import AUTOCAST
     from outpace.launch.planning import Asked
 
     return Asked(
@@ -97,6 +98,8 @@ def _asked(arguments: argparse.Namespace) -> "Asked":
         count=arguments.count,
         trained=arguments.trained,
         idle=arguments.may_idle,
+        # A plan's number is of the list that is shown without --emit.
+        autocast=arguments.emit in AUTOCAST and arguments.explain is None,
     )
 
 
@@ -256,7 +259,7 @@ def add_question(parser: Parser, of: str = "") -> None:
     add("--global-batch", type=whole, default=None, metavar="N",
         help=f"samples in a step (default: {of}4 for each device)")  # fmt: skip
     add("--precision", choices=get_args(Precision), default=None, metavar="NAME",
-        help="bf16, fp16, fp32, fp8, … (default: bf16 where the device has it)")  # fmt: skip
+        help="bf16, fp16, fp32, fp8, … (default: bf16-master on a GPU that has bf16)")  # fmt: skip
 
 
 def _parser() -> Parser:

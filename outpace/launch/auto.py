@@ -29,7 +29,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.estimate import Planned, Plans
 from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LEVELS, MASTERS
+from outpace.records.optimizers import LEVELS, WHERE_OFFLOADED
 from outpace.records.plan import AXES, Plan, PlanFile
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
@@ -171,18 +171,7 @@ def _answered(
     world: int,
     per_node: int | None,
 ) -> tuple[Plans, Job]:
-    """The plans for so many processes, and the question. Raises BadInputError where none fits.
-
-    Master weights, where nobody asked for them, do not go with offloading: where no plan has room
-    for them, the plans are those without.
-    """
-    job = question(settings, origins, machine, world, per_node)
-    try:
-        return plans(job), job
-    except BadInputError:
-        if settings.precision is not None or job.wanted.precision not in MASTERS:
-            raise
-    settings = settings.model_copy(update={"precision": "bf16"})
+    """The plans for so many processes, and the question. Raises BadInputError where none fits."""
     job = question(settings, origins, machine, world, per_node)
     return plans(job), job
 
@@ -299,9 +288,11 @@ def question(
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
         keep |= resolve_offload(settings)
-    # Which numbers are trained is not the planner's to choose.
+    # Which numbers are trained is not the planner's to choose, but for what offloading asks for.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
-    keep["precision"] = precision
+    away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
+    if away is None:
+        keep["precision"] = precision
     return Job(
         outline=outline,
         cluster=cluster,
@@ -312,6 +303,7 @@ def question(
             world=world,
             per_node=cluster.fabric.per_node,
             precision=precision,
+            offloaded_precision=away,
             optimizer=settings.optimizer,
             keep={name: value for name, value in keep.items() if value is not None},
             vary=default_vary(cluster, keep),

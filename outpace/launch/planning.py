@@ -21,7 +21,7 @@ from outpace.planner.space import VARIED, Wanted
 from outpace.probe.machine import identify
 from outpace.records.errors import BadInputError, nearest
 from outpace.records.machine import Machine
-from outpace.records.optimizers import LOW, PURE, Precision
+from outpace.records.optimizers import LOW, PURE, WHERE_OFFLOADED, Precision
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.units import read_bytes
@@ -45,6 +45,7 @@ class Asked:
     """What a person said.
 
     `machine` is a catalog's name or a file that outpace probe wrote; None: this machine.
+    `autocast`: the trainer that is planned for computes in 16 bits by autocast alone.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Asked:
     count: int = 5
     trained: bool = False
     idle: bool = False
+    autocast: bool = False
 
 
 def job(asked: Asked) -> Job:
@@ -78,7 +80,7 @@ def job(asked: Asked) -> Job:
         )
     outline = _with_positions(outline, seq_len, asked.trained)
     keep = read_keep(asked.keep)
-    precision = asked.precision or _precision(cluster)
+    precision = asked.precision or _precision(cluster, asked.autocast)
     _check_dtype(keep.get("precision", precision), cluster)
     return Job(
         outline=outline,
@@ -90,6 +92,7 @@ def job(asked: Asked) -> Job:
             world=world,
             per_node=cluster.fabric.per_node,
             precision=precision,
+            offloaded_precision=None if asked.precision else WHERE_OFFLOADED.get(precision),
             most_tp=asked.most_tp,
             keep=keep,
             vary=_vary(asked, keep, cluster, outline),
@@ -127,7 +130,7 @@ def _vary(
     asked: Asked, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
     """As asked, and what is searched anyway, in the order of VARIED; no float8 of small models."""
-    found = {**default_vary(cluster, keep), **read_vary(asked.vary, keep, asked.precision, cluster)}
+    found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
     if "precision" in found and parameters(outline) < FP8_PARAMETERS:
         found["precision"] = tuple(one for one in found["precision"] if one != "fp8")
     return {name: found[name] for name in VARIED if name in found}
@@ -195,12 +198,18 @@ def _cluster(asked: Asked) -> Cluster:
     return cluster
 
 
-def _precision(cluster: Cluster) -> Precision:
-    """bf16 where the device has products in it; a CPU's only where that was measured faster."""
+def _precision(cluster: Cluster, autocast: bool) -> Precision:
+    """bf16 where the device has products in it; a CPU's only where that was measured faster.
+
+    On a GPU outpace has weights and residual stream in bf16, too, over master weights, and does
+    not choose fp16 by itself (`train.precision.default_precision`).
+    """
     rates = cluster.device.best_flops_per_s
     if cluster.device.kind == "cpu":
         return "bf16" if rates.get("bf16", 0) > rates.get("fp32", 0) else "fp32"
-    return "bf16" if "bf16" in rates else "fp16" if "fp16" in rates else "fp32"
+    if autocast:
+        return "bf16" if "bf16" in rates else "fp16" if "fp16" in rates else "fp32"
+    return "bf16-master" if "bf16" in rates else "fp32"
 
 
 def read_keep(text: str | None) -> dict[str, Any]:
@@ -243,14 +252,15 @@ def _meant(name: str) -> str:
     return nearest(name, KEPT)
 
 
-def read_vary(
-    text: str | None, keep: Mapping[str, Any], asked: Precision | None, cluster: Cluster
+def _read_vary(
+    wish: Asked, keep: Mapping[str, Any], cluster: Cluster
 ) -> dict[str, tuple[Any, ...]]:
     """ "precision,compile" as the values to try; "all": of what is not kept. Raises BadInputError.
 
     Of precisions those that the device has, the one that is taken anyway first; of optimizers those
     that the precision goes with.
     """
+    text, asked = wish.vary, wish.precision
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
     if names == ["all"]:
         decided = {*keep, *(["precision"] if asked else [])}
@@ -260,7 +270,7 @@ def read_vary(
             f"--precision {asked} and --vary {text}: one precision or all of them. Leave one "
             "of the two out."
         )
-    precision = asked or _precision(cluster)
+    precision = asked or _precision(cluster, wish.autocast)
     for name in names:
         if name not in VARIED:
             raise BadInputError(

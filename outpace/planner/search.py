@@ -195,8 +195,7 @@ def _sayings(c: Columns, seq_len: int) -> Ints:
 # Levers of which one may need another: these are tried together.
 _TOGETHER = (
     ("modes", "offload_activations"),
-    ("offload_parameters", "offload_optimizer"),
-    ("precision", "optimizer", "in_backward"),
+    ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),
 )
 
 

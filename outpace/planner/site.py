@@ -97,16 +97,20 @@ class Site:
     def precision(self, asked: Precision | None) -> Precision:
         """As asked, else the fastest that the machine's products were measured in.
 
-        Where none was measured, the fastest that they have by the catalog.
+        Where none was measured, bf16 if they have it by the catalog. On a GPU that is over master
+        weights, as outpace trains there.
         """
         if asked is not None:
             return asked
+        chip = self.accelerator
+        on_gpu = chip is not None or (self.probe is not None and bool(self.probe.devices))
+        low: Precision = "bf16-master" if on_gpu else "bf16"
         measured = self._measured()
         if measured:
             best = max(measured.values())
-            return next(one for one in _MIXED if measured.get(one, 0.0) >= best / _ALIKE)
-        peaks = {} if self.accelerator is None else self.accelerator.peak.flops_per_s
-        return "bf16" if "bf16" in peaks else "fp16" if "fp16" in peaks else "fp32"
+            found = next(one for one in _MIXED if measured.get(one, 0.0) >= best / _ALIKE)
+            return low if found == "bf16" else found
+        return low if chip is not None and "bf16" in chip.peak.flops_per_s else "fp32"
 
     def _measured(self) -> dict[Precision, float]:
         """The best rate of each precision that can be trained in, where it was steady."""

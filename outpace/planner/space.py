@@ -66,6 +66,8 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 class Wanted:
     """What is planned for. `keep` has what a person insists on, by the names of a plan's settings.
 
+    `precision`: where none is kept or varied. Plans that offload weights or the optimizer's state
+    are in `offloaded_precision`, if it is given.
     `vary` has values of settings (of VARIED) that are searched too, the fastest optimizer first.
     `trained`: only what outpace trains. `naive`: dp, ps, ring and mp as well. `without`: not these.
     """
@@ -76,6 +78,7 @@ class Wanted:
     world: int
     per_node: int
     precision: Precision
+    offloaded_precision: Precision | None = None
     optimizer: OptimizerName | None = None
     most_tp: int | None = None
     keep: Mapping[str, Any] = field(default_factory=dict)
@@ -113,8 +116,10 @@ def layouts(wanted: Wanted) -> Columns:
     keep = wanted.keep
     found = Columns(
         **values,
-        **{name: _repeated(value, count) for name, value in plain.items()},
-        precision=np.full(count, PRECISIONS.index(keep.get("precision", wanted.precision))),
+        **{
+            "precision": np.full(count, PRECISIONS.index(keep.get("precision", wanted.precision))),
+            **{name: _repeated(value, count) for name, value in plain.items()},
+        },
         compile=np.full(count, bool(keep.get("compile", False))),
         sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
         async_tp=np.full(count, bool(keep.get("async_tp", False))),
@@ -220,7 +225,13 @@ def _lever(
     shares[[*MODES].index(mode[0])] += again / layers  # type: ignore[arg-type]
     shares[0] += (layers - again) / layers
     activations, parameters, state = (OFFLOADS.index(place) for place in places)
+    precision: dict[str, int] = {}
+    away = wanted.offloaded_precision
+    if away is not None and "precision" not in {*wanted.keep, *wanted.vary}:
+        chosen = away if parameters or state else wanted.precision
+        precision = {"precision": PRECISIONS.index(chosen)}
     return {
+        **precision,
         "modes": shares,
         "offload_activations": activations,
         "offload_parameters": parameters,

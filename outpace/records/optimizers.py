@@ -69,6 +69,9 @@ SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
     "fp16": ShardDtypes("fp16", "fp32"),
     "fp8": ShardDtypes("bf16", "fp32"),
 }
+# What plans that offload weights or states are in where nobody asks for a precision and others are
+# in that of the key: master weights do not go with offloading.
+WHERE_OFFLOADED: Mapping[Precision, Precision] = {"bf16-master": "bf16"}
 # A dynamic loss scale.
 SCALED: tuple[Precision, ...] = ("fp16", "fp16-master")
 

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import find_node
+from outpace.launch.memory import question as memory_question
 from outpace.launch.planning import Asked, job
 from outpace.planner.crossing import crossing
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.plans import one, plans, throughput
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
+from outpace.records.settings import TrainSettings
+
+DEFAULTS = dict.fromkeys(TrainSettings.model_fields, "default")
 
 
 def asked(model, machine="hgx-h100", **values):
@@ -109,8 +115,38 @@ def test_what_is_varied_is_searched_and_said():
     first = varied.plans[0]
     assert first.plan.precision == "fp8" and first.title.split(", ")[-2:] == ["fp8", "compiled"]
     assert first.estimate.step_time_s < free.plans[0].estimate.step_time_s
-    assert {planned.plan.precision for planned in free.plans} == {"bf16"}
+    assert {planned.plan.precision for planned in free.plans} == {"bf16-master"}
     assert not any("Not searched" in note for note in free.notes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "autocast", "precision"),
+    [("h200-sxm", False, "bf16-master"), ("h200-sxm", True, "bf16"), ("4x-v100", False, "fp32"),
+     ("4x-v100", True, "fp16")],
+)  # fmt: skip
+def test_a_gpu_is_planned_for_in_what_is_trained_there(machine, autocast, precision):
+    """As `outpace memory` and `outpace train` resolve it; other trainers have autocast."""
+    wanted = asked("gpt2", machine, autocast=autocast).wanted
+    assert wanted.precision == precision
+    if not autocast:
+        settings = TrainSettings.parse({"model": "gpt2"}, "test")
+        node = find_node(machine, ACCELERATORS)
+        question_of_memory = memory_question(settings, DEFAULTS, node, 1)
+        assert question_of_memory.plan.precision == precision
+
+
+def test_what_offloads_is_planned_without_master_weights():
+    """They do not go with offloading: such plans are in what training takes then, by autocast."""
+    answer = plans(asked("llama-3-8b", "h100-sxm", devices_per_node=1, global_batch=2, count=9))
+    assert answer.plans, "8 B parameters on one H100 fit where the optimizer is offloaded"
+    for planned in answer.plans:
+        plan = planned.plan
+        away = {plan.offload_parameters, plan.offload_optimizer} != {"none"}
+        assert away and plan.precision == "bf16"
+    small = plans(asked("gpt2", "h200-sxm", devices_per_node=1, keep="offload_optimizer=cpu"))
+    assert {planned.plan.precision for planned in small.plans} == {"bf16"}
+    with pytest.raises(BadInputError):  # as asked, or not at all
+        plans(asked("llama-3-8b", "h100-sxm", devices_per_node=1, precision="bf16-master"))
 
 
 def test_what_would_gain_is_said_where_it_is_asked_for():
