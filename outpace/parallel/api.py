@@ -225,6 +225,9 @@ class Layout:
             loss_sum, count, *sums = self.objective(batch)
         return totals_of(loss_sum, count, *sums)
 
+    def free_gathered(self) -> None:
+        """After evaluations: give up what was gathered of parameters that other ranks hold."""
+
     def local_gradients(self) -> list[Tensor]:
         """The parts of all gradients that lie on this rank."""
         return [local(p.grad) for p in self._parameters() if p.grad is not None]
@@ -291,11 +294,15 @@ class Layout:
 
 def _held_by_fully_shard(module: nn.Module) -> set[Tensor]:
     """The parameters that `fully_shard` has split, where it is loaded at all."""
+    return {p for part in _fsdp_modules(module) for p in part.parameters()}
+
+
+def _fsdp_modules(module: nn.Module) -> list[Any]:
+    """The parts that `fully_shard` was given, where it is loaded at all."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
-        return set()
-    parts = [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
-    return {parameter for part in parts for parameter in part.parameters()}
+        return []
+    return [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
 
 
 class Spread(Layout):
@@ -333,6 +340,11 @@ class Sharded(Spread):
     def __init__(self, objective: nn.Module, hollow: nn.Module, group: dist.ProcessGroup) -> None:
         super().__init__(objective, group, group.size())
         self._hollow = hollow
+
+    def free_gathered(self) -> None:
+        """As for every layout; `named_parameters` are this rank's parts again."""
+        for part in _fsdp_modules(self.objective):
+            part.reshard()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """After the last step: let weights be the fp32 copies that `optimizer` has. Collective."""

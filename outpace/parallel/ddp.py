@@ -4,13 +4,13 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 gradients are put into buckets, and a bucket is all-reduced as soon as it is full.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -18,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from outpace.nn.uncompiled import leave_alone, unasked
-from outpace.parallel.api import Layout, Pass, Request
+from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.direct import Averaging, neighbours
+from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.records.errors import BadInputError
 from outpace.records.plan import POWERSGD_LEAST_START, Plan
 
@@ -70,6 +71,12 @@ class Replicas(Layout):
         _outlived_by_its_group(wrapped)
         super().__init__(request.objective, wrapped)
         self.averages = plan.data_parallel * plan.cp
+        self._use: GradientUse | None = None
+        if ranks_may_differ(request.objective):
+            self._trained = [p for p in self._parameters() if p.requires_grad]
+            self._use = GradientUse(self._trained, device)
+            self._before: dict[nn.Parameter, tuple[Tensor, int]] = {}
+            self._unused: set[nn.Parameter] = set()
         self.on_disk = plan.offload_parameters == "disk"
         if plan.compress_gradients == "bf16":
             wrapped.register_comm_hook(None, exchange_in_bf16)
@@ -95,8 +102,13 @@ class Replicas(Layout):
     @torch.no_grad()
     def prepare_exchange(self) -> None:
         """Round the sums so far to the dtype of DDP's buckets, in which the last is added."""
-        if not self._adds_in_fp32:
-            return
+        if self._adds_in_fp32:
+            self._round_sums()
+        if self._use is not None:
+            sums = [(p, p.grad) for p in self._trained if p.grad is not None]
+            self._before = {parameter: (sum_, sum_._version) for parameter, sum_ in sums}
+
+    def _round_sums(self) -> None:
         sums = [(p, p.grad) for p in self._added_up() if p.grad is not None]
         narrow = [torch.empty_like(sum_, dtype=p.dtype) for p, sum_ in sums]
         if sums:
@@ -106,6 +118,15 @@ class Replicas(Layout):
             parameter.grad_dtype = parameter.dtype
         for (parameter, _), gradient in zip(sums, narrow, strict=True):
             parameter.grad = gradient
+
+    def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """As for every layout. What no rank has used has no gradient."""
+        totals = super().gradients(batches, given)
+        if self._use is not None:
+            self._use.agree([p not in self._unused for p in self._trained])
+            self._unused.clear()
+            self._before.clear()
+        return totals
 
     def go_on(self, start_step: int) -> None:
         """PowerSGD counts the steps from where the run stands."""
@@ -125,7 +146,27 @@ class Replicas(Layout):
             return
         loss.register_hook(lambda gradient: _at_the_end(lambda: given.mark("backward")))
         loss.backward()
+        if self._use is not None:
+            self._finish_buckets()
         given.mark("communication")
+
+    def _finish_buckets(self) -> None:
+        """Give DDP zeros for what this backward did not reach, which its buckets wait for."""
+        try:
+            self.module._check_reducer_finalized()
+            return
+        except RuntimeError:
+            pass  # its message is of `find_unused_parameters`, which looks through every graph
+        lacking = [p for p in self._trained if not self._reached(p)]
+        self._unused.update(p for p in lacking if p.grad is None)
+        torch.autograd.backward(lacking, [torch.zeros_like(p) for p in lacking])
+
+    def _reached(self, parameter: nn.Parameter) -> bool:
+        """Whether the last backward added to this gradient; some are there since another's."""
+        before = self._before.get(parameter)
+        if parameter.grad is None or before is None:
+            return parameter.grad is not None
+        return parameter.grad is not before[0] or before[0]._version != before[1]
 
 
 def _at_the_end(call: Callable[[], None]) -> None:

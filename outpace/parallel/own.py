@@ -104,6 +104,7 @@ class Parallelized:
                     0
                 )
             )
+        self.layout.free_gathered()
         return totals[0] / totals[1]
 
     def state_dict(self) -> dict[str, Tensor] | None:

@@ -1,0 +1,205 @@
+"""One order of exchanges for units of a user's module that not every rank calls.
+
+A unit's parameters are gathered when its forward is called, and its gradients scattered after its
+backward. Ranks that drop a layer, or take another branch, would gather one unit while others gather
+another: the ranks hang, or take each other's parameters. Here every rank takes part in the
+exchanges of each unit that some rank calls, in one order for all: a unit that this rank passes over
+is gathered, and its backward run with no gradient, as if it had been called on nothing.
+
+The order is that in which the module has its units. The first pass tests it, in which ranks tell
+each other before each unit which one they come to; the lowest is next. Where all ranks called the
+same units in another order, or some of them several times, exchanges are left as the ranks call
+them; where ranks differed, and not in that order, they go on to tell each other.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from outpace.nn.torch_versions import all_gather_single, fsdp_param_groups
+from outpace.parallel.gradient_use import GradientUse
+
+Mode = Literal["ask", "sorted", "as called"]
+
+
+class UnitOrder:
+    """Keeps the exchanges of `units` (of `fully_shard`) under `root`, an objective, in order.
+
+    `group` has all ranks that exchange. Its parameters' gradients are zeros where a rank has none.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup
+    ) -> None:
+        self._units, self._group = list(units), group
+        self._states = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]
+        self._end = len(self._units)
+        self._mode: Mode = "ask"
+        self._root_state = root._get_fsdp_state()  # type: ignore[operator]
+        self._used: set[Any] = set()
+        for state in (self._root_state, *self._states):
+            for held in fsdp_param_groups(state):
+                _fill_before_reducing(held, self._used, partial(self._in_pass, state))
+        for number, unit in enumerate(self._units):
+            unit.register_forward_pre_hook(self._hook(number), prepend=True, with_kwargs=True)
+        self._forward = root.forward
+        root.forward = self._run
+        self._begin()
+
+    def _begin(self) -> None:
+        self._asked: list[int] = []  # the units of this pass, of all ranks
+        self._alike = True
+        self._next = 0
+        self._called: set[Any] = set()
+        self._tokens: list[Tensor] = []
+
+    def _in_pass(self, state: Any) -> bool:
+        return state is self._root_state or state in self._called
+
+    def _run(self, batch: Any) -> tuple[Tensor, ...]:
+        """The objective's forward, and then what other ranks have called and this one has not."""
+        self._begin()
+        loss_sum, *others = self._forward(batch)
+        if self._units:
+            self._finish()
+        if self._tokens and loss_sum.requires_grad:
+            loss_sum = _Joined.apply(loss_sum, *self._tokens)  # type: ignore[no-untyped-call]
+        self._tokens = []
+        return (loss_sum, *others)
+
+    def _hook(self, number: int) -> Callable[..., None]:
+        def enter(unit: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward
+                self._enter(number, args, kwargs)
+
+        return enter
+
+    def _enter(self, number: int, args: Any, kwargs: Any) -> None:
+        if self._mode == "ask":
+            while self._ask(number) != number:
+                self._pass_over(self._asked[-1])
+        elif self._mode == "sorted":
+            if number < self._next:  # the units begin anew
+                self._pass_over_to(self._end)
+                self._next = 0
+            self._pass_over_to(number)
+            self._next = number + 1
+        self._called.add(self._states[number])
+        given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
+        if self._mode != "as called" and not any(one.requires_grad for one in given):
+            self._scatter_in_turn(number)
+
+    def _scatter_in_turn(self, number: int) -> None:
+        """Scatter gradients of a unit after its backward, though its input needs none.
+
+        `fully_shard` waits for the backward's end then, and other ranks' input may need one.
+        """
+        if torch.is_grad_enabled():
+            token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
+            for held in fsdp_param_groups(self._states[number]):
+                (token,), _ = held._register_post_backward_hook((token,), {})
+            self._tokens.append(token)
+
+    def _finish(self) -> None:
+        if self._mode == "sorted":
+            self._pass_over_to(self._end)
+        if self._mode != "ask":
+            return
+        while self._ask(self._end) != self._end:
+            self._pass_over(self._asked[-1])
+        self._asked.pop()
+        if all(one < other for one, other in zip(self._asked, self._asked[1:], strict=False)):
+            self._mode = "sorted"
+        elif self._alike:
+            self._mode = "as called"
+
+    def _pass_over_to(self, number: int) -> None:
+        for passed in range(self._next, number):
+            self._pass_over(passed)
+
+    def _ask(self, number: int) -> int:
+        """The lowest unit that a rank comes to. Collective."""
+        mine = torch.tensor([number], device=self._states[0]._device)
+        said = mine.new_empty(self._group.size())
+        all_gather_single(said, mine, group=self._group)
+        numbers: list[int] = said.tolist()
+        self._asked.append(min(numbers))
+        self._alike = self._alike and max(numbers) == self._asked[-1]
+        return self._asked[-1]
+
+    def _pass_over(self, number: int) -> None:
+        """Take part in a unit's exchanges, which this rank does not call."""
+        unit, state = self._units[number], self._states[number]
+        self._called.add(state)
+        nothing = torch.zeros((), device=state._device, requires_grad=torch.is_grad_enabled())
+        (given,), _ = state._pre_forward(unit, (nothing,), {})
+        gathered = [p for held in fsdp_param_groups(state) for p in _unsharded(held)]
+        token = _Nothing.apply(given, *gathered)  # type: ignore[no-untyped-call]
+        token = state._post_forward(unit, (given,), token)
+        if token.requires_grad:
+            self._tokens.append(token)
+
+    def agree(self, use: GradientUse, parameters: Sequence[nn.Parameter]) -> None:
+        """Drop the gradients of `parameters` that no rank has. Collective."""
+        use.agree([p in self._used for p in parameters])
+        self._used.clear()
+
+
+def _unsharded(held: Any) -> list[nn.Parameter]:
+    found = [one.unsharded_param for one in held.fsdp_params]
+    return [parameter for parameter in found if parameter.requires_grad]
+
+
+def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]) -> None:
+    """Let a group's gradients be zeros where this rank has none, and `used` those that it has."""
+    reduce = held.post_backward
+
+    def fill_and_reduce(*unused: Any) -> None:
+        if in_pass():
+            for one in held.fsdp_params:
+                unsharded = getattr(one, "_unsharded_param", None)
+                if unsharded is None or not one.sharded_param.requires_grad:
+                    continue
+                if unsharded.grad is not None or one.unsharded_accumulated_grad is not None:
+                    used.add(one.sharded_param)
+                else:
+                    unsharded.grad = torch.zeros_like(unsharded)
+        reduce(*unused)
+
+    held.post_backward = fill_and_reduce
+
+
+class _Nothing(torch.autograd.Function):
+    """A number made of a unit's parameters, of which none has a gradient by it."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
+        """A zero."""
+        return torch.zeros_like(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Nothing for the parameters."""
+        (gradient,) = gradients
+        return (gradient, *[None] * (len(ctx.needs_input_grad) - 1))
+
+
+class _Joined(torch.autograd.Function):
+    """A loss, with numbers whose backward is to run beside its own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
+        """The loss."""
+        ctx.forms = [torch.empty_like(token, device="meta") for token in tokens]
+        ctx.device = tokens[0].device
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """The loss's gradient, and zeros."""
+        return (*gradients, *(torch.zeros_like(form, device=ctx.device) for form in ctx.forms))

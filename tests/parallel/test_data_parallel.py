@@ -1,0 +1,48 @@
+"""Modules of one's own with a trap each, under strategies that reduce gradients over ranks."""
+
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).with_name("data_parallel_ranks.py")
+KINDS = {"loss", "gradient", "norm", "state", "evaluation"}
+
+
+def cases(names, strategies, *options):
+    return [":".join((n, s, *options)) for n in names.split() for s in strategies.split()]
+
+
+def assert_equal(found):
+    for case, worst in found.items():
+        assert set(worst) == KINDS, (case, worst)
+        assert max(worst.values()) < 2e-6, (case, worst)
+
+
+@pytest.mark.gloo
+def test_parameters_that_a_rank_does_not_use_equal_one_process(on_ranks):
+    """Zeros where a rank has no gradient; none at all, also in Adam's eyes, where no rank has."""
+    named = "experts_without_tokens pooler_never_used"
+    chosen = cases(named, "ddp zero1 zero2 zero3")
+    chosen += cases("experts_without_tokens", "ddp zero3", "accumulate")
+    chosen += cases("experts_with_their_own_loss", "zero3")
+    assert_equal(on_ranks(2, RANKS, *chosen))
+
+
+@pytest.mark.gloo
+def test_units_that_a_rank_does_not_call_equal_one_process(on_ranks):
+    """They are gathered and scattered in one order on all ranks, whatever each of them calls."""
+    named = (
+        "layers_dropped_by_rank branches_on_raw_inputs blocks_called_several_times "
+        "frozen_beside_trained"
+    )
+    chosen = cases(named, "zero2 zero3")
+    chosen += cases("layers_dropped_by_rank", "ddp zero3", "accumulate")
+    chosen += cases("layers_dropped_by_rank", "zero3", "checkpointing")
+    assert_equal(on_ranks(2, RANKS, *chosen))
+
+
+@pytest.mark.gloo
+def test_groups_of_replicas_keep_the_order_of_all_ranks(on_ranks):
+    assert_equal(
+        on_ranks(4, RANKS, *cases("layers_dropped_by_rank experts_without_tokens", "hsdp"))
+    )
