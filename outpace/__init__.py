@@ -9,8 +9,10 @@ from outpace.records.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from outpace.cli.python import evaluate, generate, train
+    from outpace.experiment.module_verify import verify
     from outpace.nn.transformer import Transformer
     from outpace.parallel.own import Parallelized, parallelize
+    from outpace.records.certificate import Certificate
     from outpace.records.errors import (
         BadInputError,
         DivergedError,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "BadInputError": "outpace.records.errors",
     "Callback": "outpace.train.callbacks",
+    "Certificate": "outpace.records.certificate",
     "DivergedError": "outpace.records.errors",
     "Evaluation": "outpace.records.measurement",
     "InterruptedRunError": "outpace.records.errors",
@@ -43,11 +46,13 @@ _PUBLIC = {
     "evaluate": "outpace.cli.python",
     "generate": "outpace.cli.python",
     "parallelize": "outpace.parallel.own",
+    "verify": "outpace.experiment.module_verify",
 }
 
 __all__ = [
     "BadInputError",
     "Callback",
+    "Certificate",
     "DivergedError",
     "Evaluation",
     "InterruptedRunError",
@@ -65,6 +70,7 @@ __all__ = [
     "generate",
     "parallelize",
     "train",
+    "verify",
 ]
 
 

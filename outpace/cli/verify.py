@@ -1,5 +1,6 @@
 """`outpace verify`."""
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -36,6 +37,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     precisions = chosen("--precision", arguments.precision, PRECISIONS)
     proved = None if arguments.run is None else RunRecord.load(arguments.run / "run.json")
     ranks = ranks_from(environ)
+    module = _module_named(arguments.model, proved)
+    if module is not None:
+        return _verify_module(module, arguments, asked, ranks)
     if ranks is None:
         from outpace.launch import local
 
@@ -76,10 +80,83 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if ranks.rank == 0:
         beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
         _show(certificate, arguments.out or beside, arguments.json)
-    failed = [verdict.strategy for verdict in certificate.verdicts if not verdict.passed]
+    _require_passed(certificate)
+    return 0
+
+
+def _module_named(model: str | None, proved: RunRecord | None) -> str | None:
+    """'file.py:function' of a module of one's own, where it is what is to be proved."""
+    from outpace.interop.models import names_code
+
+    reference = model if model is not None or proved is None else proved.settings.model
+    return reference if reference is not None and names_code(reference) else None
+
+
+def _verify_module(
+    reference: str, arguments: argparse.Namespace, asked: str, ranks: Ranks | None
+) -> int:
+    """Prove strategies of a user's own module, in processes forked from this one."""
+    if ranks is not None:
+        raise BadInputError(
+            f"verify --model {reference} starts its own processes. Call it without torchrun, and "
+            "say how many with --nproc."
+        )
+    if arguments.precision != "fp64" or arguments.device == "cuda":
+        raise BadInputError(
+            f"verify --model {reference} computes in fp64 on the CPU, or in fp32 where the module "
+            "does. Leave --precision and --device out."
+        )
+    from outpace.experiment.module_verify import verify_own
+    from outpace.interop.models import open_model
+    from outpace.interop.own import build_own
+    from outpace.interop.own_file import require_named
+    from outpace.launch.outlines import trial_batches
+
+    if arguments.model is None:
+        require_named(reference, arguments.run / "run.json")
+    opened = open_model(reference)
+    assert opened.build is not None
+    own = build_own(opened.build)
+    plans = _module_plans(arguments, asked)
+    certificate = verify_own(
+        own,
+        trial_batches(own, arguments.nproc),
+        plans=plans,
+        nproc=arguments.nproc,
+        time_limit_s=arguments.time_limit,
+        name=reference,
+    )
+    beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
+    _show(certificate, arguments.out or beside, arguments.json)
+    _require_passed(certificate)
+    return 0
+
+
+def _module_plans(arguments: argparse.Namespace, asked: str) -> Sequence[Plan | str] | None:
+    """What to prove: a plan, a run's plan, names of strategies, or None for all."""
+    if arguments.levers:
+        raise BadInputError(
+            "--levers are for outpace's own models. Of a module of your own give a whole plan with "
+            "--plan FILE.json."
+        )
+    if arguments.plan is not None:
+        return [PlanFile.load(arguments.plan, option="--plan ").plan]
+    if arguments.run is not None and asked == "all":
+        from outpace.experiment.module_verify import plan_like
+
+        return [plan_like(RunRecord.load(arguments.run / "run.json").plan)]
+    return None if asked == "all" else list(chosen("--strategy", asked, STRATEGIES))
+
+
+def _require_passed(certificate: Certificate) -> None:
+    """Raises OutpaceError, for exit code 1, where a strategy differs."""
+    failed = [
+        verdict.strategy
+        for verdict in certificate.verdicts
+        if not verdict.passed and not verdict.refused
+    ]
     if failed:
         raise OutpaceError(f"{', '.join(failed)}: not what a single process computes")
-    return 0
 
 
 def _levers(text: str) -> dict[str, str]:
@@ -119,8 +196,8 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
     found = proved.model if model is None and proved is not None else open_model(str(model)).spec
     if found is None:
         raise BadInputError(
-            "verify trains outpace's own transformers, not a person's own model. Give --model a "
-            "preset, a spec or a Hugging Face directory, or leave it out."
+            "the model that this run trained was built in Python, and cannot be built again. Call "
+            "outpace.verify(module, loss=…, batch=…) there, or give --model FILE.py:FUNCTION."
         )
     return found if model is not None else tiny_like(found, plans)
 
@@ -181,7 +258,19 @@ def _parser() -> Parser:
         metavar="DIR",
         help="prove the plan of this run, on a tiny model of its kind; keeps DIR/certificate.json",
     )
-    add("--model", default=None, help="preset, spec or Hugging Face directory (default: tiny)")
+    add(
+        "--model",
+        default=None,
+        help="preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a module of your "
+        "own, with its loss and data (default: tiny)",
+    )
+    add(
+        "--time-limit",
+        type=number_type(float, 1),
+        default=120.0,
+        metavar="SECONDS",
+        help="of each strategy of a module of your own (default: 120)",
+    )
     add(
         "--nproc",
         type=number_type(int, 1),

@@ -1,7 +1,7 @@
 """A person's own model: `file.py:build`, and its weights on disk."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,25 @@ OWN_FILE = "model.json"
 
 @dataclass(frozen=True)
 class OwnModel:
-    """A person's module and, if they want, its loss and data."""
+    """A user's module and, if they want, its loss and data, and how strategies cut it.
+
+    `blocks`, `layouts` and `sync_batchnorm` are as `outpace.parallelize` takes them.
+    """
 
     module: nn.Module
     loss: Callable[[nn.Module, Any], Any] | None = None
     dataset: Dataset[Any] | None = None
     eval_dataset: Dataset[Any] | None = None
+    blocks: Sequence[str] | Sequence[Sequence[str]] | None = None
+    layouts: Mapping[str, str] | None = None
+    sync_batchnorm: bool = False
 
 
 _PARTS = tuple(field.name for field in fields(OwnModel))
+_IN_ORDER = _PARTS[:4]
 _RETURNS = (
     "an nn.Module, (module, loss), (module, loss, dataset), (module, loss, dataset, eval_dataset) "
-    "or a mapping with these names"
+    f"or a mapping with some of the keys {', '.join(_PARTS)}"
 )
 
 
@@ -63,6 +70,7 @@ def build_own(build: Callable[[], Any]) -> OwnModel:
         )
     _check_trainable(own, name)
     _check_loss(own.loss, name)
+    _check_cuts(own, name)
     for part in ("dataset", "eval_dataset"):
         value = getattr(own, part)
         if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
@@ -101,6 +109,25 @@ def _check_loss(loss: Any, name: str) -> None:
         )
 
 
+def _check_cuts(own: OwnModel, name: str) -> None:
+    """Refuse `blocks`, `layouts` or `sync_batchnorm` of another kind than parallelize takes."""
+    blocks, layouts, sync = own.blocks, own.layouts, own.sync_batchnorm
+    parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
+    flat = [one for part in parts for one in ([part] if isinstance(part, str) else part)]
+    if isinstance(blocks, str) or not all(isinstance(one, str) for one in flat):
+        raise BadInputError(
+            f"{name}() gave {blocks!r} as blocks; they are a list of names of the module's parts, "
+            "or a list of such lists, one for each stage of a pipeline"
+        )
+    if layouts is not None and not isinstance(layouts, Mapping):
+        raise BadInputError(
+            f"{name}() gave a {type(layouts).__name__} as layouts; they are a mapping of patterns "
+            'of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}'
+        )
+    if not isinstance(sync, bool):
+        raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it is True or False")
+
+
 def _sorted(returned: Any, name: str) -> OwnModel:
     if isinstance(returned, OwnModel):
         return returned
@@ -116,7 +143,7 @@ def _sorted(returned: Any, name: str) -> OwnModel:
         if "module" not in returned:
             raise BadInputError(f"{name}() returned a mapping without 'module'")
         return OwnModel(**returned)
-    if isinstance(returned, tuple) and 1 <= len(returned) <= len(_PARTS):
+    if isinstance(returned, tuple) and 1 <= len(returned) <= len(_IN_ORDER):
         return OwnModel(*returned)
     raise BadInputError(f"{name}() returned a {type(returned).__name__}; it has to be {_RETURNS}")
 

@@ -44,6 +44,7 @@ from outpace.parallel import Layout, Request, apply
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later, parts_of
 from outpace.parallel.offload import lies_on, place_optimizer
+from outpace.parallel.own import apply_own_levers
 from outpace.parallel.tensors import make_equal
 from outpace.planner.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError
@@ -181,14 +182,7 @@ def assemble(
     require_run_once(objective.model, plan.recomputes)
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
     say = partial(tell, job.callbacks, "on_hint")
-    apply_levers(objective.model, plan, scratch=scratch, on_failure=say)
-    layout = apply(
-        Request(
-            objective, plan, job.ranks, device, scratch=scratch,
-            cuda_graphs=takes_cuda_graphs(settings, plan, device, own, _dropout(job)),
-            on_failure=say,
-        )
-    )  # fmt: skip
+    layout = _lay_out(job, objective, scratch, say)
     wide_values = parts_of(layout, whole_values)
     del whole_values
     if job.materials.is_transformer and fills_later(plan):
@@ -257,6 +251,28 @@ def assemble(
     return Prepared(
         job, loop, parameters, initial, measure, looker, recording, weighing, stragglers, began_s,
         compiled_s,
+    )  # fmt: skip
+
+
+def _lay_out(
+    job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
+) -> Layout:
+    """The objective with the plan's levers, on its ranks. Collective."""
+    own, plan = job.materials.own, job.plan
+    if own is not None:
+        apply_own_levers(own, plan, scratch, say)
+    else:
+        apply_levers(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
+    return apply(
+        Request(
+            objective, plan, job.ranks, job.device, scratch=scratch,
+            blocks=None if own is None else own.blocks,
+            layouts=None if own is None else own.layouts,
+            cuda_graphs=takes_cuda_graphs(
+                job.settings, plan, job.device, own is not None, _dropout(job)
+            ),
+            on_failure=say,
+        )
     )  # fmt: skip
 
 

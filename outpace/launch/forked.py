@@ -56,7 +56,7 @@ def forking(begin: Begin) -> Iterator[None]:
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-            return _Fork(begin, env)
+            return Fork(begin, env)
 
     before, frozen = api.get_subprocess_handler, gc.get_freeze_count()
     api.get_subprocess_handler = Handler
@@ -68,7 +68,7 @@ def forking(begin: Begin) -> Iterator[None]:
             gc.unfreeze()
 
 
-class _Fork:
+class Fork:
     """A forked process, as torch's launcher uses subprocess.Popen."""
 
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:

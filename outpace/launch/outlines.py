@@ -1,5 +1,6 @@
 """What is planned for: the outline of any model that can be named."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from outpace.records.outline import Outline
 # A person's own language model is traced with this many tokens, if it takes as many.
 _TRACED_TOKENS = 128
 _TRACED_SAMPLES = 2
+# What it is proved on.
+_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8
 
 
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
@@ -102,21 +105,64 @@ def _by_config(module: Any) -> Outline | None:
 def _batch(own: Any) -> Any:
     import torch
 
-    from outpace.data.loader import collate
-    from outpace.interop.own import own_positions, own_vocab
+    from outpace.interop.own import own_positions
 
     if own.dataset is not None:
-        if not len(own.dataset):
-            raise BadInputError("the model's own data set is empty, so it cannot be traced")
-        keys = [index % len(own.dataset) for index in range(_TRACED_SAMPLES)]
-        if hasattr(own.dataset, "__getitems__"):
-            return collate(own.dataset.__getitems__(keys))
-        return collate([own.dataset[key] for key in keys])
-    if own_vocab(own.module) is None:
-        raise BadInputError(
-            f"a {type(own.module).__name__} has no embedding of tokens, and its function returned "
-            "no data set, so what it is to be run on is not known; return (module, loss, dataset)"
-        )
+        return _samples_of(own.dataset, 0, _TRACED_SAMPLES)
+    _require_tokens(own.module)
     length = min(_TRACED_TOKENS, own_positions(own.module) or _TRACED_TOKENS)
     tokens = torch.zeros((_TRACED_SAMPLES, length), dtype=torch.int64)
     return {"tokens": tokens, "targets": tokens}
+
+
+def _samples_of(dataset: Any, first: int, count: int) -> Any:
+    """A batch of a user's data set, from its beginning again where it ends."""
+    from outpace.data.loader import collate
+
+    if not len(dataset):
+        raise BadInputError("the model's own data set is empty, so there is nothing to run it on")
+    keys = [index % len(dataset) for index in range(first, first + count)]
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(keys))
+    return collate([dataset[key] for key in keys])
+
+
+def _require_tokens(module: Any) -> int:
+    """The vocabulary of a module that reads tokens."""
+    from outpace.interop.own import own_vocab
+
+    vocab = own_vocab(module)
+    if vocab is None:
+        raise BadInputError(
+            f"a {type(module).__name__} has no embedding of tokens, and its function returned no "
+            "data set, so what it is to be run on is not known; return (module, loss, dataset)"
+        )
+    return vocab
+
+
+def trial_batches(own: Any, ranks: int) -> Callable[[int], Any]:
+    """Small global batches of a user's model for `ranks` processes, by the step from 1.
+
+    Of its data set, or of random tokens, of which the ends of samples are padding, unevenly.
+    """
+    import torch
+
+    from outpace.interop.own import own_positions
+    from outpace.nn.loss import IGNORED
+
+    samples = max(_TRIAL_SAMPLES, 4 * ranks)
+    samples += -samples % ranks
+    if own.dataset is not None:
+        return lambda step: _samples_of(own.dataset, (step - 1) * samples, samples)
+    vocab = _require_tokens(own.module)
+    length = min(_TRIAL_TOKENS, own_positions(own.module) or _TRIAL_TOKENS)
+
+    def tokens(step: int) -> Any:
+        drawn = torch.Generator().manual_seed(step)
+        ids = torch.randint(vocab, (samples, length + 1), generator=drawn)
+        lengths = torch.randint(2, length + 1, (samples, 1), generator=drawn)
+        padded = torch.arange(length) >= lengths
+        targets = ids[:, 1:].masked_fill(padded, IGNORED)
+        return {"tokens": ids[:, :-1].contiguous(), "targets": targets}
+
+    return tokens

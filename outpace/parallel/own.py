@@ -204,21 +204,53 @@ def parallelize(
     _check(module, plan)
     device = next(module.parameters()).device
     ranks = _ranks(plan, mesh, device)
-    named = None if blocks is None else named_blocks(module, flat(blocks))
+    own = OwnModel(module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm)
+    objective = OwnObjective(build_own(lambda: own))
     scratch = Scratch()
-    apply_levers(module, plan, named, scratch)
-    if sync_batchnorm and plan.data_parallel > 1:
+    layout = lay_out(objective, own, plan, ranks, device, scratch)
+    return Parallelized(layout, plan, ranks, device, scratch)
+
+
+def lay_out(
+    objective: OwnObjective,
+    own: OwnModel,
+    plan: Plan,
+    ranks: Ranks,
+    device: torch.device,
+    scratch: Scratch,
+    on_failure: Callable[[str], None] | None = None,
+) -> Layout:
+    """The objective of a user's model with the plan's levers, on its ranks. Collective.
+
+    `on_failure` is told why the model is not compiled where the compiler fails on it.
+    """
+    apply_own_levers(own, plan, scratch, on_failure)
+    return apply(Request(objective, plan, ranks, device, own.blocks, own.layouts, scratch))
+
+
+def apply_own_levers(
+    own: OwnModel,
+    plan: Plan,
+    scratch: Scratch,
+    on_failure: Callable[[str], None] | None = None,
+) -> None:
+    """What a plan says of the blocks of a user's model, and synchronised statistics."""
+    named = None if own.blocks is None else named_blocks(own.module, flat(own.blocks))
+    apply_levers(own.module, plan, named, scratch, on_failure)
+    if own.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None
-        synchronise(module, group)
-    objective = OwnObjective(build_own(partial(OwnModel, module, loss)))
-    layout = apply(Request(objective, plan, ranks, device, blocks, layouts, scratch))
-    return Parallelized(layout, plan, ranks, device, scratch)
+        synchronise(own.module, group)
+
+
+def refused_strategy(strategy: str) -> str | None:
+    """Why `parallelize` does not take a strategy, and what to use; None where it does."""
+    return _REFUSED.get(strategy)
 
 
 def _check(module: nn.Module, plan: Plan) -> None:
     """Refuse what would go wrong later, or be left out without a word."""
-    why_not = _REFUSED.get(plan.strategy)
+    why_not = refused_strategy(plan.strategy)
     if why_not is not None:
         raise BadInputError(f"parallelize does not take strategy {plan.strategy}: {why_not}.")
     if plan.precision in SCALED:

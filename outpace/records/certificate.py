@@ -9,6 +9,18 @@ from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 
 
+class TensorDifference(Record):
+    """A tensor that is off by `relative` of its scale; None where one of the two is missing.
+
+    `kind` is loss, gradient, norm, parameter or buffer, and the same "after resuming".
+    """
+
+    kind: str
+    name: str
+    step: int
+    relative: float | None
+
+
 class Verdict(Record):
     """One plan against a single process.
 
@@ -19,6 +31,10 @@ class Verdict(Record):
     that it called, as `planner.wire` says. `exchanges` and `bytes_by_kind` are by kind of
     collective; beside each is what the strategy's formula gives for that rank, None where there is
     none.
+
+    Of a user's own module: `refused` says that outpace does not train it so, for the `reason`;
+    `differences` are the tensors that differ, what went wrong first at the beginning, and `cause`
+    is the likely one. What crosses the wire is not counted there.
     """
 
     strategy: str
@@ -35,20 +51,27 @@ class Verdict(Record):
     bytes_by_kind: dict[str, int]
     bytes_by_kind_formula: dict[str, int] | None
     reason: str | None = None
+    refused: bool = False
+    differences: tuple[TensorDifference, ...] = ()
+    cause: str | None = None
 
 
 class Certificate(Record):
     """All verdicts, with what they were reached on.
 
     `skipped` says of strategies that were not asked for by name why they could not be tried.
+    `model` is None for a user's own `module`, of which `notes` say how it was tried; samples that
+    are no sequences of tokens have no `seq_len`.
     """
 
     verdicts: tuple[Verdict, ...]
-    model: ModelSpec
+    model: ModelSpec | None
+    module: str | None = None
+    notes: tuple[str, ...] = ()
     processes: int
     steps: int
     global_batch: int
-    seq_len: int
+    seq_len: int | None
     versions: dict[str, Any]
     commit: str | None
     uncommitted_changes: bool
@@ -58,5 +81,5 @@ class Certificate(Record):
 
     @property
     def passed(self) -> bool:
-        """Whether every plan did."""
-        return all(verdict.passed for verdict in self.verdicts)
+        """Whether every plan did, but for those that are refused."""
+        return all(verdict.passed or verdict.refused for verdict in self.verdicts)

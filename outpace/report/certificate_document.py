@@ -1,7 +1,8 @@
 """A certificate: what was proved equal to a single process, and how closely."""
 
-from outpace.records.certificate import Certificate
+from outpace.records.certificate import Certificate, Verdict
 from outpace.records.units import show_bytes
+from outpace.report.certificate import batch_in_words
 from outpace.report.document import Document, Number, Section, Table, Words
 from outpace.report.environment import machine_table, versions
 
@@ -18,10 +19,16 @@ def certificate_document(certificate: Certificate) -> Document:
 
 
 def _verdict(certificate: Certificate) -> str:
-    failed = [one.strategy for one in certificate.verdicts if not one.passed]
+    failed = [one.strategy for one in certificate.verdicts if not one.passed and not one.refused]
+    refused = [one.strategy for one in certificate.verdicts if one.refused]
     count = len(certificate.verdicts)
     if failed:
         return f"NOT equal to a single process: {', '.join(failed)}, of {count} plans."
+    if refused:
+        return (
+            f"{count - len(refused)} of {count} plans are equal to a single process within their "
+            f"tolerances; {', '.join(refused)} are refused."
+        )
     return f"All {count} plans are equal to a single process within their tolerances."
 
 
@@ -29,7 +36,7 @@ def section(certificate: Certificate) -> Section:
     """The table of plans, and how they were tried."""
     rows = tuple(
         (
-            "equal" if one.passed else f"NOT equal: {one.reason or 'beyond its tolerance'}",
+            _outcome(one),
             one.strategy, one.mesh, one.precision, _power(one.worst_relative_difference),
             _power(one.tolerance), Number(one.bytes_on_wire, show_bytes(one.bytes_on_wire)),
             Number(one.bytes_formula, show_bytes(one.bytes_formula)),
@@ -40,11 +47,17 @@ def section(certificate: Certificate) -> Section:
                "busiest rank sends", "by formula")  # fmt: skip
     about = (
         f"{certificate.processes} processes, {certificate.steps} steps of "
-        f"{certificate.global_batch} × {certificate.seq_len} tokens, {certificate.date}."
+        f"{batch_in_words(certificate)}, {', '.join((*certificate.notes, certificate.date))}."
     )
     skipped = [Words(f"{name} was left out: {why}") for name, why in certificate.skipped.items()]
     return Section("Proof", (Table("Plans against a single process", columns, rows), Words(about),
                              *skipped))  # fmt: skip
+
+
+def _outcome(one: Verdict) -> str:
+    if one.refused:
+        return f"refused: {one.reason}"
+    return "equal" if one.passed else f"NOT equal: {one.reason or 'beyond its tolerance'}"
 
 
 def _power(value: float | None) -> Number:

@@ -1,0 +1,401 @@
+"""What a user's own module computes in one process, and under a plan; for one rank of either.
+
+The reference is a plain loop: the whole global batch at once, torch's clipping and SGD with
+momentum. With SGD a parameter moves in proportion to its gradient, so that what passes as a
+gradient passes as a parameter, and a factor that is wrong does not cancel.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from outpace.interop.own import OwnModel, OwnObjective
+from outpace.nn.mixed import make_mixed
+from outpace.nn.scratch import Scratch
+from outpace.nn.spread import is_spread, whole
+from outpace.optim.build import make_optimizer
+from outpace.parallel import Layout
+from outpace.parallel.batches import cut
+from outpace.parallel.offload import place_optimizer
+from outpace.parallel.own import lay_out
+from outpace.parallel.plain import (
+    NarrowResults,
+    floating_dtypes,
+    random_state,
+    same_random_state,
+    to_float64,
+    without_dropout,
+)
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.train.checkpoint import Checkpointer, Progress
+from outpace.train.step import Stepper
+
+STEPS = 3
+SAVED_STEP = 2  # from which is resumed
+LR, CLIP, MOMENTUM = 0.05, 1.0, 0.9
+CPU = torch.device("cpu")
+Spoil = Callable[[Layout], None]
+
+
+@dataclass(frozen=True)
+class ModuleTrial:
+    """A user's module and what it is trained on: a global batch for each step, of `samples`.
+
+    `double`: whether to compute in float64. `spoil` plants a fault in a layout, to see it caught.
+    """
+
+    own: OwnModel
+    batches: Sequence[Any]
+    samples: int
+    double: bool = True
+    spoil: Spoil = lambda layout: None
+
+    def begin(self) -> OwnObjective:
+        """The module with its loss, in the dtype of the trial; once in a process."""
+        if self.double:
+            torch.set_default_dtype(torch.float64)  # of what the forward makes by itself
+            to_float64(self.own.module)
+        self.own.module.train()
+        return OwnObjective(self.own)
+
+    def batch(self, step: int) -> Any:
+        """The global batch of a step, counted from 1."""
+        return tree_map(self._wide, self.batches[step - 1])
+
+    def _wide(self, leaf: Any) -> Any:
+        wide = self.double and isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.double() if wide else leaf
+
+
+@dataclass
+class Facts:
+    """What was noticed while the reference ran."""
+
+    narrow: bool = False  # computed in fewer bits than 64 in spite of all
+    draws: bool = False  # random numbers, dropout apart
+    seconds: float = 0.0
+
+
+@dataclass
+class Course:
+    """Tensors of each step by kind and name, and the model's whole state after the last."""
+
+    steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+    facts: Facts = field(default_factory=Facts)
+
+
+def settings_of() -> TrainSettings:
+    """Of the optimizer that all share."""
+    return TrainSettings(lr=LR, clip=CLIP, beta1=MOMENTUM)
+
+
+def reference(trial: ModuleTrial, shares: int = 1, pieces: int = 1) -> Course:
+    """Train in one process. A global batch goes through in `pieces` of each of its `shares`.
+
+    Buffers are those that the first share leaves behind, as those of a rank 0 are.
+    """
+    objective = trial.begin()
+    module = trial.own.module
+    named = dict(module.named_parameters())
+    optimizer = make_optimizer(named.items(), "sgd", settings_of())
+    course = Course(parameters=tuple(named))
+    for step in range(1, STEPS + 1):
+        with ExitStack() as stack:
+            stack.enter_context(without_dropout(module))
+            narrow = stack.enter_context(NarrowResults()) if step == 1 else None
+            drawn = random_state(CPU)
+            totals = _pass_in_shares(objective, trial.batch(step), shares, pieces)
+            course.facts.draws |= not same_random_state(drawn, random_state(CPU))
+        if narrow is not None:
+            course.facts.narrow = bool(narrow.dtypes)
+        gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
+        for gradient in gradients.values():
+            gradient.div_(totals[1].clamp(min=1))
+        kept = {name: gradient.clone() for name, gradient in gradients.items()}
+        norm = nn.utils.clip_grad_norm_(named.values(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        course.steps.append(_step(totals, kept, norm))
+    course.state = {name: t.clone() for name, t in module.state_dict().items() if _is_tensor(t)}
+    return course
+
+
+def _pass_in_shares(objective: OwnObjective, batch: Any, shares: int, pieces: int) -> Tensor:
+    """Forward and backward of sums; returns the sum of losses and the number of targets."""
+    totals = torch.zeros(2, dtype=torch.float64)
+    before = [(buffer, buffer.clone()) for buffer in objective.buffers()]
+    after: list[Tensor] = []
+    for number, share in enumerate(cut(batch, shares) if shares > 1 else [batch]):
+        if number:
+            for buffer, values in before:
+                buffer.data.copy_(values)
+        for piece in cut(share, pieces) if pieces > 1 else [share]:
+            loss_sum, count = objective(piece)
+            loss_sum.backward()
+            totals += torch.stack((loss_sum.detach().double(), count.double()))
+        if not number:
+            after = [buffer.clone() for buffer in objective.buffers()]
+    if shares > 1:
+        for buffer, values in zip(objective.buffers(), after, strict=True):
+            buffer.data.copy_(values)
+    return totals
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _step(
+    totals: Tensor, gradients: dict[str, Tensor], norm: Tensor
+) -> dict[str, dict[str, Tensor]]:
+    return {
+        "loss": {"mean": totals[0] / totals[1], "targets": totals[1].clone()},
+        "gradient": gradients,
+        "norm": {"before clipping": norm},
+    }
+
+
+@dataclass
+class Found:
+    """What a rank has to say: of its own tensors, and as one of all ranks.
+
+    `whole` and `cut` are the differences from the two references, by (kind, name, step); `held`
+    are the gradients that this rank has in the first step.
+    """
+
+    whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
+    cut: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
+    notes: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+
+
+class PlannedRun:
+    """A rank of a plan on its way through the trial; what it does is told to `at`."""
+
+    def __init__(
+        self,
+        trial: ModuleTrial,
+        plan: Plan,
+        ranks: Ranks,
+        folder: Path,
+        references: Mapping[str, Course],
+        floor: float,
+        at: Callable[[str], None],
+    ) -> None:
+        self._floor = floor
+        self._trial, self._plan, self._ranks, self._folder = trial, plan, ranks, folder
+        self._references, self._at = references, at
+        self.found = Found()
+        at("laying the module out")
+        objective = trial.begin()
+        self._control = dist.new_group(backend="gloo")
+        scratch = Scratch(folder)
+        alone = Ranks() if plan.world_size == 1 else ranks
+        self.layout = lay_out(objective, trial.own, plan, alone, CPU, scratch)
+        self._optimizer = make_optimizer(
+            self.layout.named_parameters(),
+            "sgd",
+            settings_of(),
+            partial(place_optimizer, self.layout, plan, scratch),
+        )
+        trial.spoil(self.layout)
+        self._gradients: dict[str, Tensor] = {}
+        self._stepper = Stepper(
+            layout=self.layout,
+            optimizer=self._optimizer,
+            mixed=make_mixed(plan.precision, CPU, True, True, plan.fully_shards),
+            plan=plan,
+            clip=CLIP,
+            device=CPU,
+            control=self._control,
+            expected_targets=trial.samples,
+            targets_known=False,
+            on_gradients=self._look,
+        )
+        self._checkpointer = Checkpointer(
+            folder / "checkpoints",
+            keep=1,
+            rank=ranks.rank,
+            group=dist.new_group(backend="gloo"),
+            on_whole=lambda path: None,
+            on_trouble=_fail,
+        )
+
+    def train(self) -> None:
+        """All steps from the beginning, with a checkpoint on the way."""
+        for step in range(1, STEPS + 1):
+            self._take(step, "")
+            if step == SAVED_STEP:
+                self._at(f"saving a checkpoint after step {step}")
+                self._checkpointer.save(*self.layout.saved(self._optimizer), self._progress(step))
+                self._checkpointer.settle()
+        self._compare_state("")
+        self._checkpointer.close()
+
+    def resume(self) -> None:
+        """The steps after the checkpoint, from it."""
+        self._at("reading the checkpoint")
+        folder = self._folder / "checkpoints" / f"step-{SAVED_STEP}"
+        self._checkpointer.load(folder, *self.layout.saved(self._optimizer))
+        self.layout.go_on(SAVED_STEP)
+        for step in range(SAVED_STEP + 1, STEPS + 1):
+            self._take(step, " after resuming")
+        self._compare_state(" after resuming")
+        self._checkpointer.close()
+
+    def _progress(self, step: int) -> Progress:
+        return Progress(
+            step=step, tokens=None, samples=step * self._trial.samples, loss_sum=0.0,
+            skipped_steps=0, scaler=None, first_loss=None, world_size=self._plan.world_size,
+        )  # fmt: skip
+
+    def _take(self, step: int, when: str) -> None:
+        self._at(f"step {step}{when}")
+        share = self._share(self._trial.batch(step))
+        self._gradients.clear()
+        self._stepper.begin()
+        with without_dropout(self.layout.objective):
+            raw = self._stepper.run(step, LR, share, lambda: False)
+        held = _step(raw.totals.double(), dict(self._gradients), raw.grad_norm)
+        if step == 1:
+            self.found.held = set(held["gradient"])
+        for kind, tensors in held.items():
+            for name, reference_of in self._references.items():
+                wanted = reference_of.steps[step - 1][kind]
+                self._note(name, kind + when, step, wanted, tensors)
+
+    def _share(self, batch: Any) -> list[Any]:
+        """This rank's passes of a global batch."""
+        plan = self._plan
+        number = plan.data_rank(self._ranks.rank) or 0
+        share = cut(batch, plan.data_parallel)[number] if plan.data_parallel > 1 else batch
+        passes = self._trial.samples // plan.data_parallel // plan.samples_per_pass
+        return cut(share, passes) if passes > 1 else [share]
+
+    def _look(self) -> None:
+        """Keep gradients, whole: of those in parts all ranks have to have one."""
+        named = dict(self.layout.named_parameters())
+        mine = {name: parameter.grad is not None for name, parameter in named.items()}
+        said: list[dict[str, bool]] = [{}] * self._ranks.world_size
+        dist.all_gather_object(said, mine, group=self._control)
+        for name, parameter in named.items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if is_spread(gradient) and not all(one.get(name, True) for one in said):
+                continue
+            self._gradients[name] = whole(gradient).clone()
+
+    def _compare_state(self, when: str) -> None:
+        """Parameters and buffers as an exported model has them; on rank 0."""
+        self._at(f"gathering the model{when}")
+        model = self.layout.whole_model(self._ranks.rank == 0)
+        if model is None or self._ranks.rank:
+            return
+        state = {name: t for name, t in model.state_dict().items() if _is_tensor(t)}
+        for which, reference_of in self._references.items():
+            known = set(reference_of.parameters)
+            for kind, wanted in (("parameter", True), ("buffer", False)):
+                expected = {n: t for n, t in reference_of.state.items() if (n in known) == wanted}
+                found = {n: t for n, t in state.items() if (n in known) == wanted}
+                found |= {n: torch.empty(0) for n in expected if n not in found}
+                self._note(which, kind + when, STEPS, expected, found)
+
+    def _note(
+        self,
+        which: str,
+        kind: str,
+        step: int,
+        wanted: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """How far each tensor is from a reference's."""
+        noted = self.found.whole if which == "whole" else self.found.cut
+        scales = _scales(wanted, self._floor)
+        for name, tensor in tensors.items():
+            noted[kind, name, step] = _relative(tensor, wanted.get(name), scales, name)
+            if which == "whole" and kind == "gradient" and noted[kind, name, step]:
+                explained = _explain(name, tensor, wanted)
+                if explained is not None:
+                    self.found.notes[kind, name, step] = explained
+
+
+def _fail(sentence: str) -> None:
+    raise RuntimeError(sentence)
+
+
+def _scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
+    """What each difference is measured by: some gradients are truly zero."""
+    sizes = {name: _largest(tensor) for name, tensor in known.items()}
+    least = floor * max(sizes.values(), default=0.0)
+    return {name: max(size, least) for name, size in sizes.items()}
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() and tensor.dtype != torch.bool else 0.0
+
+
+def _relative(
+    tensor: Tensor, known: Tensor | None, scales: Mapping[str, float], name: str
+) -> float | None:
+    """The largest difference over the scale; None where only one of the two is there.
+
+    A gradient that one process does not have at all is one of zeros.
+    """
+    if known is None:
+        return 0.0 if not _largest(tensor) else None
+    if tensor.shape != known.shape:
+        return None
+    if not tensor.numel():
+        return 0.0
+    both = torch.promote_types(tensor.dtype, known.dtype)
+    apart = (tensor.to(both), known.to(both))
+    if both == torch.bool:
+        return float((apart[0] != apart[1]).any())
+    if both.is_floating_point or both.is_complex:
+        nothing = apart[0].isnan() & apart[1].isnan()
+        apart = (apart[0].masked_fill(nothing, 0), apart[1].masked_fill(nothing, 0))
+    if bool((apart[0] == apart[1]).all()):
+        return 0.0
+    worst = float((apart[0] - apart[1]).abs().max())
+    scale = scales.get(name, 0.0)
+    if math.isnan(worst):
+        return math.inf
+    return worst / scale if scale else math.inf
+
+
+def _explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
+    """What a wrong gradient looks like: a multiple of the right one, or another parameter's."""
+    known = wanted.get(name)
+    if known is None or tensor.shape != known.shape or not _largest(known):
+        return None
+    if not _largest(tensor):
+        return "is zero"
+    a, b = tensor.flatten().double(), known.flatten().double()
+    factor = float(a @ b / (b @ b))
+    if float((a - factor * b).abs().max()) < 1e-6 * _largest(a) and abs(factor - 1) > 1e-6:
+        return f"is {factor:.4g} times one process's"
+    for other, gradient in wanted.items():
+        if other != name and gradient.shape == tensor.shape and gradient.numel() > 1:
+            near = torch.allclose(gradient.double(), tensor.double(), rtol=1e-6, atol=0)
+            if near and not torch.allclose(gradient.double(), known.double()):
+                return f"is that of {other}"
+    return None
+
+
+def own_dtypes(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes of a module's floating-point and complex parameters."""
+    return floating_dtypes(module.parameters())

@@ -1,0 +1,575 @@
+"""`outpace.verify`: a user's own module under every strategy, against one process.
+
+Each plan has processes of its own, forked from this one, and a time limit: one that hangs or
+crashes is a result like any other.
+"""
+
+import pickle
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from outpace.catalog.accelerators import find_accelerator
+from outpace.experiment.module_parity import (
+    STEPS,
+    Course,
+    Found,
+    ModuleTrial,
+    PlannedRun,
+    Spoil,
+    own_dtypes,
+    reference,
+)
+from outpace.interop.own import OwnModel, build_own
+from outpace.launch.forked_job import Rank, RankEnd, run_forked
+from outpace.parallel import why_not
+from outpace.parallel.batches import samples_in
+from outpace.parallel.own import refused_strategy
+from outpace.parallel.plain import has_dropout
+from outpace.probe.machine import identify
+from outpace.probe.versions import commit, versions
+from outpace.records.certificate import Certificate, TensorDifference, Verdict
+from outpace.records.errors import BadInputError, nearest
+from outpace.records.pipelines import SCHEDULES, default_microbatches
+from outpace.records.plan import Plan, Strategy, fill_axes
+from outpace.records.ranks import Ranks
+
+Batches = Any  # a global batch, or a function that makes that of a step (from 1)
+
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+DEFAULT_LIMIT_S = 120.0
+# What ranks would each import by themselves.
+_USED = (
+    "outpace.train.states", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+    "torch.distributed.optim",
+)  # fmt: skip
+_KINDS = ("loss", "gradient", "norm", "parameter", "buffer")  # as a step makes them
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A tensor may be off by `relative` of its scale, which is at least `floor` of the largest."""
+
+    precision: str
+    relative: float
+    floor: float
+
+
+DOUBLE = Allowed("fp64", 1e-9, 1e-6)
+# Of modules that compute in fp32 whatever they are given: see docs/proof.md.
+SINGLE = Allowed("fp32", 3e-4, 1e-2)
+HALF = Allowed("bf16", 0.05, 0.1)
+
+
+def verify(
+    module: nn.Module,
+    *,
+    loss: Callable[[nn.Module, Any], Any] | None = None,
+    batch: Batches,
+    plans: Sequence[Plan | str] | str | None = None,
+    nproc: int = 2,
+    blocks: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    layouts: Mapping[str, str] | None = None,
+    sync_batchnorm: bool = False,
+    time_limit_s: float = DEFAULT_LIMIT_S,
+) -> Certificate:
+    """Prove that strategies train your module as one process does, or say where they differ.
+
+    `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
+    have to be shared by all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as
+    `outpace.parallelize` takes them. `plans` are plans, or names of strategies for `nproc`
+    processes; None: every strategy that takes a module of one's own.
+
+    Runs on the CPU of this host, in processes forked from this one, which have `time_limit_s` for
+    each plan. `module` stays as it is. Compared are loss, gradients, their norm, and weights and
+    buffers after three steps of SGD with momentum, also after a resume: in float64 where the
+    module computes in it. Raises BadInputError; what differs is in the certificate.
+    """
+    own = build_own(
+        lambda: OwnModel(
+            module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm
+        )
+    )
+    return verify_own(own, batch, plans=plans, nproc=nproc, time_limit_s=time_limit_s)
+
+
+def verify_own(
+    own: OwnModel,
+    batch: Batches,
+    *,
+    plans: Sequence[Plan | str] | str | None = None,
+    nproc: int = 2,
+    time_limit_s: float = DEFAULT_LIMIT_S,
+    name: str | None = None,
+    spoil: Spoil = lambda layout: None,
+) -> Certificate:
+    """As `verify`, of what `build_own` returns. `spoil` plants a fault, to see it caught."""
+    _check(own.module)
+    batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
+    samples = samples_in(batches[0])
+    if own.module.training is False:
+        own.module.train()
+    own = _host_copy(own)
+    asked, skipped = _plans(plans, nproc, samples)
+    double = len(own_dtypes(own.module)) == 1 and min(_bytes(own.module)) > 2
+    trial = ModuleTrial(own, batches, samples, double, spoil)
+    with tempfile.TemporaryDirectory(prefix="outpace-verify-") as temporary:
+        with warnings.catch_warnings():  # of torch about itself
+            warnings.simplefilter("ignore")
+            for used in _USED:
+                import_module(used)
+        bench = _Bench(trial, Path(temporary), time_limit_s)
+        allowed, notes = bench.settle()
+        verdicts = [bench.judge(plan, allowed) for plan in asked]
+    head, dirty = commit()
+    return Certificate(
+        verdicts=tuple(verdicts),
+        model=None,
+        module=name or type(own.module).__name__,
+        notes=tuple(notes),
+        processes=max(plan.world_size for plan in asked),
+        steps=STEPS,
+        global_batch=samples,
+        seq_len=None,
+        versions=versions(),
+        commit=head,
+        uncommitted_changes=bool(dirty),
+        machine=identify(find_accelerator),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        skipped=skipped,
+    )
+
+
+def _check(module: nn.Module) -> None:
+    if sys.platform != "linux":
+        raise BadInputError("verify of a module forks processes, which it does on Linux only")
+    if dist.is_initialized():
+        raise BadInputError(
+            "verify starts processes of its own, but torch.distributed is initialised in this "
+            "one. Call it before init_process_group, and not under torchrun."
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        raise BadInputError("the module has lazy parameters. Run a batch through it first.")
+    if any(p.is_meta for p in module.parameters()):
+        raise BadInputError("the module has parameters on meta. Give them values first.")
+
+
+def _bytes(module: nn.Module) -> list[int]:
+    return [dtype.itemsize for dtype in own_dtypes(module)] or [4]
+
+
+def _on_cpu(batch: Any) -> Any:
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _host_copy(own: OwnModel) -> OwnModel:
+    """On the CPU: where it is already, the forked processes have copies of their own."""
+    if all(t.device.type == "cpu" for t in [*own.module.parameters(), *own.module.buffers()]):
+        return own
+    import copy
+
+    return replace(own, module=copy.deepcopy(own.module).cpu())
+
+
+def _plans(
+    asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
+) -> tuple[list[Plan], dict[str, str]]:
+    """The plans to judge, and what was left out although all were asked for."""
+    if isinstance(asked, str):
+        asked = None if asked == "all" else asked.split(",")
+    if asked is not None:
+        return [_settled(one, nproc, samples) for one in asked], {}
+    skipped: dict[str, str] = {}
+    plans = []
+    for name in STRATEGIES:
+        reason = refused_strategy(name)
+        ranks = Ranks(world_size=nproc, local_world_size=nproc)
+        reason = reason or why_not(name, ranks, torch.device("cpu"))
+        if reason is None and (name == "single") == (nproc == 1):
+            plans.append(plan_for_module(name, nproc, samples))
+        elif reason is not None:
+            skipped[name] = reason
+    return plans, skipped
+
+
+def _settled(one: Plan | str, nproc: int, samples: int) -> Plan:
+    if isinstance(one, Plan):
+        one.accumulation(samples)  # raises where the samples cannot be shared
+        return one
+    if one not in STRATEGIES:
+        raise BadInputError(
+            f"there is no strategy {one!r}.{nearest(one, STRATEGIES)} Use some of "
+            f"{', '.join(STRATEGIES)}."
+        )
+    reason = refused_strategy(one)
+    if reason is not None:
+        raise BadInputError(f"verify of a module does not take strategy {one}: {reason}.")
+    return plan_for_module(one, 1 if one == "single" else nproc, samples)
+
+
+def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
+    """A strategy on all ranks; with two accumulation steps where the samples allow it."""
+    sizes = fill_axes(strategy, nproc, {})
+    shares = sizes["dp_replicate"] * sizes["dp_shard"]
+    if samples % shares:
+        raise BadInputError(
+            f"a global batch of {samples} samples cannot be shared by {shares} data-parallel ranks "
+            f"of strategy {strategy}. Give a batch of a multiple of {shares}."
+        )
+    share = samples // shares
+    parts = default_microbatches(strategy, sizes["pp"], share)
+    each = share // parts
+    if strategy not in SCHEDULES and each % 2 == 0:
+        each //= 2  # accumulated
+    return Plan.parse(
+        {"strategy": strategy, **sizes, "micro_batch": each, "pp_microbatches": parts}, "verify"
+    )
+
+
+def plan_like(plan: Plan) -> Plan:
+    """A run's plan without what rounds more, or is not in the trial."""
+    changed = {"precision": "fp32", "compile": False, "compress_gradients": "none",
+               "optimizer": "sgd", "optimizer_in_backward": False}  # fmt: skip
+    return Plan.parse({**plan.model_dump(), **changed}, "run.json")
+
+
+class _Bench:
+    """Where plans are run beside their references; all that is learnt lies in `folder`."""
+
+    def __init__(self, trial: ModuleTrial, folder: Path, limit_s: float) -> None:
+        self._trial, self._folder, self._limit_s = trial, folder, limit_s
+        self._numbers = iter(range(1_000_000))
+        self._courses: dict[tuple[int, int], Path] = {}
+        self._floor = DOUBLE.floor
+
+    def settle(self) -> tuple[Allowed, list[str]]:
+        """Run the whole batch in one process, in float64 if that can be; what is allowed then.
+
+        Raises BadInputError where one process cannot do it.
+        """
+        notes = []
+        end = self._reference(1, 1)
+        if not end.fine and self._trial.double:
+            why = end.said or "it ended"
+            self._trial = replace(self._trial, double=False)
+            notes.append(f"in fp32, since in float64 its forward fails ({why.splitlines()[0]})")
+            end = self._reference(1, 1)
+        if not end.fine:
+            raise BadInputError(
+                f"one process cannot train {type(self._trial.own.module).__name__} on this batch: "
+                f"{_how_it_ended(end, self._limit_s)}"
+            )
+        facts = self._course(1, 1).facts
+        dtypes = own_dtypes(self._trial.own.module)
+        if facts.draws:
+            raise BadInputError(
+                f"{type(self._trial.own.module).__name__} draws random numbers in its forward, "
+                "dropout apart, and no two ways to cut a batch draw alike. Draw from the batch "
+                "(a number of each sample), or verify with the drawing switched off."
+            )
+        if self._trial.double and not facts.narrow:
+            allowed = DOUBLE
+        else:
+            half = any(dtype.itemsize == 2 for dtype in dtypes)
+            allowed = HALF if half else SINGLE
+            if self._trial.double:
+                notes.append("computed in fp32 in parts, as its forward says")
+            elif len(dtypes) > 1:
+                names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                notes.append(f"in its own dtypes ({', '.join(names)})")
+        if has_dropout(self._trial.own.module):
+            notes.append("without dropout")
+        self._floor = allowed.floor
+        return allowed, notes
+
+    def _reference(self, shares: int, pieces: int) -> RankEnd:
+        folder = self._next()
+        path = folder / "course.pt"
+        trial = self._trial
+
+        def act(rank: Rank) -> None:
+            rank.at("training in one process")
+            torch.save(reference(trial, shares, pieces), path)
+
+        self._courses[shares, pieces] = path
+        return run_forked(1, act, self._limit_s, folder)[0]
+
+    def _course(self, shares: int, pieces: int) -> Course:
+        course: Course = torch.load(self._courses[shares, pieces], weights_only=False)
+        return course
+
+    def _next(self) -> Path:
+        return self._folder / f"job-{next(self._numbers)}"
+
+    def judge(self, plan: Plan, allowed: Allowed) -> Verdict:
+        """Run a plan, and say how it compares."""
+        precision = "fp64" if self._trial.double else "fp32"
+        plan = plan.model_copy(update={"precision": precision})
+        shares, pieces = plan.data_parallel, self._pieces(plan)
+        cut_too = (shares, pieces) != (1, 1) and self._cut_reference(shares, pieces)
+        names = {"whole": (1, 1)} | ({"cut": (shares, pieces)} if cut_too else {})
+        found: list[Found] = []
+        for phase in ("train", "resume"):
+            if phase == "train":
+                place = self._next()
+            folder = place / phase
+            act = partial(
+                _on_rank, self._trial, plan, place, self._paths(names), phase, self._floor
+            )
+            ends = run_forked(plan.world_size, act, self._limit_s, folder)
+            if not all(end.fine for end in ends):
+                return self._unfinished(plan, allowed, ends, phase)
+            found += [
+                pickle.loads((place / f"{phase}-{rank}.found").read_bytes())
+                for rank in range(plan.world_size)
+            ]
+        return _verdict(plan, allowed, found, self._course(1, 1), plan.world_size)
+
+    def _pieces(self, plan: Plan) -> int:
+        return self._trial.samples // plan.data_parallel // plan.micro_batch
+
+    def _cut_reference(self, shares: int, pieces: int) -> bool:
+        """Whether there is one for this cut: a module may not be able to train on so little."""
+        known = (shares, pieces) in self._courses
+        if not known and not self._reference(shares, pieces).fine:
+            self._courses[shares, pieces] = Path()
+        return self._courses[shares, pieces] != Path()
+
+    def _paths(self, names: Mapping[str, tuple[int, int]]) -> dict[str, Path]:
+        return {name: self._courses[cut] for name, cut in names.items()}
+
+    def _unfinished(
+        self, plan: Plan, allowed: Allowed, ends: Sequence[RankEnd], phase: str
+    ) -> Verdict:
+        refusal = next((end.said for end in ends if end.refused), None)
+        if refusal is not None:
+            return _make(plan, allowed, reason=refusal, refused=True)
+        late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
+        # A rank whose peer is gone says so; who went first says why.
+        failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
+        failed.sort(key=lambda one: _of_peers(one[1]))
+        if failed:
+            rank, end = failed[0]
+            said = f"rank {rank} failed in {end.at}: {_how_it_ended(end, self._limit_s)}"
+        else:
+            where = "; ".join(f"rank {rank} was in {end.at}" for rank, end in late)
+            said = f"it hangs: no end within {self._limit_s:.0f} s ({where})"
+        after = " (after resuming)" if phase == "resume" else ""
+        return _make(plan, allowed, reason=f"{said}{after}")
+
+
+# What a rank says that finds another one gone.
+_WORDS_OF_PEERS = ("connection closed", "connection reset", "gloo", "another rank")
+
+
+def _of_peers(end: RankEnd) -> bool:
+    said = (end.said or "").lower()
+    return any(word in said for word in _WORDS_OF_PEERS)
+
+
+def _on_rank(
+    trial: ModuleTrial,
+    plan: Plan,
+    place: Path,
+    paths: Mapping[str, Path],
+    phase: str,
+    floor: float,
+    rank: Rank,
+) -> None:
+    """One rank's part of a plan, in its own process."""
+    references = {
+        name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
+    }
+    run = PlannedRun(trial, plan, rank.ranks, place, references, floor, rank.at)
+    if phase == "train":
+        run.train()
+    else:
+        run.resume()
+    rank.at("leaving")
+    (place / f"{phase}-{rank.ranks.rank}.found").write_bytes(pickle.dumps(run.found))
+
+
+def _how_it_ended(end: RankEnd, limit_s: float) -> str:
+    if end.exit_code is None:
+        return f"no end within {limit_s:.0f} s (in {end.at})"
+    if end.exit_code < 0:
+        import signal
+
+        return f"ended by {signal.Signals(-end.exit_code).name} (in {end.at})"
+    return end.said or f"exit code {end.exit_code}"
+
+
+def _verdict(
+    plan: Plan, allowed: Allowed, found: Sequence[Found], course: Course, world: int
+) -> Verdict:
+    whole = _worst(one.whole for one in found)
+    cut = _worst(one.cut for one in found)
+    held = set().union(*(one.held for one in found[:world]))
+    for name in set(course.steps[0]["gradient"]) - held:
+        whole["gradient", name, 1] = cut["gradient", name, 1] = None
+    wrong = {key: off for key, off in whole.items() if not _within(off, allowed)}
+    by_cut = {key for key in wrong if key in cut and _within(cut[key], allowed)}
+    faults = {key: off for key, off in wrong.items() if key not in by_cut}
+    notes: dict[tuple[str, str, int], str] = {}
+    for one in found:
+        notes |= one.notes
+    numbers = [off for off in whole.values() if off is not None and off < float("inf")]
+    worst_key = max(whole, key=lambda key: _size(whole[key]))
+    worst = max(numbers, default=0.0)
+    if not wrong:
+        return _make(plan, allowed, worst=worst, worst_key=worst_key)
+    if not faults and all(kind.startswith("buffer") for kind, _, _ in wrong):
+        moved = _some(sorted({name for _, name, _ in wrong}))
+        numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
+        cause = (
+            f"Buffers that move with each forward ({moved}) are those of a process that cuts the "
+            "batch alike"
+        )
+        return _make(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
+    named = faults or wrong
+    listed = sorted(named, key=lambda key: _cause_order(key, named[key]))
+    differences = tuple(
+        TensorDifference(kind=k, name=n, step=s, relative=named[k, n, s])
+        for k, n, s in listed[:_MOST_NAMED]
+    )
+    cause = _likely_cause(plan, listed, named, notes) if faults else _CUT
+    kind, name, step = listed[0]
+    how = _off(named[listed[0]])
+    reason = f"{kind} {name} (step {step}) {how}"
+    others = len(listed) - 1
+    reason += f", and {others} more" if others else ""
+    return _make(
+        plan, allowed, worst=worst, worst_key=worst_key, reason=f"{reason}. {cause}",
+        cause=cause, differences=differences,
+    )  # fmt: skip
+
+
+_CUT = (
+    "One process that cuts the batch alike computes the same, so the loss is no mean over samples, "
+    "or parts use what others of the batch are (BatchNorm, running averages, negatives of the same "
+    "batch, a mean over targets of which some are padding). Return (sum, count) from the loss, or "
+    "use sync_batchnorm=True; where neither helps it is as with any data-parallel training"
+)
+
+
+def _off(relative: float | None) -> str:
+    if relative is None:
+        return "is missing, or is not in one process"
+    if relative == float("inf"):
+        return "is not a number, or not zero as in one process"
+    return f"is off by {relative:.2g} of its scale"
+
+
+def _size(relative: float | None) -> float:
+    return float("inf") if relative is None else relative
+
+
+def _within(relative: float | None, allowed: Allowed) -> bool:
+    return relative is not None and relative <= allowed.relative
+
+
+def _worst(
+    several: Iterator[dict[tuple[str, str, int], float | None]],
+) -> dict[tuple[str, str, int], float | None]:
+    """Of what several ranks found the largest."""
+    merged: dict[tuple[str, str, int], float | None] = {}
+    for one in several:
+        for key, off in one.items():
+            if key not in merged or _size(off) > _size(merged[key]):
+                merged[key] = off
+    return merged
+
+
+def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, int, int, float]:
+    """Sorts first what the others may follow from."""
+    kind, _, step = key
+    resumed = kind.endswith(" after resuming")
+    kind = kind.removesuffix(" after resuming")
+    return resumed, step, _KINDS.index(kind), -_size(off)
+
+
+def _likely_cause(
+    plan: Plan,
+    listed: Sequence[tuple[str, str, int]],
+    off: Mapping[tuple[str, str, int], float | None],
+    notes: Mapping[tuple[str, str, int], str],
+) -> str:
+    kind = listed[0][0]
+    if kind.endswith(" after resuming"):
+        return (
+            "Without a break it is right: the checkpoint does not hold all that the module needs, "
+            "such as buffers of another rank, or state that is in no buffer"
+        )
+    explained = next((f"{key[1]} {notes[key]}" for key in listed if key in notes), None)
+    if kind == "loss" and plan.pp > 1:
+        return (
+            "The loss takes something from other stages that is not handed on, such as a term that "
+            "blocks leave on themselves, or parameters"
+        )
+    if kind == "gradient":
+        lost = [key[1] for key in listed if key[0] == "gradient" and off[key] is None]
+        if lost:
+            return f"No rank has a gradient of {_some(lost)}, or only one of the two has"
+        if explained is not None:
+            return f"The gradient of {explained}"
+        return "Gradients of ranks are not added up as one process would have them"
+    if kind == "loss":
+        return "Ranks do not compute what one process does, of the same samples and weights"
+    if kind == "buffer":
+        return (
+            "Gradients are right and buffers are not: they move by each rank's samples, or moved "
+            "more than once"
+        )
+    return f"Gradients are right; {kind} is not: what is stepped, or clipped, is not all there is"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def _make(
+    plan: Plan,
+    allowed: Allowed,
+    *,
+    worst: float | None = None,
+    worst_key: tuple[str, str, int] | None = None,
+    reason: str | None = None,
+    refused: bool = False,
+    cause: str | None = None,
+    differences: tuple[TensorDifference, ...] = (),
+) -> Verdict:
+    named = None if worst_key is None else f"{worst_key[0]} {worst_key[1]} (step {worst_key[2]})"
+    return Verdict(
+        strategy=plan.strategy,
+        mesh=plan.mesh,
+        precision=allowed.precision,
+        passed=reason is None,
+        worst_relative_difference=worst,
+        worst_tensor=named,
+        tolerance=allowed.relative,
+        bytes_on_wire=None,
+        bytes_formula=None,
+        exchanges={},
+        exchanges_formula=None,
+        bytes_by_kind={},
+        bytes_by_kind_formula=None,
+        reason=reason,
+        refused=refused,
+        cause=cause,
+        differences=differences,
+    )

@@ -1,0 +1,158 @@
+"""A function in forked processes that form a group, within a time limit: whatever becomes of it.
+
+For what may hang or crash: the caller learns how each rank ended, and nothing is left running.
+"""
+
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from outpace.launch.forked import Fork, name_rank
+from outpace.launch.interfaces import LOOPBACK, staying_on
+from outpace.launch.parent_watch import child_environment, end_with_parent
+from outpace.records.errors import OutpaceError
+from outpace.records.ranks import Ranks
+
+_LOOK_AGAIN_S = 0.01
+_GRACE_S = 5.0  # for the other ranks, when one has failed
+_UNFINISHED = 3
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How a rank ended. `said` is its error's message, `at` what it was doing last.
+
+    `refused`: the error was one of outpace's own, for a user. `exit_code` is negative for a signal
+    and None where the time limit was over.
+    """
+
+    exit_code: int | None
+    said: str | None
+    at: str
+    refused: bool = False
+
+    @property
+    def fine(self) -> bool:
+        """Whether it came to its end."""
+        return self.exit_code == 0
+
+
+class Rank:
+    """What a forked rank is given: its place, and a way to say what it does."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks = ranks
+        self._at = folder / f"rank-{ranks.rank}.at"
+
+    def at(self, what: str) -> None:
+        """Note what comes next, for who asks why it did not end."""
+        self._at.write_text(what, encoding="utf-8")
+
+
+def run_forked(
+    size: int, action: Callable[[Rank], None], limit_s: float, folder: Path
+) -> list[RankEnd]:
+    """Do `action` on `size` ranks that have a gloo group, on this host's CPU.
+
+    `folder` keeps what they print, rank by rank. The caller's process has to be one that may be
+    forked: it has used no accelerator, and is of no process group.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
+    forks = [
+        Fork(partial(_begin, rank, size, action, limit_s, folder), child_environment())
+        for rank in range(size)
+    ]
+    try:
+        failed_s: float | None = None
+        while any(fork.poll() is None for fork in forks):
+            now_s = time.monotonic()
+            if failed_s is None and any(fork.poll() for fork in forks):
+                failed_s = now_s
+            if now_s > until_s or (failed_s is not None and now_s > failed_s + _GRACE_S):
+                break
+            time.sleep(_LOOK_AGAIN_S)
+    finally:
+        ended = [fork.poll() for fork in forks]
+        for fork in forks:
+            _end(fork)
+        if not frozen:
+            gc.unfreeze()
+    return [_end_of(rank, code, folder) for rank, code in enumerate(ended)]
+
+
+def _end(fork: Fork) -> None:
+    """Leave nothing of a rank, nor of what it started."""
+    with suppress(OSError):
+        os.killpg(fork.pid, signal.SIGKILL)
+    if fork.poll() is None:
+        with suppress(OSError):
+            os.kill(fork.pid, signal.SIGKILL)
+        fork.wait(10.0)
+
+
+def _end_of(rank: int, code: int | None, folder: Path) -> RankEnd:
+    def read(name: str) -> str:
+        path = folder / f"rank-{rank}.{name}"
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    refused = read("refused")
+    return RankEnd(code, refused or read("error") or None, read("at") or "starting", bool(refused))
+
+
+def _begin(
+    rank: int, size: int, action: Callable[[Rank], None], limit_s: float, folder: Path
+) -> NoReturn:
+    """In the fork."""
+    code = _UNFINISHED
+    try:
+        name_rank(rank)
+        _redirect(folder / f"rank-{rank}.log")
+        end_with_parent(os.environ)
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)  # threads do not survive a fork, and ranks share the cores
+        ranks = Ranks(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
+        with staying_on(LOOPBACK):
+            dist.init_process_group(
+                "gloo",
+                store=FileStore(str(folder / "store"), size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=limit_s),
+            )
+            action(Rank(ranks, folder))
+            dist.barrier()
+        code = 0
+    except OutpaceError as error:
+        (folder / f"rank-{rank}.refused").write_text(str(error), encoding="utf-8")
+    except BaseException as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}"
+        (folder / f"rank-{rank}.error").write_text(said, encoding="utf-8")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(path: Path) -> None:
+    """Let what this process prints, also in C, go into a file."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)

@@ -1,0 +1,165 @@
+"""The plain forward and backward of a user's module, against which strategies are compared."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Functions that return their first argument where nothing is dropped.
+_DROPS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
+    torch.feature_dropout, torch.feature_dropout_, torch.native_dropout,
+}  # fmt: skip
+# Functions with a rate among their arguments: its name, and its place among those given by order.
+_RATES: Mapping[Any, tuple[str, int]] = {
+    F.scaled_dot_product_attention: ("dropout_p", 4),
+    F.multi_head_attention_forward: ("dropout_p", 10),
+}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+
+class _NothingDropped(TorchFunctionMode):
+    """Makes torch's functions for dropout the identity."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPS:
+            given = args[0] if args else kwargs["input"]
+            return (given, torch.ones_like(given)) if func is torch.native_dropout else given
+        if func in _RATES:
+            name, place = _RATES[func]
+            if name in kwargs:
+                kwargs = {**kwargs, name: 0.0}
+            elif len(args) > place:
+                args = (*args[:place], 0.0, *args[place + 1 :])
+        elif func in _RECURRENT:  # their one float is the rate
+            args = tuple(0.0 if isinstance(one, float) else one for one in args)
+        return func(*args, **kwargs)
+
+
+def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    """The parts of a module that drop: the attribute that says how many, and its value."""
+    for part in module.modules():
+        if isinstance(part, _DropoutNd):
+            yield part, "p", part.p
+        elif isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            yield part, "dropout", part.dropout
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether one of torch's modules in it drops any activations."""
+    return any(rate > 0 for _, _, rate in _rates(module))
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Meanwhile nothing of a module's activations is dropped, so that passes compare.
+
+    Parts that drop have their rate set to 0 as well: functions are changed in this thread only,
+    and what is recomputed in a backward may run in another.
+    """
+    rates = list(_rates(module))
+    for part, name, _ in rates:
+        setattr(part, name, 0.0)
+    try:
+        with _NothingDropped():
+            yield
+    finally:
+        for part, name, rate in rates:
+            setattr(part, name, rate)
+
+
+def random_state(device: torch.device) -> tuple[Any, ...]:
+    """The states of all generators that a module may draw from."""
+    numpy_state = np.random.get_state()
+    states: list[Any] = [random.getstate(), numpy_state, torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return tuple(states)
+
+
+def set_random_state(states: Sequence[Any], device: torch.device) -> None:
+    """Put all generators back to what `random_state` returned."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[3], device)
+
+
+def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether nothing was drawn between the two."""
+    numpy_same = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    tensors = zip(one[2:], other[2:], strict=True)
+    return one[0] == other[0] and numpy_same and all(torch.equal(a, b) for a, b in tensors)
+
+
+@contextmanager
+def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards buffers and generators are as they were before, and no parameter has a gradient.
+
+    Buffers that are exchanged for others in the meantime are put back, too.
+    """
+    kept = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    drawn = random_state(device)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, buffer, values in kept:
+                buffer.copy_(values)
+                part._buffers[name] = buffer
+        set_random_state(drawn, device)
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+class NarrowResults(TorchDispatchMode):
+    """Notes the floating-point dtypes, below float64, of what is computed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.itemsize < 8:
+                self.dtypes.add(leaf.dtype)
+        return made
+
+
+def to_float64(module: nn.Module) -> nn.Module:
+    """Let all floating-point parameters and buffers be float64, complex ones complex128."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return tensor.double()
+        return tensor.to(torch.complex128) if tensor.is_complex() else tensor
+
+    changed: nn.Module = module._apply(wide)
+    return changed
+
+
+def floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    """The dtypes of those that are floating-point or complex."""
+    return {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}

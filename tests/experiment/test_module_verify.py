@@ -1,0 +1,294 @@
+"""Users' own modules are proved equal to one process, or what differs is named."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import outpace
+from outpace.cli.main import main
+from outpace.experiment.module_verify import STRATEGIES, verify_own
+from outpace.interop.own import OwnModel
+from outpace.parallel.own import refused_strategy
+from outpace.records.certificate import Certificate
+from outpace.records.errors import BadInputError
+
+pytestmark = pytest.mark.gloo
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("unused", torch.zeros(()))
+
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(6, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = self.drop(block(x))
+        return self.head(x)
+
+
+def squares(module, batch):
+    inputs, targets = batch
+    return (module(inputs) - targets).square().mean()
+
+
+def batch(step, samples=8):
+    drawn = torch.Generator().manual_seed(step)
+    shape = (samples, 4)
+    return torch.randn(*shape, 5, generator=drawn), torch.randn(*shape, 3, generator=drawn)
+
+
+def verdict_of(module, strategy, loss=squares, given=batch, **options):
+    [verdict] = outpace.verify(module, loss=loss, batch=given, plans=[strategy], **options).verdicts
+    return verdict
+
+
+def test_every_strategy_of_a_plain_stack_equals_one_process():
+    module = Stack()
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    certificate = outpace.verify(module, loss=squares, batch=batch)
+    assert certificate.passed and certificate.module == "Stack" and certificate.model is None
+    by_name = {verdict.strategy: verdict for verdict in certificate.verdicts}
+    assert set(by_name) | set(certificate.skipped) | {"single"} == set(STRATEGIES)
+    for verdict in by_name.values():
+        if verdict.strategy == "tp":
+            assert verdict.refused and "Give layouts" in verdict.reason
+            continue
+        assert verdict.passed and verdict.precision == "fp64"
+        assert verdict.worst_relative_difference < 1e-12
+    assert "without dropout" in certificate.notes
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    assert module.drop.p == 0.2
+
+
+class NeedsFloat32(Stack):
+    def forward(self, x):
+        return super().forward(x.float() @ torch.eye(5, dtype=torch.float32))
+
+
+class NormsInFloat32(Stack):
+    def forward(self, x):
+        return super().forward((x.float() * 1.1).to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "note"), [(NeedsFloat32, "in fp32, since"), (NormsInFloat32, "fp32 in parts")]
+)
+def test_modules_that_compute_in_fp32_have_its_tolerance(kind, note):
+    certificate = outpace.verify(kind(), loss=squares, batch=batch, plans="ddp")
+    assert certificate.passed and note in certificate.notes[0]
+    assert certificate.verdicts[0].tolerance == 3e-4
+
+
+def lose_a_gradient(layout):
+    parameter = dict(layout.named_parameters()).get("blocks.1.linear.weight")
+    if parameter is not None:
+        parameter.register_hook(torch.zeros_like)
+
+
+def drop_a_term(layout):
+    layout.objective.loss = lambda module, batch: squares(module, batch) * 1.0
+
+
+def swap_buffers(layout):
+    first, second = layout.model.blocks[0], layout.model.blocks[1]
+    first.scale, second.unused = second.unused, first.scale
+
+
+def with_term(module, batch):
+    return squares(module, batch) + sum(p.square().sum() for p in module.parameters()) / 100
+
+
+@pytest.mark.parametrize(
+    ("fault", "loss", "kinds", "words"),
+    [
+        (lose_a_gradient, squares, {"gradient"}, "blocks.1.linear.weight is zero"),
+        (drop_a_term, with_term, {"loss"}, "Ranks do not compute what one process does"),
+        (swap_buffers, squares, {"loss"}, "Ranks do not compute what one process does"),
+    ],
+)
+def test_planted_faults_are_caught_and_named(fault, loss, kinds, words):
+    own = OwnModel(Stack(), loss)
+    [verdict] = verify_own(own, batch, plans=["ddp"], spoil=fault).verdicts
+    assert not verdict.passed and not verdict.refused
+    assert verdict.differences[0].kind in kinds
+    assert words in verdict.reason
+
+
+def test_a_buffer_that_nothing_reads_is_compared_too():
+    def move(layout):
+        layout.model.blocks[2].unused.add_(1)
+
+    [verdict] = verify_own(OwnModel(Stack(), squares), batch, plans=["ddp"], spoil=move).verdicts
+    assert [d.name for d in verdict.differences if d.kind == "buffer"] == ["blocks.2.unused"]
+    assert "buffers are not" in verdict.cause
+
+
+class CountingBuffer(Stack):
+    """Its buffer moves with each forward, so that it depends on the number of micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+def test_buffers_that_move_with_each_micro_batch_are_told_from_faults():
+    verdict = verdict_of(CountingBuffer(), "zero1")
+    assert verdict.passed and "move with each forward (seen)" in verdict.cause
+
+
+class Counting(Stack):
+    """Has state that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + self.calls // 3)
+
+
+def test_what_a_checkpoint_does_not_hold_is_found_by_the_resume():
+    verdict = verdict_of(Counting(), "ddp", given=lambda step: batch(step, samples=2))
+    assert not verdict.passed and "after resuming" in verdict.differences[0].kind
+    assert "checkpoint does not hold" in verdict.cause
+
+
+def contrast(module, batch):
+    made = module(batch[0]).mean(1)
+    scores = made @ made.T
+    return nn.functional.cross_entropy(scores, torch.arange(len(made)))
+
+
+def test_where_only_the_cut_differs_the_cure_is_named():
+    verdict = verdict_of(Stack(), "zero3", loss=contrast)
+    assert not verdict.passed and "(sum, count)" in verdict.reason
+    assert verdict.differences[0].kind == "loss"
+
+
+class Hanging(Stack):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            time.sleep(600)
+        return super().forward(x)
+
+
+class Crashing(Stack):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().forward(x)
+
+
+class Raising(Stack):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise ValueError("not on rank 1")
+        return super().forward(x)
+
+
+def test_hangs_crashes_and_errors_are_results():
+    verdict = verdict_of(Hanging(), "ddp", time_limit_s=8)
+    assert "no end within 8 s (rank 0 was in step 1; rank 1 was in step 1)" in verdict.reason
+    verdict = verdict_of(Crashing(), "ddp")
+    assert "rank 1 failed in step 1: ended by SIGSEGV" in verdict.reason
+    verdict = verdict_of(Raising(), "ddp")
+    assert "rank 1 failed in step 1: ValueError: not on rank 1" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"plans": "zero4"}, "there is no strategy 'zero4'. Did you mean"),
+        ({"plans": "cp"}, "only outpace's own attention"),
+        ({"plans": "ddp", "nproc": 3}, "cannot be shared by 3"),
+        ({"plans": [outpace.Plan(strategy="ddp", dp_replicate=2, micro_batch=3)]}, "multiple"),
+        ({"loss": lambda m, b: m(b[0])}, "one process cannot train Stack on this batch"),
+        ({"loss": lambda m, b: m(b[0]).mean() * torch.rand(())}, "draws random numbers"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(options, why):
+    with pytest.raises(BadInputError, match=why.replace("(", r"\(")):
+        outpace.verify(Stack(), **{"loss": squares, "batch": batch, "plans": "ddp", **options})
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.randn(5, generator=torch.Generator().manual_seed(index)), torch.ones(3)
+
+def loss(module, batch):
+    return (module(batch[0]) - batch[1]).square().mean()
+
+def build():
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 5) for _ in range(3)]
+    return {"module": nn.Sequential(*layers, nn.Linear(5, 3)), "loss": loss, "dataset": Data(),
+            "layouts": {"0": "colwise_gather_output"}}
+
+def largest(module, batch):
+    return (module(batch[0]) - batch[1]).square().amax()
+
+def wrong():
+    return {**build(), "loss": largest}
+"""
+
+
+def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd):
+    file, kept = tmp_path / "mine.py", tmp_path / "certificate.json"
+    file.write_text(FILE)
+
+    def verify(function, *more):
+        code = main(["verify", "--model", f"{file}:{function}", *more])
+        said = capfd.readouterr()
+        return code, said.out, said.err
+
+    code, out, err = verify("build", "--strategy", "zero2,tp,mp", "--out", str(kept), "--json")
+    # 5 rows cannot be shared by two: a refusal is no difference.
+    assert code == 0, err
+    certificate = Certificate.load(kept)
+    assert json.loads(out) == json.loads(kept.read_text())
+    assert certificate.module == f"{file}:build" and certificate.seq_len is None
+    verdicts = {verdict.strategy: verdict for verdict in certificate.verdicts}
+    assert verdicts["zero2"].passed and verdicts["mp"].passed
+    assert verdicts["tp"].refused and "cannot share evenly" in verdicts["tp"].reason
+    code, out, err = verify("wrong", "--strategy", "ddp")
+    assert code == 1 and "ddp: not what a single process computes" in err
+    assert "(sum, count)" in " ".join(out.split())
+    code, _, err = verify("nothing", "--strategy", "ddp")
+    assert code == 2 and "no function 'nothing'" in err
+
+
+def test_every_strategy_is_taken_or_refused_with_a_reason():
+    assert {name for name in STRATEGIES if refused_strategy(name)} == {"dp", "ps", "cp", "3d"}
