@@ -1,12 +1,13 @@
 """What all tests share: kinds of test that need something special are skipped without it."""
 
+import gc
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "HOROVOD_", "SLURM_")
         ):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen() -> Iterator[None]:
+    """Let what commands froze for the rest of their process be collected: groups have threads."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -268,6 +268,7 @@ def test_a_comparison_runs_nothing_that_was_not_trusted(tmp_path, hacked, refuse
     fake = ["--command", "echo 1", "--command", "echo 1 ", "--metric", "(1)", "--rounds=1"]
     assert main(["compare", *fake, f"--out={tmp_path / 'c'}", "--json"]) == 0
     stored = json.loads((tmp_path / "c" / "comparison.json").read_text())
+    del stored["xxh3_128"]  # changed on purpose
     stored["experiment"] = {"arms": arms, "rounds": 1, "budget_s": 1, **metric}
     path = tmp_path / "comparison.json"
     path.write_text(json.dumps(stored))

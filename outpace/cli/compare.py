@@ -30,6 +30,7 @@ from outpace.interop.own_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, harmless
+from outpace.records.lines import encode_line
 from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
 from outpace.train.run_dir import RUN_FILE
@@ -210,7 +211,7 @@ def _rounds(
 
         def told(outcome: Outcome, verdicts: Mapping[str, Verdict]) -> None:
             seen.append(outcome)
-            file.write(outcome.model_dump_json() + "\n")
+            file.write(encode_line(outcome).decode())
             if not quiet:
                 _say(_line(outcome, experiment))
 

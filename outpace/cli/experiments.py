@@ -14,6 +14,7 @@ from outpace.cli import options
 from outpace.records.base import read_toml, write_atomic
 from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, nearest
+from outpace.records.lines import strip_checksum
 from outpace.records.plan import Strategy
 from outpace.records.settings import TrainSettings
 
@@ -118,7 +119,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     written = path.read_bytes()
     whole = written[: written.rfind(b"\n") + 1]
     try:
-        found = [json.loads(line) for line in whole.split(b"\n") if line]
+        found = [json.loads(strip_checksum(line)) for line in whole.split(b"\n") if line]
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is damaged: {error}. Use another --out.") from None
     if len(whole) < len(written):

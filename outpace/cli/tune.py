@@ -22,6 +22,7 @@ from outpace.cli.main import TerminatedError
 from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.lines import encode_line
 from outpace.records.machine import Machine
 from outpace.records.plan import PlanFile
 from outpace.records.ranks import Ranks
@@ -161,7 +162,7 @@ def _trials(
 
         def told(trial: Trial) -> None:
             seen.append(trial)
-            file.write(trial.model_dump_json() + "\n")
+            file.write(encode_line(trial).decode())
             _say(_line(trial))
 
         def race(number: int, several: Sequence[Chosen]) -> Sequence[Trial]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from outpace.cli.output import output_file
 from outpace.cli.parser import Parser, duration_type
 from outpace.records.errors import BadInputError
+from outpace.records.lines import strip_checksum
 from outpace.records.units import show_count
 from outpace.records.utilisation import Utilisation
 
@@ -210,7 +211,7 @@ def _latest_step(folder: Path) -> str:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             line = file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
-        step = json.loads(line)
+        step = json.loads(strip_checksum(line))
         rate = show_count(step["tokens_per_s"], "tokens/s")
         return f"step {step['step']:,}/{total:,}  loss {step['loss']:.4f}  {rate}"
     return ""

@@ -12,6 +12,7 @@ from typing import Any
 from outpace.probe.utilisation import open_files
 from outpace.records.base import OnChange, Record
 from outpace.records.errors import BadInputError
+from outpace.records.lines import ChangedLineError, strip_checksum
 from outpace.records.measurement import Measurement, StepRecord
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
@@ -122,7 +123,7 @@ def read(folder: Path, trouble: OSError | None = None) -> Past:
     )
     try:
         result = result_of(folder, record, changed.append)
-        figures = _of_result(result) if result is not None else _of_steps(folder)
+        figures = _of_result(result) if result is not None else _of_steps(folder, changed.append)
         failure = _failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
@@ -156,9 +157,9 @@ def _of_result(result: Measurement) -> dict[str, Any]:
     return {"state": "done", **{name: getattr(result, name) for name in names}}
 
 
-def _of_steps(folder: Path) -> dict[str, Any]:
+def _of_steps(folder: Path, on_change: OnChange) -> dict[str, Any]:
     """Medians over the latest steps."""
-    steps = latest_steps(folder / METRICS_FILE)
+    steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}
     rates = {
@@ -173,17 +174,26 @@ def _of_steps(folder: Path) -> dict[str, Any]:
     }
 
 
-def latest_steps(path: Path) -> list[StepRecord]:
+def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepRecord]:
     """The newest steps that are written down; of a last line that is cut short nothing.
 
-    Raises BadInputError for lines that are no steps.
+    Raises BadInputError for lines that are no steps, and for those that were changed since they
+    were written, which are left out where `on_change` takes that sentence.
     """
+    steps: list[StepRecord] = []
     try:
         with path.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
             file.seek(begin)
             lines = file.read(_TAIL_BYTES).split(b"\n")[bool(begin) : -1]
-        return [StepRecord.parse(json.loads(line), str(path)) for line in lines]
+        for line in lines:
+            try:
+                steps.append(StepRecord.parse(json.loads(strip_checksum(line)), str(path)))
+            except ChangedLineError as error:
+                if on_change is None:
+                    raise
+                on_change(f"{path}: of a line, {error}")
+        return steps
     except FileNotFoundError:
         return []
     except OSError as error:

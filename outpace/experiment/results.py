@@ -13,6 +13,7 @@ from outpace.experiment.facts import Facts, in_words, other_numbers
 from outpace.experiment.past import result_of
 from outpace.records.comparison import ArmResult, Experiment, Outcome
 from outpace.records.errors import BadInputError
+from outpace.records.lines import ChangedLineError, strip_checksum
 from outpace.records.measurement import PARTS, Measurement, TimeParts
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import device_utilisation
@@ -130,7 +131,9 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            step = json.loads(line)
+            step = json.loads(strip_checksum(line))
+        except ChangedLineError as error:
+            raise BadInputError(f"{path}, line {number}: {error}.") from None
         except (ValueError, RecursionError):
             if number < len(lines):
                 raise BadInputError(f"{path}, line {number}, is no JSON object.") from None

@@ -1,6 +1,6 @@
 """Certificate: what `outpace verify` proved, and how closely."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -63,6 +63,8 @@ class Certificate(Record):
     `model` is None for a user's own `module`, of which `notes` say how it was tried; samples that
     are no sequences of tokens have no `seq_len`.
     """
+
+    has_checksum: ClassVar[bool] = True
 
     verdicts: tuple[Verdict, ...]
     model: ModelSpec | None

@@ -1,7 +1,7 @@
 """A comparison: its arms, what each took round by round, and what may be claimed of it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     Field,
@@ -32,6 +32,8 @@ class Arm(Record):
 
 class Experiment(Record):
     """What is compared, and how long. A round runs every arm once, in an order that is drawn."""
+
+    has_checksum: ClassVar[bool] = True
 
     arms: tuple[Arm, ...]
     common: dict[str, Any] = Field(default={}, description="settings of every arm")
@@ -240,6 +242,8 @@ class ArmResult(Record):
 
 class Comparison(Record):
     """A comparison's result; comparison.json."""
+
+    has_checksum: ClassVar[bool] = True
 
     experiment: Experiment
     command: tuple[str, ...] = Field(description="that repeats it")

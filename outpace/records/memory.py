@@ -1,6 +1,6 @@
 """MemoryAccount: what lies in a rank's memory over a step, where it was traced or measured."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -90,6 +90,8 @@ class MemoryUse(Record):
 
     Measured, `peak` is of one step of the run, and what the allocator or the process took of all.
     """
+
+    has_checksum: ClassVar[bool] = True
 
     traced: MemoryAccount | None = None
     measured: MemoryAccount | None = None

@@ -53,6 +53,8 @@ class RunRecord(Record):
 class Failure(Record):
     """Why a run ended before its last step; failure.json, until it goes on."""
 
+    has_checksum: ClassVar[bool] = True
+
     reason: str
     ended: str = Field(description="UTC, ISO 8601")
     checkpoint_step: int | None = Field(

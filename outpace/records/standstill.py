@@ -1,6 +1,6 @@
 """What each rank was at when some waited in vain; standstill.json in a run's folder."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,6 +36,8 @@ class Standing(Record):
 
 class Standstill(Record):
     """Who holds the others up, and how all stand."""
+
+    has_checksum: ClassVar[bool] = True
 
     sentence: str
     when: str = Field(description="UTC, ISO 8601")

@@ -1,6 +1,6 @@
 """A tuning: what was tried of the planner's proposals, what each took, and which is fastest."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import (
     Field,
@@ -55,6 +55,8 @@ class Trial(Record):
 
 class Tuning(Record):
     """All trials; tuning.json, beside the plan.json of the fastest."""
+
+    has_checksum: ClassVar[bool] = True
 
     settings: dict[str, Any] = Field(description="of outpace train, as they were given")
     trials: tuple[Trial, ...]

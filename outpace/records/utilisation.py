@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     AfterValidator,
@@ -180,6 +180,8 @@ class HostSeries(Record):
 
 class Utilisation(Record):
     """The time series of one host; a file of a run's folder. Averages are derived from it."""
+
+    has_checksum: ClassVar[bool] = True
 
     node: NonNegativeInt = Field(default=0, description="which host of the job")
     started: Time = Field(description="UTC, ISO 8601")

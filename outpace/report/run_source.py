@@ -9,6 +9,7 @@ from pydantic_core import from_json
 from outpace.experiment.past import read, with_going_on
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
+from outpace.records.lines import CHECKSUM, describe_changes
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.memory import MemoryUse
 from outpace.records.past import State
@@ -53,6 +54,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run's folder. Raises BadInputError where a file is damaged."""
     memory, certificate = path / _MEMORY_FILE, path / _CERTIFICATE_FILE
+    logs = [path / name for name in (METRICS_FILE, EVALS_FILE) if (path / name).is_file()]
     (past,) = with_going_on([read(path)])
     if past.record is None or past.row.damage is not None:
         raise BadInputError(past.row.damage or f"{path} is damaged.")
@@ -61,7 +63,7 @@ def read_run(path: Path) -> Run:
         record=past.record,
         state=past.row.state,
         failure=past.failure,
-        changed=past.row.changed,
+        changed=(*past.row.changed, *filter(None, map(describe_changes, logs))),
         steps=read_steps(path / METRICS_FILE),
         measurement=past.result,
         evaluations=tuple(_evaluations(path / EVALS_FILE)),
@@ -74,11 +76,18 @@ def read_run(path: Path) -> Run:
 
 
 def _evaluations(path: Path) -> Iterator[Evaluation]:
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
         try:
             values = from_json(line)
         except ValueError:
-            return  # the last line of a killed run may be cut short
+            if number == len(lines):
+                return  # the last line of a killed run may be cut short
+            values = None
         if not isinstance(values, dict):
-            raise BadInputError(f"{path} holds a line that is no evaluation.")
+            raise BadInputError(
+                f"{path} is damaged: line {number} is no evaluation. Remove that line, or have it "
+                f"put aside: outpace train --resume --out {path.parent} keeps all others."
+            )
+        values.pop(CHECKSUM, None)  # what does not fit it is said in `Run.changed`
         yield Evaluation.parse(values, str(path))

@@ -12,6 +12,7 @@ from typing import TypeVar
 from outpace.records.base import TEMPORARY_PREFIX, Record, put_aside
 from outpace.records.checksums import folder_damage
 from outpace.records.errors import BadInputError
+from outpace.records.lines import encode_line
 from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import Failure, RunRecord
 from outpace.train.callbacks import Callback
@@ -257,11 +258,11 @@ class MetricsWriter(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """Append a line. Raises OSError with the file's name."""
-        self._steps.write(record.model_dump_json())
+        self._steps.write(encode_line(record))
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
         """Append a line. Raises OSError with the file's name."""
-        self._evals.write(evaluation.model_dump_json())
+        self._evals.write(encode_line(evaluation))
 
     def close(self) -> None:
         """Close the files."""
@@ -275,8 +276,8 @@ class _LineWriter(AbstractContextManager["_LineWriter"]):
         self._path = path
         self._file = path.open("ab", buffering=0)
 
-    def write(self, line: str) -> None:
-        left = f"{line}\n".encode()
+    def write(self, line: bytes) -> None:
+        left = line
         try:
             while left:
                 left = left[self._file.write(left) :]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from outpace.records.base import put_aside, write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.lines import ChangedLineError, strip_checksum
 from outpace.records.measurement import Evaluation, StepRecord
 
 Entry = TypeVar("Entry", StepRecord, Evaluation)
@@ -72,20 +73,19 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
     *whole, rest = content.split(b"\n")
-    found: list[Line[Entry] | None] = [
-        _line(number, text, kind) for number, text in enumerate((*whole, rest), start=1)
-    ]
-    lines = _ordered([line for line in found if line is not None])
+    found: list[Line[Entry]] = []
+    changed: set[int] = set()
+    for number, text in enumerate((*whole, rest), start=1):
+        try:
+            found.append(Line(number, text + b"\n", kind.model_validate_json(strip_checksum(text))))
+        except ChangedLineError:
+            changed.add(number)
+        except ValidationError:
+            pass
+    lines = _ordered(found)
     taken = {line.number for line in lines}
     lost = [number for number in range(1, len(whole) + 1) if number not in taken]
-    return RunLog(path, tuple(lines), _damage(lost, kind) if lost else None)
-
-
-def _line(number: int, text: bytes, kind: type[Entry]) -> Line[Entry] | None:
-    try:
-        return Line(number, text + b"\n", kind.model_validate_json(text))
-    except ValidationError:
-        return None
+    return RunLog(path, tuple(lines), _damage(lost, changed, kind) if lost else None)
 
 
 def _ordered(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
@@ -100,10 +100,14 @@ def _ordered(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
     return kept
 
 
-def _damage(numbers: Sequence[int], kind: type[Entry]) -> str:
+def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
+    """Say which lines are lost; those that were changed by themselves where all were."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    if changed.issuperset(numbers):
+        lines = f"line {shown} is" if len(numbers) == 1 else f"lines {shown}{more} are"
+        return f"{lines} not as outpace wrote it: a checksum does not fit"
     if len(numbers) == 1:
         return f"line {shown} is no {what} that follows the one before"
     return f"lines {shown}{more} are no {what}s that follow the ones before"

@@ -4,6 +4,7 @@ Whatever a command does then, nothing that was whole is gone: readers change not
 changes nothing, and a run that is resumed keeps every step, checkpoint and file that it had.
 """
 
+import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -147,6 +148,7 @@ def try_case(
     copy = shutil.copytree(run, tmp_path / "case" / run.name)
     DAMAGES[how](copy / name)
     check(copy, contents(copy), name, told(words, copy, short), how)
+    gc.unfreeze()  # each training's groups have threads, which end when they are collected
 
 
 @pytest.mark.parametrize("turn", [0, 3])

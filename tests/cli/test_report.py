@@ -67,6 +67,7 @@ def other_run(run, folder):
     (other / "run.json").write_text(json.dumps(record))
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
+        line.pop("xxh3_64")
         if "step_time_s" in line:
             line["step_time_s"] *= 2
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -210,3 +211,21 @@ def test_a_report_needs_no_torch(run, tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           check=True)  # fmt: skip
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_figures_that_were_changed_are_not_believed(run, capsys, tmp_path):
+    other = copied(run, tmp_path)
+    metrics, evals = other / "metrics.jsonl", other / "evals.jsonl"
+    for path in (metrics, evals):
+        lines = path.read_bytes().splitlines(keepends=True)
+        lines[1] = lines[1].replace(b'"loss":6', b'"loss":5')
+        path.write_bytes(b"".join(lines))
+    assert main(["report", str(other), "--format=md"]) == 0
+    shown = capsys.readouterr().out
+    for path in (metrics, evals):
+        assert f"{path.name}, line 2, is not as outpace wrote it" in shown
+    assert main(["compare", "--runs", str(run), str(other), f"--out={tmp_path / 'c'}"]) == 2
+    assert f"{metrics}, line 2: it is not as outpace wrote it" in capsys.readouterr().err
+    (other / "result.json").unlink()
+    assert main(["runs", str(other), "--json"]) == 0
+    assert "not as outpace wrote it" in capsys.readouterr().out

@@ -145,6 +145,7 @@ def evil(comparison, tmp_path_factory):
     """A comparison whose arms have names that are no friends of HTML."""
     folder = tmp_path_factory.mktemp("report-evil")
     document = json.loads((comparison / "comparison.json").read_text())
+    del document["xxh3_128"]  # changed on purpose
     first = document["arms"][0]["arm"]
     text = json.dumps(document).replace(json.dumps(first), json.dumps(EVIL))
     (folder / "comparison.json").write_text(text)

@@ -92,6 +92,15 @@ def test_one_bad_line_costs_no_good_one(run: RunDir, line: bytes) -> None:
     assert (run.path / f"{METRICS_FILE}.damaged-2").exists()
 
 
+def test_a_line_with_another_figure_is_not_believed(run: RunDir) -> None:
+    path = run.path / METRICS_FILE
+    line = path.read_bytes().splitlines()[2]
+    change_line(path, 3, line.replace(b'"loss":2.5', b'"loss":2.4'))
+    (said,) = resumed(run, 8)
+    assert f"{path}: line 3 is not as outpace wrote it" in said and ".damaged-1" in said
+    assert steps_in(path) == [1, 2, 4, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize("lost", [1, 2, 40])
 def test_a_last_line_that_a_kill_cut_short_is_written_anew(run: RunDir, lost: int) -> None:
     path = run.path / METRICS_FILE

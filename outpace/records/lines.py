@@ -1,0 +1,64 @@
+"""Logs of one record a line, each line with the checksum of its text: metrics.jsonl and others.
+
+A checksum a line survives appending, and a kill costs the line that it cut short, no other.
+"""
+
+from pathlib import Path
+
+import xxhash
+
+from outpace.records.base import Record
+
+CHECKSUM = "xxh3_64"  # a line's entry for it
+_NAME = b'"%b"' % CHECKSUM.encode()
+_HEX_DIGITS = 16
+_LENGTH = len(b"," + _NAME + b':""}') + _HEX_DIGITS
+
+
+class ChangedLineError(ValueError):
+    """A line is not as it was written."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "it is not as outpace wrote it: its checksum does not fit. If you changed it on "
+            f"purpose, remove its entry {_NAME.decode()}"
+        )
+
+
+def encode_line(record: Record) -> bytes:
+    """Give a record as a line of a log: JSON, its checksum as the last entry, a line end."""
+    body = record.model_dump_json().encode(errors="surrogatepass")
+    return b"%b,%b:%b}\n" % (body[:-1], _NAME, _checksum(body))
+
+
+def strip_checksum(line: bytes) -> bytes:
+    """Give a line's JSON without its checksum; a line without one, of before or by hand, as it is.
+
+    Raises ChangedLineError where the checksum is not that of the line.
+    """
+    line = line.strip()
+    if _NAME not in line:
+        return line
+    body = line[:-_LENGTH] + b"}"
+    if line != b"%b,%b:%b}" % (body[:-1], _NAME, _checksum(body)):
+        raise ChangedLineError
+    return body
+
+
+def describe_changes(path: Path) -> str | None:
+    """Say which lines of a log are not as they were written; None where all are. Raises OSError."""
+    changed = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            strip_checksum(line)
+        except ChangedLineError:
+            changed.append(number)
+    if not changed:
+        return None
+    more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+    return f"{path}, line {changed[0]}{more}, is not as outpace wrote it: its checksum does not fit"
+
+
+def _checksum(body: bytes) -> bytes:
+    """Of a line's JSON, as JSON."""
+    return b'"%b"' % xxhash.xxh3_64_hexdigest(body).encode()
