@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -58,8 +59,10 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 def _alike(container: nn.Module) -> list[nn.Module]:
     """The members of the class that most members with parameters have."""
     members = [child for child in container.children() if _size([child])]
-    commonest = Counter(type(child) for child in members).most_common(1)
-    return [child for child in members if type(child) is commonest[0][0]]
+    # Each module with a parametrization has a class of its own.
+    kinds = [type_before_parametrizations(child) for child in members]
+    commonest = Counter(kinds).most_common(1)
+    return [c for c, kind in zip(members, kinds, strict=True) if kind is commonest[0][0]]
 
 
 def _size(modules: list[nn.Module]) -> int:

@@ -17,12 +17,19 @@ from outpace.optim.muon import Muon, is_hidden_matrix
 from outpace.optim.rounding import Noise
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import Kept
+from outpace.records.errors import BadInputError
 from outpace.records.optimizers import OptimizerName
 from outpace.records.settings import TrainSettings
 
 Groups = list[dict[str, Any]]
 # Makes an optimizer of parameter groups, as torch.optim's classes do.
 Build = Callable[[Groups], torch.optim.Optimizer]
+_STEPS_COMPLEX: tuple[OptimizerName, ...] = (
+    "adamw-fused",
+    "adamw-foreach",
+    "adamw-for-loop",
+    "sgd",
+)
 
 
 def make_optimizer(
@@ -81,7 +88,27 @@ def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: floa
     if hidden:
         params = [matrices[n] for n in matrices if n in hidden]
         groups.insert(0, {"params": params, "weight_decay": decay, "orthogonal": True})
-    return [group for group in groups if group["params"]]
+    return [part for group in groups for part in _split_by_kind(group, name)]
+
+
+def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
+    """A group's parameters that one operator can step: whole ones, parts of ranks, complex ones.
+
+    Raises BadInputError for complex parameters of an optimizer that has none.
+    """
+    kinds: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for parameter in group["params"]:
+        kind = is_spread(parameter), parameter.is_complex()
+        kinds.setdefault(kind, {**group, "params": []})["params"].append(parameter)
+    for (_, is_complex), part in kinds.items():
+        if is_complex and name not in _STEPS_COMPLEX:
+            raise BadInputError(
+                f"the model has complex parameters, which optimizer {name} does not step. Use "
+                f"--optimizer {' or '.join(_STEPS_COMPLEX)}."
+            )
+        if is_complex and name != "sgd":
+            part |= {"fused": False, "foreach": False}
+    return list(kinds.values())
 
 
 def _build(
@@ -120,10 +147,10 @@ def _build(
 def steps_together(groups: Groups) -> bool:
     """Whether parameters are stepped by operators over all of them: on a GPU, where all are alike.
 
-    Plain tensors and those that are spread over ranks do not go into one operator.
+    Plain tensors and those that are spread over ranks do not go into one operator, nor do complex.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
-    on_gpu = all(parameter.device.type == "cuda" for parameter in parameters)
+    on_gpu = all(p.device.type == "cuda" and not p.is_complex() for p in parameters)
     return on_gpu and len({is_spread(parameter) for parameter in parameters}) == 1
 
 

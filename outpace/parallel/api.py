@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import masters_within, rounded_from
-from outpace.parallel.tensors import local, raise_to, square_sum, total_norm, whole
+from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -260,8 +260,7 @@ class Layout:
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the same number."""
-        gradients = self.local_gradients()
-        if gradients:
+        for gradients in by_dtype(self.local_gradients()):
             precise = torch.promote_types(gradients[0].dtype, torch.float32)
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
 

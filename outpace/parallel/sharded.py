@@ -14,17 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from outpace.nn.levers import find_blocks
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.blocks import blocks_of
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.parallel.offload import group_of_one, policy
-from outpace.parallel.shards import shard
-from outpace.parallel.tensors import hollow
+from outpace.parallel.shards import shard, unsplittable
+from outpace.parallel.tensors import hollow, sum_gradients
 from outpace.parallel.unit_order import UnitOrder
+from outpace.parallel.whole_parameters import WholeParameters, explain_mixed
+from outpace.records.errors import BadInputError
 
 
 class OwnSharded(Sharded):
-    """As Sharded, of a user's module, of which ranks may use different parameters."""
+    """As Sharded, of a user's module, of which ranks may use different parameters.
+
+    `replicated` are whole on each rank, which adds their gradients up after the last micro-batch.
+    """
 
     def __init__(
         self,
@@ -32,11 +38,26 @@ class OwnSharded(Sharded):
         hollow: nn.Module,
         group: dist.ProcessGroup,
         units: Sequence[nn.Module],
+        replicated: Sequence[nn.Parameter],
     ) -> None:
         super().__init__(objective, hollow, group)
+        self._replicated = [p for p in replicated if p.requires_grad]
         assert dist.group.WORLD is not None
         self._order = UnitOrder(objective, units, dist.group.WORLD)
         self._use: GradientUse | None = None
+
+    def give_whole(self) -> None:
+        """Let the loss go through whole parameters. When `averages` is set."""
+        WholeParameters(self.objective, self.averages, self._order.used)
+
+    def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
+        try:
+            return super()._forward_backward(batch, given)
+        except RuntimeError as error:
+            refused = explain_mixed(error)
+            if refused is None:
+                raise
+            raise refused from None
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As for every layout. What no rank has used has no gradient."""
@@ -45,7 +66,8 @@ class OwnSharded(Sharded):
             trained = [p for p in self._parameters() if p.requires_grad]
             if self._use is None:
                 self._use = GradientUse(trained, self._device())
-            self._order.agree(self._use, trained)
+            self._order.agree(self._use, trained, self._replicated)
+            sum_gradients(self._replicated, 1 / self.averages)
         return totals
 
 
@@ -65,13 +87,28 @@ def apply(request: Request) -> Layout:
 def _shard(request: Request, over: DeviceMesh) -> Layout:
     plan, held = request.plan, policy(request.plan, request.device)
     copied = hollow(request.objective.model)  # type: ignore[arg-type]
-    blocks, again = blocks_of(request), plan.strategy != "zero2"
-    shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again)
+    own = ranks_may_differ(request.objective) and plan.world_size > 1
+    blocks, again = _units_of(request), plan.strategy != "zero2"
+    whole = unsplittable(request.objective, blocks) if own else []
+    shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again, whole)
     group: dist.ProcessGroup = over.get_group("dp_shard")
-    if ranks_may_differ(request.objective) and plan.world_size > 1:
-        layout: Sharded = OwnSharded(request.objective, copied, group, blocks)
+    if own:
+        layout: Sharded = OwnSharded(request.objective, copied, group, blocks, whole)
     else:
         layout = Sharded(request.objective, copied, group)
     layout.averages = plan.data_parallel
     layout.computes_on = request.device
+    if isinstance(layout, OwnSharded):
+        layout.give_whole()
     return layout
+
+
+def _units_of(request: Request) -> list[nn.Module]:
+    """The model's blocks, each once; none where a user's model has none, and is one unit."""
+    model: nn.Module = request.objective.model  # type: ignore[assignment]
+    if request.blocks is None and ranks_may_differ(request.objective):
+        try:
+            return find_blocks(model)
+        except BadInputError:
+            return []
+    return list(dict.fromkeys(blocks_of(request)))

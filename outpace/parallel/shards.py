@@ -9,7 +9,8 @@ On a CPU gloo would carry every parameter twice and every gradient once, while t
 of one host read each other's memory instead (`parallel.direct`).
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def shard(
     precision: Precision,
     runs_on: str,
     again: bool = True,
+    replicated: Collection[nn.Parameter] = (),
 ) -> None:
     """Split the parameters of each block, and what is left of a module, over the mesh's last ranks.
 
@@ -49,12 +51,13 @@ def shard(
 
     `again`: blocks give their parameters up after the forward and gather them for the backward.
     What lies outside of the blocks is kept between them: its forward ends where the backward
-    begins. Collective.
+    begins. `replicated` parameters stay whole on each rank. Collective.
     """
     near = neighbours(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
     if precision in SHARD_DTYPES:
         compute_in_fp32(module, runs_on)
-    done: set[nn.Parameter] = set()
+    whole = set(replicated)
+    done: set[nn.Parameter] = set(whole)
     for part in (*blocks, module):
         own = [p for p in part.parameters() if p not in done]
         sharded = fully_shard(
@@ -63,11 +66,55 @@ def shard(
             reshard_after_forward=again and part is not module,
             mp_policy=policy_of(own, precision),
             offload_policy=held,
+            ignored_params=whole,
         )
         done.update(part.parameters())
         if near is not None:
             sharded.set_custom_all_gather(_Gather(near))
             sharded.set_custom_reduce_scatter(_Scatter(near))
+
+
+def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that `fully_shard` cannot split; makes those that it can contiguous.
+
+    It splits a first dimension; units of it share no parameter, and exchange the gradients of one
+    dtype, which is here that of most of a unit's values.
+    """
+    units = _parts_of_units(module, blocks)
+    owners = Counter(p for parts in units for p in _parameters_of(parts))
+    found: dict[nn.Parameter, None] = {}
+    for unit in map(_parameters_of, units):
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in unit:
+            if parameter.requires_grad and parameter.is_floating_point():
+                sizes[parameter.dtype] += parameter.numel()
+        most = sizes.most_common(1)[0][0] if sizes else None
+        for parameter in unit:
+            other = parameter.requires_grad and parameter.dtype != most
+            if not parameter.dim() or owners[parameter] > 1 or other:
+                found[parameter] = None
+            else:
+                parameter.data = parameter.data.contiguous()
+    return list(found)
+
+
+def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """The modules of each block, but for those of blocks within it, and those outside of all.
+
+    In the order that they have in the module, which is alike on all ranks.
+    """
+    within = {block: set(block.modules()) for block in blocks}
+    units = []
+    for block, parts in within.items():
+        inner = [within[one] for one in parts & within.keys() if one is not block]
+        units.append(parts.difference(*inner))
+    units.append(set(module.modules()).difference(*within.values()))
+    place = {part: number for number, part in enumerate(module.modules())}
+    return [sorted(parts, key=place.__getitem__) for parts in units]
+
+
+def _parameters_of(parts: Iterable[nn.Module]) -> dict[nn.Parameter, None]:
+    return {p: None for part in parts for p in part.parameters(recurse=False)}
 
 
 def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> MixedPrecisionPolicy:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local, whole
 
 __all__ = [
     "by_dtype", "copies", "drop_all_but", "hollow", "joined", "local", "make_equal", "norm_dtype",
-    "raise_to", "spread", "square_sum", "total_norm", "whole", "widen_trained",
+    "raise_to", "spread", "square_sum", "sum_gradients", "total_norm", "whole", "widen_trained",
 ]  # fmt: skip
 
 
@@ -56,9 +57,25 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return nn.utils.get_total_norm(norms)
 
 
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Add up the ranks' gradients of whole parameters, times `factor`. Collective.
+
+    Those without a gradient have none on all ranks.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for alike in by_dtype(torch.view_as_real(g) if g.is_complex() else g for g in gradients):
+        message = joined(alike)
+        dist.all_reduce(message)
+        spread(message * factor, alike)
+
+
 def hollow(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device: its structure, without memory for its weights."""
-    held = [*module.parameters(), *module.buffers()]
+    kept = (value for part in module.modules() for value in vars(part).values())
+    # Tensors with a history are made anew in a forward (`weight` of torch's old weight_norm).
+    made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
+    held = [*module.parameters(), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
     for tensor in module.parameters():
         memo[id(tensor)] = nn.Parameter(memo[id(tensor)], tensor.requires_grad)

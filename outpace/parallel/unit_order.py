@@ -41,10 +41,10 @@ class UnitOrder:
         self._end = len(self._units)
         self._mode: Mode = "ask"
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
-        self._used: set[Any] = set()
+        self.used: set[Any] = set()  # parameters with a gradient on this rank in a step
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
-                _fill_before_reducing(held, self._used, partial(self._in_pass, state))
+                _fill_before_reducing(held, self.used, partial(self._in_pass, state))
         for number, unit in enumerate(self._units):
             unit.register_forward_pre_hook(self._hook(number), prepend=True, with_kwargs=True)
         self._forward = root.forward
@@ -144,10 +144,22 @@ class UnitOrder:
         if token.requires_grad:
             self._tokens.append(token)
 
-    def agree(self, use: GradientUse, parameters: Sequence[nn.Parameter]) -> None:
-        """Drop the gradients of `parameters` that no rank has. Collective."""
-        use.agree([p in self._used for p in parameters])
-        self._used.clear()
+    def agree(
+        self,
+        use: GradientUse,
+        parameters: Sequence[nn.Parameter],
+        replicated: Sequence[nn.Parameter],
+    ) -> None:
+        """Drop the gradients of `parameters` that no rank has; zeros for those that some have.
+
+        `replicated` are those that no unit holds. Collective.
+        """
+        self.used.update(p for p in replicated if p.grad is not None)
+        for parameter in replicated:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        use.agree([p in self.used for p in parameters])
+        self.used.clear()
 
 
 def _unsharded(held: Any) -> list[nn.Parameter]:

@@ -23,13 +23,21 @@ from outpace.parallel.ddp import Replicas
 from outpace.parallel.tensors import raise_to
 
 
+class _MixedShares(ZeroRedundancyOptimizer):
+    """Of parameters of several dtypes, each of which is broadcast by itself."""
+
+    def _verify_same_dense_param_type(self) -> None:
+        """Torch asks for one dtype, also where it has no buffer for all."""
+
+
 class SharedStates(Replicas):
     """DistributedDataParallel replicas, each with an optimizer over its share of parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """The optimizer of all parameters, which steps this rank's and broadcasts them."""
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
-        return ZeroRedundancyOptimizer(
+        kind = ZeroRedundancyOptimizer if len(dtypes) == 1 else _MixedShares
+        return kind(
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called
             # One broadcast a rank instead of one a parameter. The buffer that they go by has one

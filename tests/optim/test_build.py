@@ -15,6 +15,7 @@ from outpace.optim.adafactor import Adafactor
 from outpace.optim.build import begin_step, fill_state, make_optimizer, steps_together
 from outpace.optim.muon import MOMENTUM, Muon, is_hidden_matrix
 from outpace.planner.optimizer_bytes import optimizer_bytes
+from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import MASTERS, OptimizerName
 from outpace.records.settings import TrainSettings
@@ -171,6 +172,22 @@ def test_batches_of_matrices_are_few_products():
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["aten::bmm"] + counts["aten::baddbmm"] == 15
     assert "aten::mm" not in counts and "aten::addmm" not in counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_complex_parameters_are_stepped_by_themselves_or_refused(name):
+    module = nn.Module()
+    module.real, module.complex = (nn.Parameter(torch.ones(2, 2, dtype=dtype))
+                                   for dtype in (torch.float32, torch.complex64))  # fmt: skip
+    if name not in ("adamw-fused", "adamw-foreach", "adamw-for-loop", "sgd"):
+        with pytest.raises(BadInputError, match=f"complex parameters, which optimizer {name}"):
+            make_optimizer(module.named_parameters(), name, SETTINGS)
+        return
+    optimizer = make_optimizer(module.named_parameters(), name, SETTINGS)
+    (module.real.sum() + module.complex.real.sum()).backward()
+    begin_step(optimizer, 1, 1e-2)
+    optimizer.step()
+    assert torch.allclose(module.complex.real, module.real) and module.real.max() < 1
 
 
 def test_only_parameters_of_a_gpu_are_stepped_together():

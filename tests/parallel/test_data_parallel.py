@@ -42,6 +42,25 @@ def test_units_that_a_rank_does_not_call_equal_one_process(on_ranks):
 
 
 @pytest.mark.gloo
+def test_parameters_that_cannot_be_split_equal_one_process(on_ranks):
+    """Without a dimension, of another dtype, shared by blocks, or made anew in each forward."""
+    named = (
+        "parameters_without_dimension complex_and_float64_parameters old_weight_norm "
+        "parametrized_weight_norm tied_across_blocks one_block_repeated parameters_not_contiguous"
+    )
+    chosen = [*cases(named, "zero3"), *cases("complex_and_float64_parameters", "ddp zero1 zero2")]
+    chosen += cases("complex_and_float64_parameters tied_across_blocks", "zero3", "accumulate")
+    assert_equal(on_ranks(2, RANKS, *chosen))
+
+
+@pytest.mark.gloo
+def test_a_loss_goes_through_whole_parameters(on_ranks):
+    chosen = cases("penalty_of_parameters", "ddp zero2 zero3")
+    chosen += cases("penalty_of_parameters", "zero3", "accumulate")
+    assert_equal(on_ranks(2, RANKS, *chosen))
+
+
+@pytest.mark.gloo
 def test_groups_of_replicas_keep_the_order_of_all_ranks(on_ranks):
     assert_equal(
         on_ranks(4, RANKS, *cases("layers_dropped_by_rank experts_without_tokens", "hsdp"))

@@ -41,7 +41,7 @@ def _routed(drawn: torch.Generator, samples: int) -> Batch:
 def _on_some(block: nn.Module, x: Tensor, chosen: Tensor) -> Tensor:
     """A residual block on chosen samples; not called where none is."""
     at = chosen.nonzero()[:, 0]
-    return x.index_add(0, at, torch.tanh(block(x[at]))) if len(at) else x
+    return x.index_add(0, at, torch.tanh(block(x[at])).to(x.dtype)) if len(at) else x
 
 
 class _Experts(nn.Module):
@@ -118,7 +118,7 @@ class _Branches(nn.Module):
         for number, chosen in ((3, kind == 1), (0, kind == 0), (2, kind == 0), (1, kind == 1)):
             at = chosen.nonzero()[:, 0]
             if len(at):
-                out = out.index_add(0, at, self.branches[number](x[at]))
+                out = out.index_add(0, at, self.branches[number](x[at]).to(x.dtype))
         return out
 
 

@@ -1,0 +1,96 @@
+"""Parameters that a user's loss goes through, whole, where ranks hold shards of them.
+
+A penalty such as `sum(p.square().sum() for p in module.parameters())` outside of the module's
+forward would be given shards. It is given whole tensors, gathered as they are asked for, whose
+gradients are averaged over the ranks as all others are.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.interop.own import OwnObjective
+from outpace.nn.spread import is_spread
+from outpace.records.errors import BadInputError
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+
+class WholeParameters:
+    """Lets the loss of an objective see whole parameters by `module.parameters()`.
+
+    `used` is told which shards got a gradient in this way. `averages`: see `Layout`.
+    """
+
+    def __init__(self, objective: nn.Module, averages: int, used: set[Any]) -> None:
+        assert isinstance(objective, OwnObjective)
+        self._module = objective.model
+        self._averages, self._used = averages, used
+        self._asks_whole = False
+        loss = objective.loss
+        if loss is None:
+            return
+
+        def of_whole(module: nn.Module, batch: Any) -> Any:
+            self._asks_whole = True
+            try:
+                return loss(module, batch)
+            finally:
+                self._asks_whole = False
+
+        objective.loss = of_whole
+        vars(self._module)["named_parameters"] = self._named_parameters
+        self._module.register_forward_pre_hook(self._enter)
+        self._module.register_forward_hook(self._leave)
+
+    def _enter(self, *_: Any) -> None:
+        """Within the module's forward, units gather what they use."""
+        self._in_loss, self._asks_whole = self._asks_whole, False
+
+    def _leave(self, *_: Any) -> None:
+        self._asks_whole = self._in_loss
+
+    def _named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in nn.Module.named_parameters(self._module, *args, **options):
+            if self._asks_whole and is_spread(parameter):
+                whole = _Whole.apply(parameter, self._averages, self._used)  # type: ignore[no-untyped-call]
+                yield name, whole
+            else:
+                yield name, parameter
+
+
+def explain_mixed(error: RuntimeError) -> BadInputError | None:
+    """What to do where a user's code has met a shard; None for another error."""
+    if _MIXED not in str(error):
+        return None
+    return BadInputError(
+        "the module or its loss uses parameters of a block outside of the block's forward, where "
+        "this rank holds a shard of them. Go through module.parameters() in a loss function of "
+        "its own, take the model as one with blocks=[] (parallelize), or use strategy ddp or zero1."
+    )
+
+
+class _Whole(torch.autograd.Function):
+    """A whole parameter of its shards. Collective, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Any, averages: int, used: set[Any]) -> Tensor:
+        """Gather."""
+        ctx.averages, ctx.used, ctx.shard = averages, used, shard
+        whole: Tensor = shard.detach().full_tensor()
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """The shard of the ranks' average."""
+        from torch.distributed.tensor import distribute_tensor
+
+        average = gradients[0].contiguous().clone()
+        dist.all_reduce(average)
+        ctx.used.add(ctx.shard)
+        mesh, placements = ctx.shard.device_mesh, ctx.shard.placements
+        shard = distribute_tensor(average / ctx.averages, mesh, placements, src_data_rank=None)
+        return shard, None, None
