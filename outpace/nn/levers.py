@@ -38,8 +38,8 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model.
 
     Of all ModuleLists, and Sequentials with a class that occurs more than once, the one whose
-    members of its commonest class hold the most parameters. Raises BadInputError if there is
-    none.
+    members of its commonest class hold the most parameters. Members without a forward, such as
+    lists, stand for the modules in them. Raises BadInputError if there is none.
     """
     found: list[nn.Module] = []
     for container in module.modules():
@@ -53,16 +53,25 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             "on the members of an nn.ModuleList or nn.Sequential; put the model's layers into "
             "one, or use neither"
         )
-    return found
+    return [block for member in found for block in _callable(member)]
 
 
 def _alike(container: nn.Module) -> list[nn.Module]:
     """The members of the class that most members with parameters have."""
-    members = [child for child in container.children() if _size([child])]
+    members = [child for child in container.children() if _callable(child)]
     # Each module with a parametrization has a class of its own.
     kinds = [type_before_parametrizations(child) for child in members]
     commonest = Counter(kinds).most_common(1)
     return [c for c, kind in zip(members, kinds, strict=True) if kind is commonest[0][0]]
+
+
+def _callable(module: nn.Module) -> list[nn.Module]:
+    """A module with parameters, or where it has no forward (lists), those in it that have."""
+    if not _size([module]):
+        return []
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        return [module]
+    return [part for child in module.children() for part in _callable(child)]
 
 
 def _size(modules: list[nn.Module]) -> int:

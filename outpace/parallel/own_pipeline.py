@@ -1,7 +1,7 @@
-"""Pipelines of a person's own model, cut at blocks that are named or found.
+"""Pipelines of a user's own model, cut at blocks that are named or found.
 
-Stages are in own_stage.py; here are where they are cut, what they send each other by the schedule,
-and the look at the first batch by which the forms of what is sent are known.
+Stages are in own_stage.py, the look at the first batch in own_look.py; here are where they are cut,
+and what they send each other by the schedule.
 
 Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
 gradients are added up over the two.
@@ -22,7 +22,9 @@ from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
 from outpace.parallel.blocks import flat, found_blocks, named_blocks, outside
 from outpace.parallel.fusion import fuse
-from outpace.parallel.own_stage import OwnStage, Staged
+from outpace.parallel.own_checkpoints import without_reentry
+from outpace.parallel.own_look import Look, receive, send
+from outpace.parallel.own_stage import Message, OwnStage, Staged, copied
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.tensors import drop_all_but, hollow, widen_trained
 from outpace.parallel.witness import Witness
@@ -30,7 +32,52 @@ from outpace.planner.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+class Running(Stage):
+    """A stage whose user's forward may make checkpoints around its blocks."""
+
+    submod: OwnStage
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """As Stage's."""
+        with without_reentry(not self.submod.first):
+            return super().forward_maybe_with_nosync(*args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: Any = False,
+    ) -> None:
+        """As torch's; where checkpoints are computed again, weights' gradients are not put off.
+
+        They would be computed again for each of the weights.
+        """
+        whole = full_backward or self.submod.recomputes
+        if whole:
+            self._done.add(bwd_chunk_id)
+        with self.submod.recomputing(bwd_chunk_id, whole), without_reentry(not self.submod.first):
+            super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        """As torch's, unless it is done already."""
+        if bwd_chunk_id in self._done:
+            return
+        with self.submod.recomputing(bwd_chunk_id, True), without_reentry(not self.submod.first):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """As Stage's; gradients that are sent are in the order of their memory."""
+        gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
+        if gradients is not None:
+            gradients = tuple(g if g is None else g.contiguous() for g in gradients)
+        return gradients, groups
+
+    def clear_runtime_states(self) -> None:
+        """As torch's, at the begin of a step."""
+        self._done: set[int] = set()
+        super().clear_runtime_states()
 
 
 class OwnPipeline(Spread):
@@ -57,23 +104,32 @@ class OwnPipeline(Spread):
         blocks = named_blocks(model, names)
         rest = outside(model, blocks)
         ends = (0, len(parts) - 1)
-        self._stages = {
-            stage: OwnStage(objective, names, parts[stage], stage in ends)
-            for stage, rank in enumerate(self._ranks_of)
-            if rank == self._rank
-        }
-        kept = [p for stage in self._stages for n in parts[stage] for p in blocks[n].parameters()]
-        holds_rest = any(stage in ends for stage in self._stages)
-        kept += rest.values() if holds_rest else []
+        mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
+        held: nn.Module = copied(model)
+        kept = [p for stage in mine for n in parts[stage] for p in blocks[n].parameters()]
+        kept += rest.values() if any(stage in ends for stage in mine) else []
         # Averages of blocks that other ranks run stay as they are here: they are not to be saved.
-        others = [n for s in range(len(parts)) if s not in self._stages for n in parts[s]]
+        others = [n for s in range(len(parts)) if s not in mine for n in parts[s]]
         still = {id(buffer) for n in others for buffer in blocks[n].buffers()}
-        drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], model)
-        super().__init__(Staged(model, self._stages), group)
+        drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], held)
+        # The last one takes the objective itself, after the others have copied it.
+        self._stages = {
+            stage: OwnStage(
+                objective,
+                names,
+                parts[stage],
+                stage in ends,
+                stage == mine[-1],
+                schedule.splits_backward,
+            )
+            for stage in mine
+        }
+        super().__init__(Staged(held, self._stages), group)
         self._rest = set(rest)
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
+        self._look = Look(self._stages, self._ranks_of, names, parts, held, group, self._at)
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
         """The ranks of the first and the last stage, where they are two and share parameters."""
@@ -120,18 +176,24 @@ class OwnPipeline(Spread):
                 running.given = given
             numbers = torch.arange(count)
             self._pass, self._totals = given, totals
-            schedule.step(numbers, target=numbers, return_outputs=False, number=numbers)
+            try:
+                schedule.step(numbers, target=numbers, return_outputs=False, number=numbers)
+            except RuntimeError as error:  # as torch's stages call all that a forward raises
+                if isinstance(error.__cause__, BadInputError):
+                    raise error.__cause__ from None
+                raise
         self._add_up_rest()
         commit(self.objective)
+        self._look.settle_buffers()
         return totals
 
     def _schedule_for(self, batch: Batch, given: Pass) -> Any:
         """The schedule for micro-batches like this one; made anew when their shapes change."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
+            self._look.take(batch, given)
             self._shapes = shapes
-            seen = self._look(batch, given)
-            self._running = [self._stage(number, *seen[number]) for number in self._stages]
+            self._running = [self._stage(number) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
             held = self._running[0] if issubclass(kind, PipelineScheduleSingle) else self._running
             self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
@@ -142,64 +204,48 @@ class OwnPipeline(Spread):
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
-    def _stage(self, number: int, taken: Tensor | None, made: Tensor) -> Stage:
-        """With the form of what goes in and out told, which is known from a look."""
-        inputs = torch.empty(1, dtype=torch.int64, device="meta") if taken is None else _like(taken)
-        return Stage(
-            self._stages[number],
+    def _stage(self, number: int) -> Running:
+        """With the forms of what goes in and out told, which are known from a look."""
+        stage = self._stages[number]
+        inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
+        totals = [torch.empty(2, dtype=self._look.loss_dtype)]
+        outputs = totals if stage.given is None else stage.given.flat()
+        return Running(
+            stage,
             number,
             len(self._parts),
             self._at,
-            input_args=inputs,
-            output_args=_like(made),
+            input_args=tuple(map(_like, inputs)),
+            output_args=tuple(map(_like, outputs)),
             group=self._group,
         )
 
-    def _look(self, batch: Batch, given: Pass) -> dict[int, tuple[Tensor | None, Tensor]]:
-        """What goes in and out of this rank's stages, by one forward in evaluation mode."""
-        seen: dict[int, tuple[Tensor | None, Tensor]] = {}
-        modes = {part: part.training for part in self.objective.modules()}
-        self.objective.eval()
-        with torch.no_grad():
-            self._pass_on(batch, given, seen)
-        for part, mode in modes.items():
-            part.training = mode
-        for number, (taken, made) in seen.items():
-            clean = taken is None or not taken.isnan().any()
-            if clean and made.isnan().any():
-                blocks = ", ".join(self._names[n] for n in self._parts[number])
-                raise BadInputError(
-                    f"stage {number} (blocks {blocks}) makes NaN of its input. If one process does "
-                    "not, its forward needs more than the last block's output: an earlier block's, "
-                    "or parameters that are in no block. Put these into blocks, cut the blocks "
-                    "elsewhere (lists of names, one for each stage), or use zero3."
-                )
-        return seen
-
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """Forward only, one micro-batch after the other through this rank's stages."""
+        parts = cut(batch, self._plan.pp_microbatches)
+        if self._shapes is None and self._stages[min(self._stages)].given is None:
+            self._look.take(parts[0], given)
         totals = self._nothing()
-        for part in cut(batch, self._plan.pp_microbatches):
-            totals += self._pass_on(part, given, {})
+        for part in parts:
+            totals += self._pass_on(part, given)
         return totals
 
-    def _pass_on(
-        self, batch: Batch, given: Pass, seen: dict[int, tuple[Tensor | None, Tensor]]
-    ) -> Tensor:
-        """A micro-batch through this rank's stages; what goes in and out of them is `seen`."""
-        hidden: Tensor | None = None
+    def _pass_on(self, batch: Batch, given: Pass) -> Tensor:
+        """A micro-batch through this rank's stages."""
+        output: Message | Tensor | None = None
         ranks = self._ranks_of
         for number, stage in self._stages.items():
             if number and ranks[number - 1] != self._rank:
-                hidden = _receive(self._at, self._group, ranks[number - 1])
-            taken = hidden
+                output = receive(self._at, self._group, ranks[number - 1])
+            assert not isinstance(output, Tensor)
+            stage.records = True
             with given.cast():
-                hidden = stage.run(batch, taken)
-            seen[number] = (taken, hidden[:2] if stage.last else hidden)
-            if stage.last:
-                return hidden.double()
+                output = stage.run(batch, output)
+            stage.records = False
+            if isinstance(output, Tensor):
+                return output.double()
             if ranks[number + 1] != self._rank:
-                _send(hidden, self._group, ranks[number + 1])
+                send(output, self._group, ranks[number + 1])
         return self._nothing()
 
     def _nothing(self) -> Tensor:
@@ -250,6 +296,8 @@ class OwnPipeline(Spread):
 
     def _owner(self, name: str) -> int:
         """The rank that has a parameter or buffer; the first of two."""
+        if name in self._look.buffers:
+            return self._ranks_of[-1]
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
@@ -258,31 +306,9 @@ class OwnPipeline(Spread):
 
 def _like(tensor: Tensor) -> Tensor:
     """Its shape and dtype, without memory."""
-    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.is_floating_point())
-
-
-def _send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
-    """A tensor, and before it its form, which the receiver does not know."""
-    if tensor.dtype not in _DTYPES:
-        raise BadInputError(
-            f"a block returns {tensor.dtype}; stages of a pipeline send each other floating-point "
-            f"tensors ({', '.join(map(str, _DTYPES))})"
-        )
-    form = torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim()], device=tensor.device)
-    dist.send(form, group=group, group_dst=to)
-    dist.send(torch.tensor(tensor.shape, device=tensor.device), group=group, group_dst=to)
-    dist.send(tensor.contiguous(), group=group, group_dst=to)
-
-
-def _receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Tensor:
-    form = torch.empty(2, dtype=torch.int64, device=device)
-    dist.recv(form, group=group, group_src=source)
-    dtype, dims = form.tolist()
-    shape = torch.empty(dims, dtype=torch.int64, device=device)
-    dist.recv(shape, group=group, group_src=source)
-    hidden = torch.empty(shape.tolist(), dtype=_DTYPES[dtype], device=device)
-    dist.recv(hidden, group=group, group_src=source)
-    return hidden
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(
+        tensor.is_floating_point()
+    )
 
 
 def _stages_of(request: Request) -> list[list[str]]:
@@ -309,12 +335,12 @@ def _stages_of(request: Request) -> list[list[str]]:
 
 def _found(model: nn.Module) -> list[str]:
     """All parts of an nn.Sequential, or of the container that has the repeated blocks."""
-    container = model
+    inside = set(model.children())
     if not isinstance(model, nn.Sequential):
-        blocks = found_blocks(model)
+        inside = set(found_blocks(model))
         containers = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
-        container = next(m for m in containers if any(b is blocks[0] for b in m.children()))
-    inside = set(container.children())
+        around = next((m for m in containers if inside <= set(m.children())), None)
+        inside = inside if around is None else set(around.children())
     return [name for name, part in model.named_modules() if part in inside]
 
 

@@ -1,9 +1,10 @@
-"""A stage of a person's own model: their forward, run from its beginning and left after a block.
+"""A stage of a user's own model: their forward, run from its beginning and left after a block.
 
 It runs on the batch that every rank of the pipeline has read. So masks, positions and whatever else
 blocks are given are there on every stage, and nothing needs to be known of the forward but that it
 calls its blocks once each, in order. What was received is returned by the block before the stage's
-first; after its last block the forward is left.
+first; after its last block the forward is left. What blocks leave on themselves travels with it
+(`own_values`), where other stages read it.
 
 Parameters that a stage does not have are NaN without memory, and NaN is what blocks of earlier
 stages return: whatever a stage cannot know shows at once, in a look at the first batch.
@@ -11,98 +12,375 @@ stages return: whatever a stage cannot know shows at once, in a look at the firs
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.api import Batch
 from outpace.parallel.blocks import named_blocks, outside
+from outpace.parallel.own_values import (
+    Form,
+    Key,
+    Reads,
+    Snapshot,
+    can_travel,
+    changes,
+    get,
+    is_constant,
+    put,
+    snapshot,
+    split,
+)
 from outpace.records.errors import BadInputError
 
 
+@dataclass
+class Message:
+    """What a stage hands on: what its last block returned, and what blocks left on themselves.
+
+    `returned` is each block's output so far, as meta tensors: its structure, shapes and dtypes.
+    """
+
+    form: Form
+    tensors: list[Tensor]
+    values: dict[Key, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+    returned: list[Any] = field(default_factory=list)
+
+    def flat(self) -> list[Tensor]:
+        """All tensors, in order."""
+        return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
+
+    def only(self, keys: Sequence[Key]) -> "Message":
+        """With these values alone."""
+        values = {key: self.values[key] for key in keys}
+        return Message(self.form, self.tensors, values, self.returned).hollow()
+
+    def hollow(self) -> "Message":
+        """Without memory for the tensors."""
+        return self.refilled([t.detach().to("meta") for t in self.flat()])
+
+    def refilled(self, tensors: Sequence[Tensor]) -> "Message":
+        """The same structure with other tensors."""
+        given = iter(tensors)
+        own = [next(given) for _ in self.tensors]
+        values = {
+            key: (form, [next(given) for _ in some]) for key, (form, some) in self.values.items()
+        }
+        return Message(self.form, own, values, self.returned)
+
+
 class Leaving(BaseException):
-    """Raised out of a person's forward, with what the stage's last block has returned.
+    """Raised out of a user's forward, with what the stage's last block has returned.
 
     No Exception, so that theirs do not catch it.
     """
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, output: Any, name: str) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.output, self.name = output, name
 
 
 class OwnStage(nn.Module):
     """The objective from block `mine.start` to block `mine.stop`, of all `names`.
 
     `holds_rest` says that parameters outside of blocks are real here. Parameters and buffers are
-    shared with the objective that this is made of.
+    shared with the objective that this is made of. `in_place` takes the objective itself, so that
+    a loss that refers to the module by another way than its argument finds it. `splits`: its
+    backward is split.
     """
 
     def __init__(
-        self, objective: nn.Module, names: Sequence[str], mine: range, holds_rest: bool
+        self,
+        objective: nn.Module,
+        names: Sequence[str],
+        mine: range,
+        holds_rest: bool,
+        in_place: bool = False,
+        splits: bool = False,
     ) -> None:
         super().__init__()
-        tensors = [*objective.parameters(), *objective.buffers()]
-        self.objective = copy.deepcopy(objective, {id(tensor): tensor for tensor in tensors})
-        self._names, self._mine = names, mine
+        self.objective = objective if in_place else copied(objective)
+        self._names, self.mine, self._splits = names, mine, splits
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
-        self._received: Tensor | None = None
+        self.leaves: tuple[Key, ...] = ()  # the values that go on to the next stage
+        self.taken: Message | None = None  # the forms of what comes, as the look has seen it
+        self.given: Message | None = None
+        self.recomputes = False  # whether the user's forward makes checkpoints around blocks
+        self.records = False  # whether to note the forms of what blocks return
+        self._borrow: Callable[[int], Any] | None = None
+        self._before: Snapshot | None = None
+        self._looks = False
+        self._received: Message | None = None
+        self._returned: list[Any] = []
         self._next = 0
+        self._past: dict[int, Message] = {}
+        self._recomputing: int | None = None
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
-        kept = [p for number in mine for p in blocks[number].parameters()]
+        self._kept = [p for number in mine for p in blocks[number].parameters()]
         if holds_rest:
-            kept += outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
-        _forget_all_but(kept, self.objective)
+            self._kept += outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
+        _forget_all_but(self._kept, self.objective)
+        self._parts = [
+            {f"{name}.{part}": module for part, module in block.named_modules()}
+            for name, block in zip(names, blocks, strict=True)
+        ]
         for number, block in enumerate(blocks):
             block.forward = partial(self._visit, number, block.forward)
 
-    def forward(self, received: Tensor, number: Tensor) -> Tensor:
-        """Hidden states of the micro-batch of this number; of the last stage the totals."""
-        return self.run(self.batches[int(number)], None if self.first else received)
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those that are real here."""
+        return iter(self._kept)
 
-    def run(self, batch: Batch, received: Tensor | None) -> Tensor:
+    def modules_of(self, blocks: range) -> dict[str, nn.Module]:
+        """The modules in blocks, by their names in the model, with a dot behind a block's own."""
+        return {name: part for number in blocks for name, part in self._parts[number].items()}
+
+    def forward(self, *received: Tensor, number: Tensor) -> Any:
+        """What goes to the next stage for the micro-batch of this number; at last the totals."""
+        micro_batch = int(number)
+        message = None
+        if not self.first:
+            assert self.taken is not None
+            message = self._past[micro_batch] = self.taken.refilled(received)
+        output = self.run(self.batches[micro_batch], message)
+        if isinstance(output, Tensor):
+            return output
+        self._require_alike(output)
+        return tuple(output.flat())
+
+    def _require_alike(self, message: Message) -> None:
+        """Raises BadInputError where values are of another structure than at the look."""
+        seen = self.given
+        assert seen is not None
+        for key, (form, tensors) in message.values.items():
+            known, old = seen.values[key]
+            if form != known or [t.shape for t in tensors] != [t.shape for t in old]:
+                raise BadInputError(
+                    f"what block part {key[0]!r} leaves in {key[1]!r} changes its form between "
+                    "micro-batches, and stages of a pipeline send each other tensors of shapes "
+                    "that they know. Leave tensors of one shape, or use zero3."
+                )
+        if message.form != seen.form:
+            raise BadInputError(
+                f"block {self._names[self.mine.stop - 1]!r} returns other than it did for the "
+                "first micro-batch, and stages of a pipeline know what they send. Let it return "
+                "tensors alone, as many each time, or use zero3."
+            )
+
+    def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
         """As `forward`, given the micro-batch."""
-        self._received, self._next = received, 0
+        self._received, self._next, self._returned = received, 0, []
+        self._seed(2 * len(self._names))
         try:
             loss_sum, *others = self.objective(batch)
         except Leaving as leaving:
-            hidden = leaving.hidden
-            # A split backward detaches it in place, which a view (nn.Flatten) does not let it.
-            return hidden.clone() if hidden._is_view() else hidden
+            return self._message(leaving, received)
         finally:
             self._received = None
         if self._next < len(self._names):
             raise BadInputError(
-                f"the forward ended without calling block {self._names[self._next]!r}. Name only "
-                "blocks that it calls, once each."
+                f"the forward ended without calling block {self._names[self._next]!r}. A pipeline "
+                "needs blocks that the forward calls, once each: name such as `blocks`, or use "
+                "zero3."
             )
         return torch.cat([part.to(loss_sum.dtype).view(-1) for part in (loss_sum, *others)])
 
+    def look(
+        self, batch: Batch, received: Message | None
+    ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
+        """As `run`; random numbers are those that every stage, or one process, draws in a look.
+
+        Hands on all that blocks leave. Also returned: which of earlier stages' values are read, and
+        the buffers outside of blocks that move.
+        """
+        reads, rest = Reads(), self._rest()
+        mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
+        rest_before = snapshot(rest)
+        self._before, self._looks = snapshot(mine), True
+        try:
+            with reads.watching(() if received is None else received.values, others):
+                found = self.run(batch, received)
+        finally:
+            self._before, self._looks = None, False
+        moved = [key for key in changes(rest_before, rest) if key[1] in rest[key[0]]._buffers]
+        return found, reads.found, moved
+
+    def look_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
+        """The totals of one process; within `borrow(number)` a block has its parameters."""
+        self._borrow, self._looks = borrow, True
+        try:
+            found = self.run(batch, None)
+        finally:
+            self._borrow, self._looks = None, False
+        assert isinstance(found, Tensor)
+        return found
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """Let values that do not come here be NaN, in blocks that this stage does not run."""
+        parts = self.modules_of(range(self.mine.start))
+        own = {*self.modules_of(self.mine).values(), *self._rest().values()}
+        for key in keys:
+            if parts[key[0]] not in own:
+                put(parts, key, torch.tensor(math.nan))
+
+    def _rest(self) -> dict[str, nn.Module]:
+        """The modules outside of blocks."""
+        inside = {part for parts in self._parts for part in parts.values()}
+        model: nn.Module = self.objective.model  # type: ignore[assignment]
+        return {name: part for name, part in model.named_modules() if part not in inside}
+
+    def _seed(self, number: int) -> None:
+        if self._looks:
+            torch.manual_seed(number)
+
+    def _message(self, leaving: Leaving, received: Message | None) -> Message:
+        found = split(leaving.output)
+        if found is None or not any(tensor.is_floating_point() for tensor in found[1]):
+            raise BadInputError(
+                f"block {leaving.name!r} returns a {type(leaving.output).__name__}, and stages of "
+                "a pipeline hand on tensors, also in tuples and dicts. Let it return its hidden "
+                "states, or cut elsewhere."
+            )
+        form, tensors = found
+        parts = self.modules_of(self.mine)
+        passed = {} if received is None else received.values
+        if self._before is not None:
+            left = [key for key in changes(self._before, parts) if can_travel(parts, key)]
+            self.leaves = (*passed, *left)
+        values = {key: passed[key] if key in passed else get(parts, key) for key in self.leaves}
+        returned = [] if received is None else received.returned
+        handed = _sendable if self._splits else Tensor.contiguous
+        return Message(
+            form,
+            [handed(tensor) for tensor in tensors],
+            {key: (f, [handed(t) for t in some]) for key, (f, some) in values.items()},
+            [*returned, *self._returned],
+        )
+
     def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What a block does when the person's forward calls it."""
+        """What a block does when the user's forward calls it."""
+        if self._recomputing is not None:
+            return self._visit_again(number, forward, *args, **kwargs)
         self._follow(number)
-        if number + 1 == self._mine.start:
-            assert self._received is not None
-            return self._received.clone()  # which may be changed in place
-        if number < self._mine.start:
-            return _unknown(args, kwargs)
-        output = forward(*args, **kwargs)
-        if number + 1 == self._mine.stop and not self.last:
-            raise Leaving(_sole(output, self._names[number]))
+        self._seed(2 * number)
+        if self._borrow is not None:
+            with self._borrow(number):
+                output = forward(*args, **kwargs)
+        elif number in self.mine:
+            output = forward(*args, **kwargs)
+        else:
+            output = self._instead(number, self._received, args, kwargs)
+        self._seed(2 * number + 1)
+        if self._borrow is not None:
+            return output
+        if number in self.mine and self.records:
+            self._returned.append(tree_map(_form_of, output))
+        if number + 1 == self.mine.stop and not self.last:
+            raise Leaving(output, self._names[number])
         return output
+
+    def _visit_again(
+        self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What it does in a backward, which computes a checkpoint of the user's forward again."""
+        self.recomputes = True
+        assert self._recomputing is not None
+        if number in self.mine:
+            return forward(*args, **kwargs)
+        return self._instead(number, self._past.get(self._recomputing), args, kwargs)
+
+    def _instead(
+        self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a block of another stage returns and leaves: what was received, else NaN."""
+        if message is None:
+            return _unknown(args, kwargs)
+        for key, (form, tensors) in message.values.items():
+            if key[0] in self._parts[number]:
+                put(self._parts[number], key, form.join([t.clone() for t in tensors]))
+        if number + 1 == self.mine.start:
+            # Cloned, for it may be changed in place.
+            return message.form.join([tensor.clone() for tensor in message.tensors])
+        if number < len(message.returned):
+            device = message.tensors[0].device
+            return tree_map(partial(_nan_of, device), message.returned[number])
+        return _unknown(args, kwargs)
 
     def _follow(self, number: int) -> None:
         if number != self._next:
             expected = repr(self._names[self._next]) if self._next < len(self._names) else "no more"
             raise BadInputError(
-                f"the forward calls block {self._names[number]!r} where {expected} was to come. "
-                "Name the blocks in the order in which it calls them, each once."
+                f"the forward calls block {self._names[number]!r} where {expected} was to come. A "
+                "pipeline needs blocks in the order in which the forward calls them, each once: "
+                "name such as `blocks`, or use zero3."
             )
         self._next += 1
+
+    @contextmanager
+    def recomputing(self, micro_batch: int, done: bool) -> Iterator[None]:
+        """Around a micro-batch's backward; `done` if it is the last."""
+        self._recomputing = micro_batch
+        try:
+            yield
+        finally:
+            self._recomputing = None
+            if done:
+                self._past.pop(micro_batch, None)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares its parameters and buffers."""
+    memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    for part in module.modules():
+        for value in tree_leaves([v for v in vars(part).values() if not isinstance(v, nn.Module)]):
+            if isinstance(value, Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach())  # left by a forward before
+    return copy.deepcopy(module, memo)
+
+
+class _Handed(torch.autograd.Function):
+    """The same values in a tensor of its own, which a split backward may detach in place.
+
+    What is left may be a view, a parameter, or what an earlier operation keeps for its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """A tensor in the order of its memory, by itself in the graph."""
+    tensor = tensor.contiguous()
+    if not tensor.requires_grad:
+        return tensor
+    handed: Tensor = _Handed.apply(tensor)  # type: ignore[no-untyped-call]
+    return handed
+
+
+def _form_of(leaf: Any) -> Any:
+    """A tensor without memory; other things than numbers and names are left out."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("meta")
+    return leaf if is_constant(leaf) else None
+
+
+def _nan_of(device: torch.device, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    nothing: Any = math.nan if leaf.is_floating_point() else 0
+    return torch.full(leaf.shape, nothing, dtype=leaf.dtype, device=device)
 
 
 def _unknown(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -115,25 +393,19 @@ def _floating(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.get_default_dtype()
 
 
-def _sole(output: Any, name: str) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    raise BadInputError(
-        f"block {name!r} returns a {type(output).__name__}, and stages of a pipeline hand on one "
-        "tensor. Let it return its hidden states alone, or cut elsewhere."
-    )
-
-
 def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
-    """Put NaN, or 0 for whole numbers, without memory, in the place of other parameters."""
+    """Put NaN, or 0 for whole numbers, without memory, in the place of other parameters.
+
+    They stay parameters, so that a loss that goes through all of them is NaN too.
+    """
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():
         for name, tensor in list(part._parameters.items()):
             if tensor is not None and id(tensor) not in ids:
-                nothing: Any = math.nan if tensor.is_floating_point() else 0
-                del part._parameters[name]
-                stub = tensor.new_full((), nothing).expand(tensor.shape)
-                object.__setattr__(part, name, stub)
+                inexact = tensor.is_floating_point() or tensor.is_complex()
+                nothing: Any = math.nan if inexact else 0
+                stub = tensor.detach().new_full((), nothing).expand(tensor.shape)
+                setattr(part, name, nn.Parameter(stub, tensor.requires_grad))
 
 
 class Staged(nn.Module):

@@ -1,0 +1,44 @@
+"""Activation checkpoints that a user's own forward makes, in a stage of a pipeline."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor
+
+
+class _NotReentrant:
+    """Stands for torch's CheckpointFunction, by which `use_reentrant=True` checkpoints.
+
+    That one runs its part without a graph, computes backwards within the backward, and passes
+    nothing on that its inputs do not need: a stage that is left inside of it would have no
+    gradient, and one whose backward is split could not use it. Values and gradients are the same.
+    `always` says that inputs need gradients, whether they look so or not.
+    """
+
+    def __init__(self, reentrant: Any, always: bool) -> None:
+        self._reentrant, self._always = reentrant, always
+
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """As CheckpointFunction's, which trains nothing where no input needs a gradient."""
+        needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        if not (self._always or any(needed)):
+            return self._reentrant.apply(function, preserve_rng_state, *args)
+        return torch_checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+
+@contextmanager
+def without_reentry(always: bool) -> Iterator[None]:
+    """Let checkpoints that are made within work as `use_reentrant=False`, however they are made.
+
+    `always`: also those whose inputs seem to need no gradient, as what absent blocks return.
+    """
+    kept = torch_checkpoint.CheckpointFunction
+    torch_checkpoint.CheckpointFunction = _NotReentrant(kept, always)  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        torch_checkpoint.CheckpointFunction = kept  # type: ignore[misc]

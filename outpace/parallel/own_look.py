@@ -1,0 +1,437 @@
+"""The look at the first batch of a pipeline of a user's own model.
+
+One forward through all stages shows the forms of what they send each other, what blocks leave on
+themselves and where it is read, and buffers outside of blocks that move. At the first one the last
+stage's rank also computes the whole forward, given each block's parameters in turn: where its loss
+is another one, the forward or the loss takes something from blocks that does not travel.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.parallel.api import Batch, Pass
+from outpace.parallel.blocks import named_blocks
+from outpace.parallel.own_checkpoints import without_reentry
+from outpace.parallel.own_stage import Message, OwnStage
+from outpace.parallel.own_values import Key, restored
+from outpace.records.errors import BadInputError
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+)  # fmt: skip
+# By how much the loss of stages may differ from that of one process, which computes the same.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+_TOLERANCE_16 = 2e-3
+
+
+@dataclass
+class Seen:
+    """What the look found of a stage."""
+
+    left: tuple[Key, ...] = ()  # by its own blocks
+    read: tuple[Key, ...] = ()  # of earlier stages
+    moved: tuple[Key, ...] = ()  # buffers outside of blocks
+    nan: tuple[Key, ...] = ()  # those of them that became NaN
+    refusal: str | None = None
+
+
+class Look:
+    """Looks of a pipeline's ranks at micro-batches. All its methods but one are collective."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, OwnStage],
+        ranks_of: Sequence[int],
+        names: Sequence[str],
+        parts: Sequence[range],
+        held: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._stages, self._ranks_of, self._names, self._parts = stages, ranks_of, names, parts
+        self._held, self._group, self._at = held, group, device
+        self._rank = dist.get_rank(group)
+        self._compared = False
+        self._moving: tuple[Key, ...] = ()
+        held_parts = dict(held.named_modules())
+        self._holders = [
+            (held_parts[name.rstrip(".")], part)
+            for stage in stages.values()
+            for name, part in stage.modules_of(stage.mine).items()
+            if part._buffers
+        ]
+        self.buffers: tuple[str, ...] = ()  # outside of blocks, and moving: the last stage's count
+        self.loss_dtype = torch.float32
+
+    def take(self, batch: Batch, given: Pass) -> None:
+        """Let each stage know what comes and goes. Raises BadInputError on all ranks, if on one."""
+        taken: dict[int, Message | None] = {}
+        outputs: dict[int, Message | Tensor | None] = {}
+        found: dict[int, Seen] = {}
+        error: Exception | None = None
+        with self._apart_from_training():
+            try:
+                self._pass_on(batch, given, taken, outputs, found)
+            except Exception as raised:
+                error = raised
+        seen = self._gathered(found, error)
+        if not self._compared:
+            self._compare(batch, given, outputs)
+            self._compared = True
+        self._settle(seen, taken, outputs)
+
+    @contextmanager
+    def _apart_from_training(self) -> Iterator[None]:
+        """What is done within changes nothing of the model, nor draws of its random numbers."""
+        devices = [self._at] if self._at.type == "cuda" else []
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(without_reentry(always=True))
+            for stage in self._stages.values():
+                stack.enter_context(restored(stage.objective))
+            yield
+
+    def _pass_on(
+        self,
+        batch: Batch,
+        given: Pass,
+        taken: dict[int, Message | None],
+        outputs: dict[int, Message | Tensor | None],
+        found: dict[int, Seen],
+    ) -> None:
+        """The micro-batch through this rank's stages; after a refusal nothing but its absence."""
+        output: Message | Tensor | None = None
+        error: Exception | None = None
+        ranks = self._ranks_of
+        for number, stage in self._stages.items():
+            if number and ranks[number - 1] != self._rank:
+                output = receive(self._at, self._group, ranks[number - 1])
+            assert not isinstance(output, Tensor)
+            taken[number] = output
+            if number and output is None:
+                outputs[number] = None
+            else:
+                try:
+                    outputs[number], found[number] = self._look(stage, number, batch, given, output)
+                except Exception as raised:
+                    outputs[number], error = None, error or raised
+            output = outputs[number]
+            if not stage.last and ranks[number + 1] != self._rank:
+                assert not isinstance(output, Tensor)
+                send(output, self._group, ranks[number + 1])
+        if error is not None:
+            raise error
+
+    def _look(
+        self, stage: OwnStage, number: int, batch: Batch, given: Pass, taken: Message | None
+    ) -> tuple["Message | Tensor", Seen]:
+        stage.records = True
+        try:
+            with given.cast():
+                output, read, moved = stage.look(batch, taken)
+        finally:
+            stage.records = False
+        if isinstance(output, Message):
+            require_sendable(output, self._names[self._parts[number].stop - 1])
+        self._require_known(number, taken, output)
+        passed = () if taken is None else tuple(taken.values)
+        left = tuple(key for key in stage.leaves if key not in passed)
+        model: nn.Module = stage.objective.model  # type: ignore[assignment]
+        buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in moved}
+        nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
+        return output, Seen(left, tuple(sorted(read)), tuple(moved), nan)
+
+    def _require_known(
+        self, number: int, taken: Message | None, output: "Message | Tensor"
+    ) -> None:
+        """Raises BadInputError where a stage makes NaN of what is none."""
+        made = [output[:1]] if isinstance(output, Tensor) else output.tensors
+        if any(map(is_nan, made)) and not (taken and any(map(is_nan, taken.tensors))):
+            blocks = ", ".join(self._names[n] for n in self._parts[number])
+            raise BadInputError(
+                f"stage {number} (blocks {blocks}) makes NaN of its input. If one process does "
+                "not, its forward needs more than the last block's output: an earlier block's, "
+                "or parameters that are in no block; or the loss goes through all parameters. Put "
+                "what it needs into blocks, cut the blocks elsewhere (lists of names, one for each "
+                "stage), or use zero3."
+            )
+
+    def _gathered(self, found: dict[int, Seen], error: Exception | None) -> dict[int, Seen]:
+        """What was found of all stages. Raises where one rank has an error, on each."""
+        said = None if error is None else f"{error}"
+        if error is not None and not isinstance(error, BadInputError):
+            said = f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}"
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, (found, said), group=self._group)
+        if error is not None:
+            raise error
+        refusal = next((text for _, text in told if text is not None), None)
+        if refusal is not None:
+            raise BadInputError(refusal)
+        return {number: seen for one, _ in told for number, seen in one.items()}
+
+    def _compare(
+        self, batch: Batch, given: Pass, outputs: Mapping[int, "Message | Tensor | None"]
+    ) -> None:
+        """Refuse a pipeline whose loss is not that of one process. Raises BadInputError."""
+        last = len(self._parts) - 1
+        refusal: str | None = None
+        if self._ranks_of[last] != self._rank:
+            self._lend()
+            if self._told(None):
+                self._lend()
+        else:
+            staged = outputs[last]
+            assert isinstance(staged, Tensor)
+            whole = self._whole(batch, given)
+            differs = whole is not None and _difference(staged, whole) > self._tolerance(given)
+            if self._told(differs):  # what draws other numbers each time cannot be compared
+                again = self._whole(batch, given)
+                if whole is not None and again is not None:
+                    apart, repeated = _difference(staged, whole), _difference(whole, again)
+                    refusal = _say(staged, whole) if apart > 2 * repeated else None
+        refusal = self._told(refusal)
+        if refusal is not None:
+            raise BadInputError(refusal)
+
+    def _told(self, said: Any) -> Any:
+        """What the last stage's rank says."""
+        told = [said]
+        dist.broadcast_object_list(told, group=self._group, group_src=self._ranks_of[-1])
+        return told[0]
+
+    def _tolerance(self, given: Pass) -> float:
+        with given.cast():
+            low = torch.is_autocast_enabled(self._at.type)
+        dtypes = {p.dtype for p in self._held.parameters() if p.is_floating_point()}
+        if low:
+            return _TOLERANCE_16
+        return max((_TOLERANCE.get(dtype, _TOLERANCE_16) for dtype in dtypes), default=1e-5)
+
+    def _whole(self, batch: Batch, given: Pass) -> Tensor | None:
+        """The totals of one process, of each rank's parameters; None where its forward fails."""
+        stage = self._stages[len(self._parts) - 1]
+        lent = iter(range(len(self._names)))
+
+        @contextmanager
+        def borrow(number: int) -> Iterator[None]:
+            assert next(lent) == number
+            if number in stage.mine:
+                yield
+                return
+            parts = stage.modules_of(range(number, number + 1))
+            with _filled(parts, self._received_tensors(number)):
+                yield
+
+        found: Tensor | None
+        with self._apart_from_training(), given.cast():
+            try:
+                found = stage.look_whole(batch, borrow)
+            except Exception:
+                found = None
+                for number in lent:  # which other ranks send
+                    if number not in stage.mine:
+                        self._received_tensors(number)
+        return found
+
+    def _received_tensors(self, number: int) -> list[Tensor]:
+        """A block's parameters and buffers, from the rank that runs it."""
+        source = self._owner(number)
+        held = _tensors_of(named_blocks(self._held, [self._names[number]])[0])
+        if source == self._rank:
+            return [tensor for _, _, tensor in held]
+        stage = self._stages[len(self._parts) - 1]
+        block = named_blocks(stage.objective.model, [self._names[number]])[0]  # type: ignore[arg-type]
+        received = []
+        for _, _, like in _tensors_of(block):
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=self._at)
+            dist.recv(_bytes_of(tensor), group=self._group, group_src=source)
+            received.append(tensor)
+        return received
+
+    def _lend(self) -> None:
+        """Send the last stage's rank the blocks that this one has, in order."""
+        for number, name in enumerate(self._names):
+            if self._owner(number) == self._rank:
+                for _, _, tensor in _tensors_of(named_blocks(self._held, [name])[0]):
+                    whole = tensor.detach().contiguous()
+                    dist.send(_bytes_of(whole), group=self._group, group_dst=self._ranks_of[-1])
+
+    def _owner(self, number: int) -> int:
+        stage = next(stage for stage, part in enumerate(self._parts) if number in part)
+        return self._ranks_of[stage]
+
+    def _settle(
+        self,
+        seen: Mapping[int, Seen],
+        taken: Mapping[int, Message | None],
+        outputs: Mapping[int, "Message | Tensor | None"],
+    ) -> None:
+        """Let stages know what travels, from the stage that leaves it to the last that reads it."""
+        ends = {key: max((s for s in seen if key in seen[s].read), default=0)
+                for stage in seen.values() for key in stage.left}  # fmt: skip
+        owner = {key: number for number, stage in seen.items() for key in stage.left}
+        through = [
+            tuple(key for key in owner if owner[key] <= stage < ends[key])
+            for stage in range(len(self._parts))
+        ]
+        for number, stage in self._stages.items():
+            stage.leaves = through[number]
+            output, received = outputs[number], taken[number]
+            stage.given = output.only(through[number]) if isinstance(output, Message) else None
+            stage.taken = None if received is None else received.only(through[number - 1])
+            if isinstance(output, Tensor):
+                self.loss_dtype = output.dtype
+            arrived = () if not number else through[number - 1]
+            stage.forget([key for key in owner if owner[key] < number and key not in arrived])
+        self._separate_buffers(seen)
+
+    def _separate_buffers(self, seen: Mapping[int, Seen]) -> None:
+        """Let each stage have its own of the buffers outside of blocks that move.
+
+        The last stage's count, for it computes all that is outside of blocks; stages in the middle
+        compute it of parameters that are NaN.
+        """
+        last = len(self._parts) - 1
+        moved = {key: number for number in sorted(seen) for key in seen[number].moved}
+        for key, number in moved.items():
+            if number != last or key in seen[last].nan:
+                raise BadInputError(
+                    f"buffer {'.'.join(filter(None, key))} is outside of the pipeline's blocks, "
+                    f"and moves between them, on stage {number}, by what no stage has whole. Name "
+                    "what has it among the blocks, or use zero3."
+                )
+        if self.buffers or not moved:
+            return
+        for number, stage in self._stages.items():
+            if number != last:
+                for key in moved:
+                    module = self._module(stage, key[0])
+                    buffer = module._buffers[key[1]]
+                    module._buffers[key[1]] = None if buffer is None else buffer.clone()
+        self._moving = tuple(moved)
+        self.buffers = tuple(".".join(filter(None, key)) for key in moved)
+
+    def _module(self, stage: OwnStage, name: str) -> nn.Module:
+        model: nn.Module = stage.objective.model  # type: ignore[assignment]
+        return model.get_submodule(name)
+
+    @torch.no_grad()
+    def settle_buffers(self) -> None:
+        """After a step: what this rank saves has the buffers of its stages' blocks.
+
+        Moving buffers outside of blocks are the last stage's on all ranks.
+        """
+        for held, running in self._holders:
+            for name, buffer in running._buffers.items():
+                held._buffers[name] = buffer  # another one, where the forward assigns it
+        last = len(self._parts) - 1
+        for name, attribute in self._moving:
+            holder = self._held.get_submodule(name)
+            if last in self._stages:
+                running = self._module(self._stages[last], name)
+                holder._buffers[attribute] = running._buffers[attribute]
+            buffer = holder._buffers[attribute]
+            assert buffer is not None
+            dist.broadcast(buffer, group=self._group, group_src=self._ranks_of[-1])
+            if 0 in self._stages and last:
+                self._module(self._stages[0], name)._buffers[attribute] = buffer.clone()
+
+
+def is_nan(tensor: Tensor) -> bool:
+    """Whether any of its values is NaN."""
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def require_sendable(message: Message, name: str) -> None:
+    """Raises BadInputError for dtypes that processes do not send each other."""
+    for tensor in message.flat():
+        if tensor.dtype not in _DTYPES:
+            raise BadInputError(
+                f"block {name!r} returns or leaves {tensor.dtype}; stages of a pipeline send each "
+                f"other {', '.join(map(str, _DTYPES))}"
+            )
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Between two means, relative to the larger; 0 where one process has no finite one."""
+    a, b = (float(totals[0] / totals[1]) for totals in (one.double(), other.double()))
+    if not math.isfinite(b):
+        return 0.0
+    return abs(a - b) / max(abs(a), abs(b), 1e-30)
+
+
+def _say(staged: Tensor, whole: Tensor) -> str:
+    a, b = (float(totals[0] / totals[1]) for totals in (staged.double(), whole.double()))
+    return (
+        f"as a pipeline the loss of the first micro-batch is {a:.6g}, but one process computes "
+        f"{b:.6g} of the same weights: the forward or the loss takes something from blocks that "
+        "does not travel between stages (what hooks collect inside of blocks, lists that blocks "
+        "append to, router logits, all parameters). Let blocks return it, or leave it on "
+        "themselves (self.aux = …), or use zero3."
+    )
+
+
+def _tensors_of(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """A block's parameters and buffers, each with its module and its name there."""
+    return [
+        (part, name, tensor)
+        for part in block.modules()
+        for register in (part._parameters, part._buffers)
+        for name, tensor in register.items()
+        if tensor is not None
+    ]
+
+
+@contextmanager
+def _filled(parts: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let a block have these parameters and buffers for a while."""
+    block = next(iter(parts.values()))
+    places = _tensors_of(block)
+    for (part, name, old), tensor in zip(places, tensors, strict=True):
+        setattr(part, name, nn.Parameter(tensor, False) if name in part._parameters else tensor)
+        assert old.shape == tensor.shape
+    try:
+        yield
+    finally:
+        for part, name, old in places:
+            setattr(part, name, old)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, of any dtype."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
+
+
+def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
+    """A message, and before it its form, which the receiver does not know; None for a refusal."""
+    form = None if message is None else message.hollow()
+    dist.send_object_list([form], group=group, group_dst=to)
+    if message is not None:
+        for tensor in message.flat():
+            dist.send(tensor.detach().contiguous(), group=group, group_dst=to)
+
+
+def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
+    """What was sent."""
+    told: list[Message | None] = [None]
+    with warnings.catch_warnings():  # of torch's own structures, as it reads them
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.recv_object_list(told, group=group, group_src=source)
+    form = told[0]
+    if form is None:
+        return None
+    tensors = [torch.empty_like(tensor, device=device) for tensor in form.flat()]
+    for tensor in tensors:
+        dist.recv(tensor, group=group, group_src=source)
+    return form.refilled(tensors)

@@ -1,0 +1,213 @@
+"""Values that a user's blocks leave on themselves, such as an auxiliary loss in `self.aux`.
+
+What reads them, the model's forward or the loss, may be on another stage of a pipeline. A look at
+the first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of
+them other stages read (`Reads`); these travel with the hidden states.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from outpace.records.errors import BadInputError
+
+Key = tuple[str, str]  # a module's name and its attribute's
+_MISSING = object()
+_INTERNAL = frozenset({*vars(nn.Module()), "forward"})
+_CONSTANTS = (int, float, str, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Form:
+    """The structure of a value: where its tensors are, and what is the same each time."""
+
+    spec: TreeSpec
+    constants: tuple[Any, ...]  # in the place of a tensor None
+    tensors: tuple[bool, ...]
+
+    def join(self, tensors: Sequence[Tensor]) -> Any:
+        """The value that has these tensors."""
+        given = iter(tensors)
+        leaves = [
+            next(given) if is_tensor else constant
+            for is_tensor, constant in zip(self.tensors, self.constants, strict=True)
+        ]
+        return tree_unflatten(leaves, self.spec)
+
+
+def split(value: Any) -> tuple[Form, list[Tensor]] | None:
+    """A value's form and tensors; None where it holds what cannot be sent to other ranks."""
+    leaves, spec = tree_flatten(value)
+    if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
+        return None
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return Form(spec, constants, tuple(isinstance(leaf, Tensor) for leaf in leaves)), tensors
+
+
+def held(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
+    """All that modules have as attributes and buffers, but for parameters and other modules."""
+    found: dict[Key, Any] = {}
+    for name, module in modules.items():
+        for attribute, value in vars(module).items():
+            if attribute not in _INTERNAL:
+                found[name, attribute] = value
+        for attribute, buffer in module._buffers.items():
+            found[name, attribute] = buffer
+    return found
+
+
+Snapshot = dict[Key, tuple[Any, tuple[Any, ...]]]
+
+
+def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
+    """What `changes` compares with."""
+    return {key: (value, _state(value)) for key, value in held(modules).items()}
+
+
+def _state(value: Any) -> tuple[Any, ...]:
+    """What differs after a value was changed in place, as a list that was appended to."""
+    if isinstance(value, Tensor):
+        return (value, value._version)
+    if isinstance(value, list | tuple | dict):
+        leaves = tree_leaves(value)
+        return tuple((leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves)
+    return ()
+
+
+def changes(before: Snapshot, modules: Mapping[str, nn.Module]) -> list[Key]:
+    """The attributes and buffers that are others than they were."""
+    found: list[Key] = []
+    for key, value in held(modules).items():
+        old, state = before.get(key, (_MISSING, ()))
+        same = old is value or (isinstance(value, _CONSTANTS) and type(old) is type(value))
+        if same and isinstance(value, _CONSTANTS):
+            same = bool(old == value)
+        if not (same and _alike(state, _state(value))):
+            found.append(key)
+    return found
+
+
+def _alike(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    return len(old) == len(new) and all(
+        a is b or (isinstance(a, tuple) and a[0] is b[0] and a[1] == b[1]) or _equal(a, b)
+        for a, b in zip(old, new, strict=True)
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return isinstance(a, int) and isinstance(b, int) and a == b
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Afterwards a module's attributes and buffers, and lists and dicts in them, are as before."""
+    parts = list(module.modules())
+    attributes = [dict(vars(part)) for part in parts]
+    buffers = [dict(part._buffers) for part in parts]
+    values = {id(b): b.clone() for some in buffers for b in some.values() if b is not None}
+    contents = [
+        (value, type(value)(value))
+        for some in attributes
+        for name, value in some.items()
+        if name not in _INTERNAL and type(value) in (list, dict, set)
+    ]
+    try:
+        yield
+    finally:
+        for part, attributes_before, buffers_before in zip(parts, attributes, buffers, strict=True):
+            for name in set(vars(part)) - set(attributes_before):
+                object.__delattr__(part, name)
+            vars(part).update(attributes_before)
+            part._buffers.clear()
+            part._buffers.update(buffers_before)
+        with torch.no_grad():
+            for some in buffers:
+                for buffer in some.values():
+                    if buffer is not None and not buffer.is_meta:
+                        buffer.copy_(values[id(buffer)])
+        for value, content in contents:
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+
+class Reads:
+    """Notes which of the attributes `keys` are read while they are watched."""
+
+    def __init__(self) -> None:
+        self.found: set[Key] = set()
+
+    @contextmanager
+    def watching(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Let modules be of a class that notes reads of the attributes; afterwards of their own."""
+        wanted: dict[nn.Module, dict[str, list[Key]]] = {}
+        for key in keys:
+            wanted.setdefault(modules[key[0]], {}).setdefault(key[1], []).append(key)
+        classes = {module: type(module) for module in wanted}
+        try:
+            for module, attributes in wanted.items():
+                properties = {name: self._property(name, same) for name, same in attributes.items()}
+                kind = classes[module]
+                module.__class__ = type(kind.__name__, (kind,), properties)
+            yield
+        finally:
+            for module, kind in classes.items():
+                module.__class__ = kind
+
+    def _property(self, attribute: str, keys: Sequence[Key]) -> property:
+        def get(module: nn.Module) -> Any:
+            self.found.update(keys)
+            if attribute in vars(module):
+                return vars(module)[attribute]
+            if attribute in module._buffers:
+                return module._buffers[attribute]
+            raise AttributeError(f"{type(module).__name__!r} has no attribute {attribute!r}")
+
+        def put(module: nn.Module, value: Any) -> None:
+            if attribute in module._buffers:
+                module._buffers[attribute] = value
+            else:
+                vars(module)[attribute] = value
+
+        return property(get, put)
+
+
+def put(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
+    """Let a module have a value, in its buffer or as a plain attribute."""
+    module, attribute = modules[key[0]], key[1]
+    if attribute in module._buffers:
+        module._buffers[attribute] = value
+    else:
+        vars(module)[attribute] = value
+
+
+def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]:
+    """What a block has left. Raises BadInputError for what cannot travel between stages."""
+    found = split(_value(modules, key))
+    if found is None:
+        raise BadInputError(
+            f"block part {key[0]!r} leaves a {type(_value(modules, key)).__name__} in {key[1]!r}, "
+            "which is read outside of the block, and stages of a pipeline send each other tensors "
+            "and numbers, also in lists and dicts. Leave such, or use zero3."
+        )
+    return found
+
+
+def can_travel(modules: Mapping[str, nn.Module], key: Key) -> bool:
+    """Whether a value is made of tensors and constants."""
+    return split(_value(modules, key)) is not None
+
+
+def is_constant(value: Any) -> bool:
+    """Whether it is a number, a name or nothing, which is the same on all ranks."""
+    return isinstance(value, _CONSTANTS)
+
+
+def _value(modules: Mapping[str, nn.Module], key: Key) -> Any:
+    module, attribute = modules[key[0]], key[1]
+    return vars(module).get(attribute, module._buffers.get(attribute))

@@ -1,0 +1,398 @@
+"""Modules with one trap each for stages of pipelines, checkpoints, and losses of one's own.
+
+An entry `name(seed)` gives a module, its loss (None: the module's own), and a function that makes a
+batch of so many samples with a generator. Each loss is a mean over samples, or (sum, count), so
+that a batch that is cut must come to the loss and gradients of one process exactly. `MODULES` lists
+entries that have to come out right in every pipeline, `REFUSED` those that may be refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+Batch = Any
+LossFunction = Callable[[nn.Module, Any], Any]
+MakeBatch = Callable[[torch.Generator, int], Batch]
+Entry = tuple[nn.Module, LossFunction | None, MakeBatch]
+
+WIDTH, LAYERS, VOCAB, LENGTH = 6, 4, 11, 5
+
+
+def _squares(module: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return (module(inputs) - targets).square().mean()
+
+
+def _vectors(drawn: torch.Generator, samples: int) -> Batch:
+    inputs = torch.randn(samples, WIDTH, generator=drawn)
+    return inputs, torch.randn(samples, WIDTH, generator=drawn)
+
+
+def _tokens(drawn: torch.Generator, samples: int) -> Batch:
+    numbers = torch.randint(VOCAB, (samples, LENGTH + 1), generator=drawn)
+    return {"tokens": numbers[:, :-1], "targets": numbers[:, 1:]}
+
+
+class _Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(self.norm(x)))
+
+
+class _Stack(nn.Module):
+    """A stem, blocks that are called in order, and a head."""
+
+    def __init__(self, make: Callable[[], nn.Module] = _Block) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(make() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x)
+
+
+def _built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+class _LeavesAux(_Block):
+    """A loss of its own in `aux`, a number before the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = (self.up(x).square().sum(-1) - 1).square().sum()
+        return super().forward(x)
+
+
+def aux_on_blocks(seed: int) -> Entry:
+    """Blocks leave a loss on themselves, which the loss function adds up."""
+
+    def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        inputs, targets = batch
+        total = (module(inputs) - targets).square().sum()
+        layers: Any = module.layers
+        return total + 0.1 * sum(layer.aux for layer in layers), len(inputs)
+
+    return _built(seed, lambda: _Stack(_LeavesAux)), loss, _vectors
+
+
+class _InnerGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.balance: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        self.balance = {"loss": shares.square().sum(), "shares": [shares.detach()]}
+        return shares.amax(-1, keepdim=True)
+
+
+class _Gated(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = _InnerGate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x)) * self.gate(x)
+
+
+class _AddsBalance(_Stack):
+    def forward(self, x: Tensor) -> Any:
+        out = self.run(x)
+        gates = [layer.gate for layer in self.layers]  # type: ignore[union-attr]
+        extra = sum(gate.balance["loss"] for gate in gates)  # type: ignore[index,union-attr,misc]
+        return out, extra, sum(gate.balance["shares"][0].sum() for gate in gates)  # type: ignore[index,union-attr,misc]
+
+
+def aux_in_dicts_of_inner_modules(seed: int) -> Entry:
+    """Routers deep in blocks leave dicts, None before; the model's own forward adds them up."""
+
+    def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        inputs, targets = batch
+        out, extra, shares = module(inputs)
+        return (out - targets).square().sum() + 0.3 * extra + 0.01 * shares, len(inputs)
+
+    return _built(seed, lambda: _AddsBalance(_Gated)), loss, _vectors
+
+
+class _KeepsActivations(_Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        hidden = torch.tanh(self.up(x))
+        self.kept.append(hidden)
+        return x + hidden
+
+
+def activation_penalty(seed: int) -> Entry:
+    """Blocks keep activations in lists that they clear, and the loss punishes them."""
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        total = (module(inputs) - targets).square().mean()
+        layers: Any = module.layers
+        return total + 0.1 * sum(kept.square().mean() for layer in layers for kept in layer.kept)
+
+    return _built(seed, lambda: _Stack(_KeepsActivations)), loss, _vectors
+
+
+def loss_by_closure(seed: int) -> Entry:
+    """The loss refers to the module that it was made with, not to the one that it is given."""
+    module: Any = _built(seed, lambda: _Stack(_LeavesAux))
+
+    def loss(given: nn.Module, batch: Batch) -> tuple[Tensor, int]:
+        inputs, targets = batch
+        total = (given(inputs) - targets).square().sum()
+        return total + 0.1 * sum(layer.aux for layer in module.layers), len(inputs)
+
+    return module, loss, _vectors
+
+
+class _Checkpointed(_Stack):
+    def __init__(self, reentrant: bool, sequential: bool = False) -> None:
+        super().__init__()
+        self.reentrant, self.sequential = reentrant, sequential
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.sequential:
+            layers = list(self.layers)
+            x = checkpoint_sequential(layers, 2, x, use_reentrant=self.reentrant)
+        else:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def checkpoints_in_forward(seed: int) -> Entry:
+    """The model's forward calls each block through torch's checkpoint."""
+    return _built(seed, lambda: _Checkpointed(False)), _squares, _vectors
+
+
+def reentrant_checkpoints_in_forward(seed: int) -> Entry:
+    """The same with use_reentrant=True, whose function runs without a graph."""
+    return _built(seed, lambda: _Checkpointed(True)), _squares, _vectors
+
+
+def checkpoints_over_several_blocks(seed: int) -> Entry:
+    """Segments of blocks are one checkpoint each, so that a stage ends inside of one."""
+    return _built(seed, lambda: _Checkpointed(False, True)), _squares, _vectors
+
+
+class _Transposing(_Block):
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.tanh(self.up(x.transpose(0, 1).contiguous().transpose(0, 1)))
+        return (x + mixed).transpose(1, 2)
+
+
+class _Sequences(_Stack):
+    def forward(self, x: Tensor) -> Any:
+        return self.run(x.unsqueeze(1) + x.unsqueeze(2))
+
+
+def blocks_that_transpose(seed: int) -> Entry:
+    """Blocks whose outputs, and whose inputs' gradients, are not in the order of their memory."""
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return (module(inputs).mean(1) - targets).square().mean()
+
+    return _built(seed, lambda: _Sequences(_Transposing)), loss, _vectors
+
+
+class _Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor, count: int) -> Any:
+        state = torch.tanh(self.a(x) + state)
+        return {"x": x + self.b(state), "state": state, "rest": (None, count + 1)}
+
+
+class _TwoStreams(_Stack):
+    def __init__(self) -> None:
+        super().__init__(_Pairs)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        state, count = torch.zeros_like(x), 0
+        for layer in self.layers:
+            found = layer(x, state, count)
+            x, state, count = found["x"], found["state"], found["rest"][1]
+        return self.head(x + state) / count
+
+
+def blocks_that_return_dicts(seed: int) -> Entry:
+    """Two streams and a number go from block to block, in a dict."""
+    return _built(seed, _TwoStreams), _squares, _vectors
+
+
+class _MovingStem(_Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.stem(x)
+        if self.training:
+            self.mean: Tensor = self.mean.lerp(hidden.detach().mean(0), 0.1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def moving_buffer_in_stem(seed: int) -> Entry:
+    """A running average of the stem's output, which middle stages compute of NaN."""
+    return _built(seed, _MovingStem), _squares, _vectors
+
+
+class _OwnLoss(nn.Module):
+    """(logits, loss), with label smoothing and a term of the logits, in nanoGPT's manner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(_Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        if targets is None:
+            return logits, None
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2)
+        return logits, loss + 0.1 * logits.square().mean()
+
+
+def own_loss_with_terms(seed: int) -> Entry:
+    """The module returns its own loss, which is not the cross-entropy of its logits."""
+    return _built(seed, _OwnLoss), None, _tokens
+
+
+class _ListsOfLists(nn.Module):
+    """x-transformers' manner: an outer list of lists of a norm and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList((nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in self.layers:  # type: ignore[misc]
+            x = x + torch.tanh(layer(norm(x)))
+        return x
+
+
+def lists_of_lists(seed: int) -> Entry:
+    """The members of the largest ModuleList are lists, which nobody calls."""
+    return _built(seed, _ListsOfLists), _squares, _vectors
+
+
+def norm_of_all_parameters(seed: int) -> Entry:
+    """The loss goes through the parameters of all blocks."""
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in module.parameters())
+        return _squares(module, batch) + 0.01 * penalty
+
+    return _built(seed, _Stack), loss, _vectors
+
+
+class _AppendsToArgument(_Block):
+    def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
+        if found is not None:
+            found.append(self.up(x).square().mean())
+        return super().forward(x)
+
+
+class _Collects(_Stack):
+    def forward(self, x: Tensor) -> Any:
+        found: list[Tensor] = []
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, found)
+        return self.head(x), torch.stack(found).sum()
+
+
+def lists_as_arguments(seed: int) -> Entry:
+    """Blocks append to a list that they are given, on whichever stage they are."""
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        out, extra = module(inputs)
+        return (out - targets).square().mean() + extra
+
+    return _built(seed, lambda: _Collects(_AppendsToArgument)), loss, _vectors
+
+
+class _Hooked(_Stack):
+    """Collects what layers inside of blocks return by hooks, as transformers' routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        for layer in self.layers:
+            layer.up.register_forward_hook(self._see)  # type: ignore[union-attr,operator]
+
+    def _see(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen.append(output)
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.clear()
+        out = self.run(x)
+        return out, torch.stack([seen.square().mean() for seen in self.seen]).sum()
+
+
+def hooks_inside_of_blocks(seed: int) -> Entry:
+    """The model adds up what hooks collect inside of blocks."""
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        out, extra = module(inputs)
+        return (out - targets).square().mean() + extra
+
+    return _built(seed, _Hooked), loss, _vectors
+
+
+MODULES = (
+    aux_on_blocks,
+    aux_in_dicts_of_inner_modules,
+    activation_penalty,
+    loss_by_closure,
+    checkpoints_in_forward,
+    reentrant_checkpoints_in_forward,
+    checkpoints_over_several_blocks,
+    blocks_that_transpose,
+    blocks_that_return_dicts,
+    moving_buffer_in_stem,
+    own_loss_with_terms,
+)
+REFUSED = (norm_of_all_parameters, lists_as_arguments, hooks_inside_of_blocks, lists_of_lists)
