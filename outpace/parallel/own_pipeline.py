@@ -183,7 +183,9 @@ class OwnPipeline(Spread):
                     raise error.__cause__ from None
                 raise
         self._add_up_rest()
-        commit(self.objective)
+        for stage in self._stages.values():
+            for block in stage.blocks():
+                commit(block)
         self._look.settle_buffers()
         return totals
 

@@ -138,6 +138,10 @@ class OwnStage(nn.Module):
         """Those that are real here."""
         return iter(self._kept)
 
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that it runs."""
+        return [next(iter(self._parts[number].values())) for number in self.mine]
+
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
         """The modules in blocks, by their names in the model, with a dot behind a block's own."""
         return {name: part for number in blocks for name, part in self._parts[number].items()}
@@ -309,8 +313,10 @@ class OwnStage(nn.Module):
             # Cloned, for it may be changed in place.
             return message.form.join([tensor.clone() for tensor in message.tensors])
         if number < len(message.returned):
-            device = message.tensors[0].device
-            return tree_map(partial(_nan_of, device), message.returned[number])
+            device, form = message.tensors[0].device, message.returned[number]
+            if isinstance(form, Tensor):
+                return _nan_of(device, form)
+            return tree_map(partial(_nan_of, device), form)
         return _unknown(args, kwargs)
 
     def _follow(self, number: int) -> None:

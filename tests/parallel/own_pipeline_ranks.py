@@ -2,10 +2,10 @@
 
 python tests/parallel/forked.py 2 tests/parallel/own_pipeline_ranks.py CASE …
 
-A case is ENTRY:STRATEGY[:bf16], of `zoo.pipelines`. In fp32 over three steps of SGD with momentum
-and clipping: the loss and every gradient of each step, and the state after each, against one
-process that takes the micro-batches one after the other. Rank 0 prints by case how far they are
-apart, or what each rank refused.
+A case is ENTRY:STRATEGY of `zoo.pipelines`; `all` is each of its MODULES. In fp32 over three steps
+of SGD with momentum and clipping: the loss and every gradient of each step, and the state after
+each, against one process that takes the micro-batches one after the other. Rank 0 prints by case
+how far they are apart, or what each rank refused.
 """
 
 import json
@@ -107,10 +107,18 @@ def compare(case):
     return {"worst": worst}
 
 
+def cases():
+    """Those asked for; `all` stands for each entry of MODULES."""
+    for case in sys.argv[1:]:
+        entry, strategy = case.split(":")
+        names = [one.__name__ for one in pipelines.MODULES] if entry == "all" else [entry]
+        yield from (f"{name}:{strategy}" for name in names)
+
+
 def main():
     dist.init_process_group("gloo")
     found = {}
-    for case in sys.argv[1:]:
+    for case in cases():
         try:
             found[case] = compare(case)
         except BadInputError as refused:
@@ -121,7 +129,7 @@ def main():
     told = [None] * dist.get_world_size()
     dist.all_gather_object(told, found)
     if dist.get_rank() == 0:
-        print(json.dumps({case: [one[case] for one in told] for case in sys.argv[1:]}))
+        print(json.dumps({case: [one[case] for one in told] for case in found}))
     dist.destroy_process_group()
 
 

@@ -1,5 +1,8 @@
 """Stages of a person's forward, one process after the other: right, or caught."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,9 @@ from torch import nn
 from outpace.interop.own import OwnModel, OwnObjective
 from outpace.parallel.own_stage import OwnStage
 from outpace.records.errors import BadInputError
+
+RANKS = Path(__file__).with_name("own_pipeline_ranks.py")
+RIGHT = {"loss", "gradient", "norm", "state", "evaluation"}
 
 
 class Chain(nn.Module):
@@ -69,3 +75,42 @@ def test_what_a_stage_cannot_know_is_never_a_number(kind, ends):
 def test_blocks_out_of_order_are_refused():
     with pytest.raises(BadInputError, match=r"'layers\.2' where 'layers\.0' was to come"):
         through("reversed", [1])
+
+
+TRAPS = (
+    "aux_on_blocks:gpipe", "aux_in_dicts_of_inner_modules:zb", "activation_penalty:1f1b",
+    "loss_by_closure:zb", "checkpoints_in_forward:1f1b", "reentrant_checkpoints_in_forward:gpipe",
+    "reentrant_checkpoints_in_forward:zb", "checkpoints_over_several_blocks:zb",
+    "blocks_that_transpose:zb", "blocks_that_return_dicts:zbv", "moving_buffer_in_stem:zb",
+    "own_loss_with_terms:gpipe",
+)  # fmt: skip
+REFUSED = {
+    "norm_of_all_parameters:gpipe": "the loss goes through all parameters",
+    "lists_as_arguments:1f1b": "one process computes .* does not travel between stages",
+    "hooks_inside_of_blocks:zb": "one process computes .* does not travel between stages",
+    "lists_of_lists:gpipe": "makes NaN of its input",
+}
+STRATEGIES = ("mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(TRAPS, id="subset"),
+        *(pytest.param([f"all:{one}"], marks=pytest.mark.slow, id=one) for one in STRATEGIES),
+    ],
+)
+def test_modules_with_a_trap_equal_one_process_in_pipelines(cases, on_ranks):
+    for case, (first, *others) in on_ranks(2, RANKS, *cases).items():
+        assert set(first["worst"]) == RIGHT, (case, first)
+        for one in (first, *others):
+            wrong = {kind: worst for kind, worst in one["worst"].items() if not worst <= 1e-6}
+            assert not wrong, case
+
+
+@pytest.mark.gloo
+def test_what_does_not_travel_is_refused_by_every_rank(on_ranks):
+    for case, told in on_ranks(2, RANKS, *REFUSED).items():
+        for one in told:
+            assert re.search(REFUSED[case], one.get("refused", "")), (case, one)
