@@ -58,8 +58,9 @@ class FusedMasterAdamW:
         parameters: Sequence[nn.Parameter],
         states: Sequence[State],
         factor: Tensor | None,
+        addresses: tuple[int, ...],
     ) -> bool:
-        """One step of parameters of a group, each with a gradient of the same dtype.
+        """One step of parameters of a group, whose gradients lie at `addresses`.
 
         `states` have "master", "exp_avg", "exp_avg_sq" and "step", all on the device. `factor` (one
         number in fp32 there) multiplies the gradients. False where Triton cannot make the kernel,
@@ -68,7 +69,7 @@ class FusedMasterAdamW:
         if self._runs is False:
             return False
         try:
-            self._launch(group, parameters, states, factor)
+            self._launch(group, parameters, states, factor, addresses)
         except Exception as error:
             if self._runs:
                 raise
@@ -89,8 +90,9 @@ class FusedMasterAdamW:
         parameters: Sequence[nn.Parameter],
         states: Sequence[State],
         factor: Tensor | None,
+        addresses: tuple[int, ...],
     ) -> None:
-        table, gradient = self._table(parameters, states), parameters[0].grad
+        table, gradient = self._table(parameters, states, addresses), parameters[0].grad
         assert gradient is not None
         beta1, beta2 = group["betas"]
         _kernel()[(len(table.owners),)](
@@ -117,9 +119,13 @@ class FusedMasterAdamW:
             num_warps=8,
         )
 
-    def _table(self, parameters: Sequence[nn.Parameter], states: Sequence[State]) -> _Table:
+    def _table(
+        self,
+        parameters: Sequence[nn.Parameter],
+        states: Sequence[State],
+        gradients: tuple[int, ...],
+    ) -> _Table:
         key = tuple(map(id, parameters))
-        gradients = tuple(p.grad.data_ptr() for p in parameters)  # type: ignore[union-attr]
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = _make_table(parameters, states, gradients)
@@ -129,20 +135,34 @@ class FusedMasterAdamW:
         return table
 
 
-def takes(group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether the kernel is for these: plain CUDA tensors, and an AdamW that is fused."""
+def gradient_addresses(
+    group: dict[str, Any], parameters: Sequence[nn.Parameter]
+) -> tuple[int, ...] | None:
+    """Where gradients lie, if the kernel is for these; None where it is not.
+
+    It is for plain CUDA tensors, and an AdamW that is fused.
+    """
     if not group.get("fused") or group.get("amsgrad") or group.get("maximize"):
-        return False
+        return None
     if parameters[0].device.type != "cuda" or not has_triton():
-        return False
+        return None
     if any(type(parameter) is not nn.Parameter for parameter in parameters):
-        return False
+        return None
+    addresses = aligned_addresses(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    tensors = [*parameters, *gradients]
-    alike = len({p.dtype for p in parameters}) == 1 == len({g.dtype for g in gradients})
-    return alike and all(
-        one.is_contiguous() and one.data_ptr() % ALIGNED_BYTES == 0 for one in tensors
-    )
+    return None if addresses is None else aligned_addresses(gradients)
+
+
+def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """Addresses of tensors of one dtype, each in one piece that begins at a multiple of 16 bytes.
+
+    None of others.
+    """
+    if len({one.dtype for one in tensors}) != 1:
+        return None
+    addresses = tuple(one.data_ptr() for one in tensors)
+    fine = all(one.is_contiguous() for one in tensors)
+    return addresses if fine and not any(at % ALIGNED_BYTES for at in addresses) else None
 
 
 @cache
@@ -155,6 +175,8 @@ def _make_table(
     parameters: Sequence[nn.Parameter], states: Sequence[State], gradients: tuple[int, ...]
 ) -> _Table:
     device = parameters[0].device
+    for state in states:  # a kernel cannot read a count on the host, as other steps leave it
+        state["step"] = state["step"].to(device)
     names = ("master", "exp_avg", "exp_avg_sq", "step")
     fixed = [parameter.data_ptr() for parameter in parameters]
     for name in names:

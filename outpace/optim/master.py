@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.nn.spread import as_spread, is_spread, local
-from outpace.optim.fused_master import FusedMasterAdamW, takes
+from outpace.optim.fused_master import FusedMasterAdamW, gradient_addresses
 from outpace.optim.rounding import Noise
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import MASTER_PIECE_BYTES
@@ -95,10 +95,11 @@ class MasterWeights(OwnDtypes):
         self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
     ) -> bool:
         """Whether one kernel has stepped them."""
-        if self._fused is None or not takes(group, stepped):
+        addresses = None if self._fused is None else gradient_addresses(group, stepped)
+        if self._fused is None or addresses is None:
             return False
         states = [self._settled(parameter, group) for parameter in stepped]
-        return self._fused.step(group, stepped, states, factor)
+        return self._fused.step(group, stepped, states, factor, addresses)
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:

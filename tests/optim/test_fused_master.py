@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from outpace.optim.build import make_optimizer
-from outpace.optim.fused_master import BLOCK, has_triton, takes
+from outpace.optim.fused_master import (
+    BLOCK,
+    FusedMasterAdamW,
+    aligned_addresses,
+    gradient_addresses,
+    has_triton,
+)
 from outpace.records.settings import TrainSettings
 
 SHAPES = ((BLOCK + 3,), (7,), (64, 40), (2 * BLOCK,), (5, 1))
@@ -21,7 +27,7 @@ import json, os
 os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from torch import nn
-from outpace.optim.fused_master import FusedMasterAdamW
+from outpace.optim.fused_master import FusedMasterAdamW, aligned_addresses
 
 def differences(dtype, factor):
     torch.manual_seed(0)
@@ -39,7 +45,8 @@ def differences(dtype, factor):
             weight.grad_dtype, weight.grad = dtype, gradient
             master.grad = gradient.float() * (1.0 if factor is None else factor)
         adamw.step()
-        assert fused.step(options, weights, states, factor and torch.tensor(factor))
+        at = aligned_addresses([weight.grad for weight in weights])
+        assert fused.step(options, weights, states, factor and torch.tensor(factor), at)
     # The interpreter cuts bits off where a GPU rounds.
     same = all(torch.allclose(w.float(), s["master"], rtol=2**-7) for w, s in zip(weights, states))
     found = [(s["master"] - m.detach()).abs().max().item() for s, m in zip(states, masters)]
@@ -66,7 +73,7 @@ def test_without_the_kernel_torch_steps_and_it_is_said(monkeypatch):
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr("outpace.optim.fused_master._kernel", fails)
-    monkeypatch.setattr("outpace.optim.master.takes", lambda group, parameters: True)
+    monkeypatch.setattr("outpace.optim.master.gradient_addresses", _addresses_anywhere)
     with pytest.warns(UserWarning, match=r"C compiler\), so torch's own kernels"):
         tried = _trained(torch.device("cpu"), True, 1, False, monkeypatch)
     plain = _trained(torch.device("cpu"), False, 1, False, monkeypatch)
@@ -76,15 +83,55 @@ def test_without_the_kernel_torch_steps_and_it_is_said(monkeypatch):
 def test_other_devices_and_optimizers_are_not_taken():
     parameter = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
     parameter.grad = torch.zeros_like(parameter)
-    assert not takes({"fused": True}, [parameter])
-    assert not takes({"fused": False}, [parameter])
+    assert gradient_addresses({"fused": True}, [parameter]) is None
+    assert gradient_addresses({"fused": False}, [parameter]) is None
+    whole = torch.zeros(64)
+    assert aligned_addresses([whole, whole[16:]]) == (whole.data_ptr(), whole.data_ptr() + 64)
+    for other in (whole[1:], whole.view(8, 8).t(), whole.double()):
+        assert aligned_addresses([whole, other]) is None
+
+
+def _addresses_anywhere(group, parameters):
+    """As of a GPU, on any device."""
+    return aligned_addresses([parameter.grad for parameter in parameters])
+
+
+def test_gradients_are_asked_once_a_step_where_they_lie(monkeypatch):
+    """And states that lie on the host, as a step without the kernel leaves a count, are moved."""
+    launched, asked = [], []
+    monkeypatch.setattr("outpace.optim.fused_master._kernel", lambda: _Launched(launched))
+    monkeypatch.setattr("outpace.optim.fused_master._triton_dtype", str)
+    real = torch.Tensor.data_ptr
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda one: (asked.append(one), real(one))[1])
+    weights = [nn.Parameter(torch.randn(64).bfloat16()) for _ in range(3)]
+    names = ("master", "exp_avg", "exp_avg_sq", "step")
+    states = [{name: torch.zeros(64 if name != "step" else ()) for name in names} for _ in weights]
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    step = FusedMasterAdamW().step
+    for gradients in (kept := [torch.ones(64).bfloat16() for _ in weights], kept):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        asked.clear()
+        assert step(group, weights, states, None, _addresses_anywhere(group, weights))
+    assert len(asked) == len(weights) and len(launched) == 2
+    assert [float(state["step"]) for state in states] == [2.0, 2.0, 2.0]
+
+
+class _Launched:
+    """Takes a kernel's place, and notes its launches."""
+
+    def __init__(self, launched):
+        self._launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **settings: self._launched.append(grid)
 
 
 def _trained(device: torch.device, kernel: bool, parts: int, again: bool, monkeypatch) -> list:
     """Weights of 16 bits and masters after some steps."""
     torch.manual_seed(0)
     if not kernel:
-        monkeypatch.setattr("outpace.optim.master.takes", lambda group, parameters: False)
+        monkeypatch.setattr("outpace.optim.master.gradient_addresses", lambda *_: None)
     layers = nn.Sequential(nn.Linear(70, 90), nn.Linear(90, 33)).to(device, torch.bfloat16)
     settings = TrainSettings(lr=1e-2)
     make = partial(make_optimizer, name="adamw-fused", settings=settings, master_weights=True)
