@@ -13,21 +13,26 @@ parameter is, with the same values under any sharding by rows.
 """
 
 import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from outpace.nn.spread import as_spread, is_spread, local, splits
 from outpace.nn.torchao import torchao_module
 from outpace.optim.compiled import CompiledStep
-from outpace.optim.each import step_each
 from outpace.optim.rounding import Noise, drawn, rounded
 from outpace.optim.stored import OwnDtypes
 from outpace.planner.optimizer_bytes import Kept, block
 
 MOMENTS: dict[str, bool] = {"exp_avg": True, "exp_avg_sq": False}  # whether signed
+# Values of small parameters that are put together and stepped as one: a host takes as long to
+# launch a step of few values as of many. On a CPU as many as its caches hold.
+TOGETHER = {"cpu": 1 << 17, "cuda": 1 << 24}
+_FEW = 1 << 15  # values that take little memory in any model
 
 
 class Table:
@@ -68,6 +73,8 @@ class LowAdamW(OwnDtypes):
     weight by less still. `noise` is asked for the group's "number", which is the step's.
     `compiled`: step by kernels that torch.compile makes of the same operations. Sums of products
     may be rounded once rather than twice there; what is drawn is alike, and what shares a scale.
+
+    Small parameters are put together and stepped as one, with the same numbers.
     """
 
     def __init__(
@@ -117,53 +124,63 @@ class LowAdamW(OwnDtypes):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        step_each(self, self.initial_state, self._update)
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            for parameter in stepped:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.initial_state(parameter, group))
+            if not stepped:
+                continue
+            torch._foreach_add_([self.state[p]["step"] for p in stepped], 1)
+            for batch in _batches([self._part(p, group) for p in stepped]):
+                self._update(batch, group)
 
-    def _update(
-        self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> None:
+    def _part(self, parameter: nn.Parameter, group: dict[str, Any]) -> "_Part":
+        state = self.state[parameter]
         weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
         moments = tuple(self._moment(state, name) for name in MOMENTS)
-        rounds = {"exp_avg": moments[0][0], "exp_avg_sq": moments[1][0], "weight": weight}
-        noise = tuple(
-            self._noise.of(parameter, group["number"], what)
-            if held.dtype == torch.bfloat16
-            else None
-            for what, held in rounds.items()
-        )
-        numbers = _numbers(state["step"], group)
-        dense = (weight, gradient, *(one for moment in moments for one in moment[:2]))
-        if self._compiled is not None and all(one is None or one.is_contiguous() for one in dense):
-            self._step_compiled(weight, gradient, moments, noise, numbers, group)
-        else:
-            step_moments(weight, gradient, moments, noise, numbers, group["betas"], group["eps"])
+        return _Part(parameter, state["step"], weight, gradient, moments)
 
-    def _step_compiled(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        moments: tuple["Moment", ...],
-        noise: tuple[torch.Generator | None, ...],
-        numbers: tuple[Tensor, Tensor, Tensor],
-        group: dict[str, Any],
-    ) -> None:
-        """As `step_moments`, a row of each tensor being a block of values that share a scale."""
-        assert self._compiled is not None
-        scale = moments[0][1]
-        length = 1 if scale is None else weight.numel() // scale.numel()
-        random = tuple(
-            None if one is None else drawn(weight.shape, one, weight.device).view(-1, length)
-            for one in noise
+    def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
+        """What draws the numbers that a parameter's moments and weight are rounded by."""
+        held = {name: moment[0] for name, moment in zip(MOMENTS, part.moments, strict=True)}
+        return tuple(
+            self._noise.of(part.parameter, group["number"], what)
+            if kept.dtype == torch.bfloat16
+            else None
+            for what, kept in {**held, "weight": part.weight}.items()
         )
-        rows = tuple(
-            (held.view(weight.numel() // length, -1), None if s is None else s.view(-1, 1), table)
-            for held, s, table in moments
+
+    def _update(self, batch: list["_Part"], group: dict[str, Any]) -> None:
+        """Step parts of one kind, each with a row for each block of values that share a scale."""
+        first = batch[0]
+        numbers = _numbers(first.step, group)
+        random = [self._random(part, group) for part in batch]
+        if not first.is_dense or (len(batch) == 1 and self._compiled is None):
+            step_moments(first.weight, first.gradient, first.moments, random[0], numbers,
+                         group["betas"], group["eps"])  # fmt: skip
+            return
+        rows = [part.rows() for part in batch]
+        together = len(batch) > 1
+        weight, gradient, *held = (
+            torch.cat(each) if together else each[0] for each in zip(*rows, strict=True)
         )
-        kind = (length, weight.dtype, gradient.dtype, weight.device, group["betas"], group["eps"])
-        self._compiled(
-            kind, weight.view(-1, length), gradient.view(-1, length), rows, random, numbers,
-            group["betas"], group["eps"],
-        )  # fmt: skip
+        left = iter(held)
+        moments = tuple(
+            (next(left), None if scale is None else next(left), table)
+            for _, scale, table in first.moments
+        )
+        arguments = (weight, gradient, moments, _drawn(batch, random), numbers)
+        if self._compiled is None:
+            step_moments(*arguments, group["betas"], group["eps"])
+        else:
+            kind = (first.kind, group["betas"], group["eps"])
+            self._compiled(kind, *arguments, group["betas"], group["eps"])
+        if together:
+            weights, _, *kept = zip(*rows, strict=True)
+            sizes = [len(one) for one in weights]
+            for into, made in zip((weights, *kept), (weight, *held), strict=True):
+                torch._foreach_copy_(list(into), list(made.split(sizes)))
 
     def _moment(self, state: dict[str, Tensor], name: str) -> "Moment":
         held = local(state[name])
@@ -183,6 +200,90 @@ class LowAdamW(OwnDtypes):
 Moment = tuple[Tensor, Tensor | None, Table | None]
 # Random numbers, or what draws them, for a moment or weight of bf16.
 Randomness = torch.Generator | Tensor | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of a parameter is on this rank; `step` counts its steps."""
+
+    parameter: nn.Parameter
+    step: Tensor
+    weight: Tensor
+    gradient: Tensor
+    moments: tuple[Moment, ...]
+
+    @property
+    def length(self) -> int:
+        """Of values that share a scale."""
+        scale = self.moments[0][1]
+        return 1 if scale is None else self.weight.numel() // scale.numel()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all of it can be seen as rows."""
+        held = [one for moment in self.moments for one in moment[:2] if one is not None]
+        return all(one.is_contiguous() for one in (self.weight, self.gradient, *held))
+
+    @property
+    def kind(self) -> Hashable:
+        """What parts have in common that a compiled function is for."""
+        return (self.length, self.weight.dtype, self.gradient.dtype, self.weight.device)
+
+    def rows(self) -> list[Tensor]:
+        """Weight, gradient, and each moment with its scales, where it has such: views of rows."""
+        count = self.weight.numel() // self.length
+        seen = [self.weight.view(count, -1), self.gradient.view(count, -1)]
+        for held, scale, _ in self.moments:
+            seen += [held.view(count, -1)] + ([] if scale is None else [scale.view(-1, 1)])
+        return seen
+
+
+def _drawn(batch: list[_Part], random: list[tuple[Randomness, ...]]) -> tuple[Tensor | None, ...]:
+    """What is drawn for each part by what draws for it, all in rows; None where nothing is."""
+    found: list[Tensor | None] = []
+    for same in zip(*random, strict=True):
+        bits = [
+            drawn(part.weight.shape, one, part.weight.device).view(-1, part.length)
+            for part, one in zip(batch, same, strict=True)
+            if isinstance(one, torch.Generator)
+        ]
+        found.append(torch.cat(bits) if len(bits) > 1 else bits[0] if bits else None)
+    return tuple(found)
+
+
+def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
+    """Parts that are stepped at once: alike, and of as many steps. A large one is by itself.
+
+    Together they have at most half the values of the largest, whose step takes more memory then,
+    or few.
+    """
+    largest = max(part.weight.numel() for part in parts)
+    counts = _counts([part.step for part in parts])
+    waiting: dict[Hashable, list[_Part]] = {}
+    held: dict[Hashable, int] = {}
+    for part, count in zip(parts, counts, strict=True):
+        size = part.weight.numel()
+        if not size:  # another rank's
+            continue
+        most = min(TOGETHER.get(part.weight.device.type, 0), max(largest // 2, _FEW))
+        if size > most // 2 or not part.is_dense:
+            yield [part]
+            continue
+        kind = (part.kind, count)
+        if held.get(kind, 0) + size > most:
+            yield waiting.pop(kind)
+            held[kind] = 0
+        waiting.setdefault(kind, []).append(part)
+        held[kind] = held.get(kind, 0) + size
+    yield from waiting.values()
+
+
+def _counts(steps: list[Tensor]) -> list[float]:
+    """How many steps each parameter has had. Without memory there are none that differ."""
+    if isinstance(steps[0], FakeTensor) or steps[0].is_meta:
+        return [0.0] * len(steps)
+    counts: list[float] = torch.stack(steps).tolist()
+    return counts
 
 
 def step_moments(
