@@ -26,7 +26,7 @@ from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
 from outpace.parallel.batches import cut
 from outpace.parallel.offload import place_optimizer
-from outpace.parallel.own import lay_out
+from outpace.parallel.own import lay_out, synchronise_statistics
 from outpace.parallel.plain import (
     NarrowResults,
     floating_dtypes,
@@ -204,6 +204,7 @@ class PlannedRun:
         self._control = dist.new_group(backend="gloo")
         scratch = Scratch(folder)
         alone = Ranks() if plan.world_size == 1 else ranks
+        synchronise_statistics(trial.own, plan)
         self.layout = lay_out(objective, trial.own, plan, alone, CPU, scratch)
         self._optimizer = make_optimizer(
             self.layout.named_parameters(),

@@ -40,11 +40,12 @@ from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import hold_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
-from outpace.parallel import Layout, Request, apply
+from outpace.parallel import Layout, Pass, Request, apply
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later, parts_of
+from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.offload import lies_on, place_optimizer
-from outpace.parallel.own import apply_own_levers
+from outpace.parallel.own import apply_own_levers, synchronise_statistics
 from outpace.parallel.tensors import make_equal
 from outpace.planner.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError
@@ -182,7 +183,7 @@ def assemble(
     require_run_once(objective.model, plan.recomputes)
     scratch = Scratch(settings.offload_dir or job.run_dir.path)
     say = partial(tell, job.callbacks, "on_hint")
-    layout = _lay_out(job, objective, scratch, say)
+    layout, first = _lay_out(job, objective, scratch, say)
     wide_values = parts_of(layout, whole_values)
     del whole_values
     if job.materials.is_transformer and fills_later(plan):
@@ -235,6 +236,7 @@ def assemble(
         # Unknown code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
         at=job.doing.at,
+        look=None if first is None else partial(_look, first, layout, mixed),
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,
@@ -256,14 +258,17 @@ def assemble(
 
 def _lay_out(
     job: Job, objective: nn.Module, scratch: Scratch, say: Callable[[str], None]
-) -> Layout:
-    """The objective with the plan's levers, on its ranks. Collective."""
-    own, plan = job.materials.own, job.plan
+) -> tuple[Layout, FirstBatch | None]:
+    """The objective with the plan's levers, on its ranks; of a user's model a look. Collective."""
+    own, plan, first = job.materials.own, job.plan, None
     if own is not None:
+        synchronise_statistics(own, plan)
+        if job.settings.check == "on" and plan.world_size > 1:
+            first = FirstBatch(objective, plan, job.ranks, say, by_command=True)
         apply_own_levers(own, plan, scratch, say)
     else:
         apply_levers(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]
-    return apply(
+    layout = apply(
         Request(
             objective, plan, job.ranks, job.device, scratch=scratch,
             blocks=None if own is None else own.blocks,
@@ -274,6 +279,12 @@ def _lay_out(
             on_failure=say,
         )
     )  # fmt: skip
+    return layout, first
+
+
+def _look(first: FirstBatch, layout: Layout, mixed: Mixed, batches: list[Any]) -> None:
+    """Compare the first global batch with the plain module. Collective."""
+    first.look(layout, batches, Pass(mixed.cast))
 
 
 def _dropout(job: Job) -> float:

@@ -1,10 +1,11 @@
 """`outpace.parallelize`: a person's own module under a plan, in a training loop of their own."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,10 @@ from outpace.parallel.api import Batch, Layout, Pass, Request, divisor
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronise
 from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.leaving import leave_after_gloo
 from outpace.parallel.offload import place_optimizer
+from outpace.parallel.refusals import refusing_together
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import SCALED, WEIGHTS
 from outpace.records.plan import AXES, Plan
@@ -45,9 +48,16 @@ class Parallelized:
     """
 
     def __init__(
-        self, layout: Layout, plan: Plan, ranks: Ranks, device: torch.device, scratch: Scratch
+        self,
+        layout: Layout,
+        plan: Plan,
+        ranks: Ranks,
+        device: torch.device,
+        scratch: Scratch,
+        first_batch: FirstBatch | None = None,
     ) -> None:
         self.layout = layout
+        self._first_batch = first_batch
         self._scratch = scratch
         self.plan = plan
         self._ranks = ranks
@@ -61,7 +71,10 @@ class Parallelized:
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
-        return self._cut(batch, shares, "a global batch", f"{shares} data-parallel ranks")[number]
+        with refusing_together(self._ranks.world_size):
+            return self._cut(batch, shares, "a global batch", f"{shares} data-parallel ranks")[
+                number
+            ]
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """The mean loss over the global batch, given this rank's share of it.
@@ -69,13 +82,18 @@ class Parallelized:
         Takes the place of `loss.backward()`: afterwards every gradient is that of this mean.
         Gradients of before are dropped. The share goes through in the plan's micro-batches.
         """
-        for _, parameter in self.layout.named_parameters():
-            parameter.grad = None
-        averages = self.layout.averages
-        given = Pass(self._cast, scale=lambda loss_sum: loss_sum * averages)
-        totals = self._summed(self.layout.gradients(self._passes(batch), given))
-        self.layout.scale_gradients(1 / divisor(totals[1]))
-        return totals[0] / totals[1]
+        with refusing_together(self._ranks.world_size):
+            for _, parameter in self.layout.named_parameters():
+                parameter.grad = None
+            averages = self.layout.averages
+            given = Pass(self._cast, scale=lambda loss_sum: loss_sum * averages)
+            passes = self._passes(batch)
+            first, self._first_batch = self._first_batch, None
+            if first is not None:
+                first.look(self.layout, passes, given)
+            totals = self._summed(self.layout.gradients(passes, given))
+            self.layout.scale_gradients(1 / divisor(totals[1]))
+            return totals[0] / totals[1]
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that the whole model's is at most `max_norm` long.
@@ -96,16 +114,14 @@ class Parallelized:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """As `forward_backward`, without gradients, and with the model in evaluation mode."""
-        self._make_statistics_equal()
-        with _evaluating(self.layout.objective), torch.no_grad():
-            passes = self._passes(batch)
-            totals = self._summed(
-                torch.stack([self.layout.evaluate(part, Pass(self._cast)) for part in passes]).sum(
-                    0
-                )
-            )
-        self.layout.free_gathered()
-        return totals[0] / totals[1]
+        with refusing_together(self._ranks.world_size):
+            self._make_statistics_equal()
+            with _evaluating(self.layout.objective), torch.no_grad():
+                parts = self._passes(batch)
+                sums = [self.layout.evaluate(part, Pass(self._cast)) for part in parts]
+                totals = self._summed(torch.stack(sums).sum(0))
+            self.layout.free_gathered()
+            return totals[0] / totals[1]
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's state, by the names of the module as it was; on rank 0, else None."""
@@ -177,6 +193,7 @@ def parallelize(
     blocks: Blocks | None = None,
     layouts: Mapping[str, str] | None = None,
     sync_batchnorm: bool = False,
+    check: Literal["on", "off"] = "on",
 ) -> Parallelized:
     """Lay a module (already on its device) out as the plan says; every rank calls this.
 
@@ -199,16 +216,31 @@ def parallelize(
     "layers.*.o": "rowwise"}. None: what a transformers model says of itself.
 
     `sync_batchnorm`: replicas normalise by the statistics of all their samples together.
-    Raises BadInputError for what cannot be done.
+
+    `check`: before the first step's, forward and backward of its batch are compared with those of
+    the plain module: loss, and which parameters get which gradients. What differs is refused; where
+    only cutting the batch makes a difference, a warning says how large it is. "off" leaves it out.
+    Raises BadInputError for what cannot be done, on all ranks where one of them refuses.
     """
     _check(module, plan)
+    if check not in ("on", "off"):
+        raise BadInputError(f"check is {check!r}; use on or off")
     device = next(module.parameters()).device
     ranks = _ranks(plan, mesh, device)
     own = OwnModel(module, loss, blocks=blocks, layouts=layouts, sync_batchnorm=sync_batchnorm)
     objective = OwnObjective(build_own(lambda: own))
     scratch = Scratch()
-    layout = lay_out(objective, own, plan, ranks, device, scratch)
-    return Parallelized(layout, plan, ranks, device, scratch)
+    with refusing_together(ranks.world_size):
+        synchronise_statistics(own, plan)
+        first = None
+        if check == "on" and plan.world_size > 1:
+            first = FirstBatch(objective, plan, ranks, _warn, by_command=False)
+        layout = lay_out(objective, own, plan, ranks, device, scratch)
+    return Parallelized(layout, plan, ranks, device, scratch, first)
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, UserWarning, stacklevel=4)
 
 
 def lay_out(
@@ -222,7 +254,8 @@ def lay_out(
 ) -> Layout:
     """The objective of a user's model with the plan's levers, on its ranks. Collective.
 
-    `on_failure` is told why the model is not compiled where the compiler fails on it.
+    `synchronise_statistics` comes before. `on_failure` is told why the model is not compiled where
+    the compiler fails on it.
     """
     apply_own_levers(own, plan, scratch, on_failure)
     return apply(Request(objective, plan, ranks, device, own.blocks, own.layouts, scratch))
@@ -234,9 +267,13 @@ def apply_own_levers(
     scratch: Scratch,
     on_failure: Callable[[str], None] | None = None,
 ) -> None:
-    """What a plan says of the blocks of a user's model, and synchronised statistics."""
+    """What a plan says of the blocks of a user's model."""
     named = None if own.blocks is None else named_blocks(own.module, flat(own.blocks))
     apply_levers(own.module, plan, named, scratch, on_failure)
+
+
+def synchronise_statistics(own: OwnModel, plan: Plan) -> None:
+    """Let replicas normalise by all samples' statistics, where the user asks for it. Collective."""
     if own.sync_batchnorm and plan.data_parallel > 1:
         group = dist.new_group()
         assert group is not None

@@ -358,6 +358,12 @@ class TrainSettings(Record):
         "run", "go on from the newest whole checkpoint in --out; --resume DIR says both", False
     )
     seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
+    check: Literal["on", "off"] = _field(
+        "run",
+        "on: before step 1 of a model of your own on several processes, compare a batch with the "
+        "plain module, and refuse a strategy that computes something else",
+        "on",
+    )
     deterministic: bool = _field(
         "run",
         "on a GPU, only kernels that give the same bits each time, so that runs and resumed runs "

@@ -40,6 +40,7 @@ class Loop:
     device: torch.device
     at: Callable[..., None] = lambda what, limited=False: None  # says what begins
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
+    look: Callable[[list[Batch]], None] | None = None  # at the first step's batch, before it
     around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
     # Steps from one collection of garbage to the next; None: whenever Python wishes.
     collect_every: int | None = None
@@ -80,6 +81,11 @@ class Loop:
         self.at(f"step {step}", limited=True)
         self.stepper.begin()
         batches = next(self.steps)
+        if self.look is not None and step == self.start_step + 1:
+            self.at("the look at the first batch", limited=True)
+            self.look(batches)
+            self.stepper.begin()
+            self.at(f"step {step}", limited=True)
         seed_step(settings.seed, step, self.random_rank, self.device)
         rate = learning_rate(settings, step - 1, self.total_steps)
         with self.around(step, batches) if self.around else nullcontext():

@@ -1,0 +1,234 @@
+"""Before step 1 a strategy is compared with the plain module: faults are refused, state is kept."""
+
+import json
+import random
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import outpace
+from outpace.experiment.module_verify import plan_for_module
+from outpace.launch.forked_job import run_forked
+from outpace.records.errors import BadInputError
+
+pytestmark = pytest.mark.gloo
+
+SAMPLES = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("average", torch.zeros(6))
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.lerp_(x.mean((0, 1)), 0.1)
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def squares(module, batch):
+    return (module(batch[0]) - batch[1]).square().mean()
+
+
+def global_batch():
+    drawn = torch.Generator().manual_seed(1)
+    shape = (SAMPLES, 4)
+    return torch.randn(*shape, 5, generator=drawn), torch.randn(*shape, 3, generator=drawn)
+
+
+def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, **options):
+    """What each of two ranks said in a first step: warnings, the loss or the refusal, and more."""
+
+    def act(rank):
+        plan = plan_for_module(strategy, 2, SAMPLES)
+        said = {}
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always", UserWarning)
+            model = outpace.parallelize(make(), plan, loss=loss, **options)
+            if spoil is not None:
+                spoil(model.layout)
+            torch.manual_seed(7)
+            random.seed(7)
+            state = torch.get_rng_state()
+            before = {n: b.clone() for n, b in model.layout.model.named_buffers()}
+            given = model.layout.gradients
+            seen = []
+
+            def gradients(passes, how):
+                seen.append(
+                    torch.equal(state, torch.get_rng_state())
+                    and all(
+                        torch.equal(b, before[n]) for n, b in model.layout.model.named_buffers()
+                    )
+                )
+                return given(passes, how)
+
+            model.layout.gradients = gradients
+            try:
+                said["loss"] = float(model.forward_backward(model.share(global_batch())))
+            except BadInputError as error:
+                said["refused"] = str(error)
+        said["passes"], said["restored"] = len(seen), seen[-1]
+        said["warnings"] = [str(one.message) for one in heard if one.category is UserWarning]
+        (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
+
+    ends = run_forked(2, act, 120.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "hsdp", "1f1b"])
+def test_what_is_right_is_passed_and_nothing_is_moved(tmp_path, strategy):
+    for said in looked_at(tmp_path, strategy):
+        assert said["warnings"] == [] and "refused" not in said
+        assert said["passes"] == 2 and said["restored"]
+
+
+def test_it_is_left_out_on_demand(tmp_path):
+    for said in looked_at(tmp_path, "ddp", check="off"):
+        assert said["passes"] == 1
+
+
+def lose_a_gradient(layout):
+    for name, parameter in layout.named_parameters():
+        if name == "blocks.1.linear.weight":
+            parameter.register_hook(torch.zeros_like)
+
+
+def double_a_gradient(layout):
+    for name, parameter in layout.named_parameters():
+        if name == "blocks.1.linear.weight":
+            parameter.register_hook(lambda gradient: 2 * gradient)
+
+
+def drop_a_term(layout):
+    layout.objective.loss = squares
+
+
+def swap_buffers(layout):
+    blocks = layout.model.blocks
+    blocks[0].scale, blocks[1].scale = blocks[1].scale, blocks[0].scale
+
+
+class Scaled(Stack):
+    def __init__(self):
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.register_buffer("scale", torch.tensor(1.0 + number))
+            block.forward = None
+            block.__class__ = ScaledBlock
+            del block.forward
+
+
+class ScaledBlock(Block):
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+def swap_in_the_layout(layout):
+    """After the look has taken its copy's values, as a strategy that confuses buffers would."""
+    given = layout.gradients
+
+    def gradients(passes, how):
+        swap_buffers(layout)
+        return given(passes, how)
+
+    layout.gradients = gradients
+
+
+def with_term(module, batch):
+    return squares(module, batch) + sum(p.square().sum() for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("fault", "make", "loss", "words"),
+    [
+        (lose_a_gradient, Stack, squares, "blocks.1.linear.weight has no gradient"),
+        (double_a_gradient, Stack, squares, "blocks.1.linear.weight: 2 times"),
+        (drop_a_term, Stack, with_term, "the loss is"),
+        (swap_in_the_layout, Scaled, squares, "the loss is"),
+    ],
+)
+def test_planted_faults_are_refused_on_all_ranks(tmp_path, fault, make, loss, words):
+    for said in looked_at(tmp_path, "ddp", make, loss, fault):
+        assert said["refused"].startswith("strategy ddp does not compute what your module computes")
+        assert words in said["refused"] and 'check="off"' in said["refused"]
+
+
+def contrast(module, batch):
+    made = module(batch[0]).mean(1)
+    return nn.functional.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+class Normalised(Stack):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.head(self.norm(self.stem(x).transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "options"),
+    [(Stack, contrast, {}), (Normalised, squares, {}), (Normalised, squares, {"sync": True})],
+)
+def test_what_the_cut_changes_is_said_once_with_the_cure(tmp_path, make, loss, options):
+    sync = {"sync_batchnorm": True} if options else {}
+    first, second = looked_at(tmp_path, "zero2", make, loss, **sync)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert "when the batch is cut in two" in said and "(sum, count)" in said
+    assert ("larger micro-batches" if options else "sync_batchnorm=True") in said
+
+
+class Uncopied(Stack):
+    def __deepcopy__(self, memo):
+        raise TypeError("not me")
+
+
+def test_what_cannot_be_looked_at_is_said(tmp_path):
+    first, _ = looked_at(tmp_path, "ddp", Uncopied)
+    [said] = first["warnings"]
+    assert "was not compared with the plain module" in said and "cannot be copied" in said
+
+
+def test_when_one_rank_refuses_all_end_with_its_sentence(tmp_path):
+    """The other one waits in a collective."""
+
+    def loss(module, batch):
+        if dist.get_rank() == 0:
+            raise BadInputError("not these samples")
+        return squares(module, batch)
+
+    def act(rank):
+        model = outpace.parallelize(Stack(), plan_for_module("ring", 2, SAMPLES), loss=loss,
+                                    check="off")  # fmt: skip
+        model.forward_backward(model.share(global_batch()))
+
+    began_s = time.monotonic()
+    ends = run_forked(2, act, 60.0, tmp_path / "job")
+    assert [end.said for end in ends] == ["not these samples"] * 2
+    assert time.monotonic() - began_s < 30
