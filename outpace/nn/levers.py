@@ -26,6 +26,7 @@ from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp8 import apply_fp8
 from outpace.nn.kept_products import can_keep_products, keep_products
 from outpace.nn.offload import OnDisk, OnHost, offload_activations, require_place
+from outpace.nn.recomputed_buffers import BufferKeeper
 from outpace.nn.scratch import Scratch
 from outpace.records.compiled import compiled_region
 from outpace.records.errors import BadInputError
@@ -102,7 +103,9 @@ def apply_checkpointing(
     modes = [mode] * len(blocks) if isinstance(mode, str) else mode
     for block, own in zip(blocks, modes, strict=True):
         if own != "none":
-            checkpointed = partial(_checkpointed, block.forward, _options(own, block))
+            keeper = BufferKeeper(block)
+            kept = keeper.once if keeper.has_buffers and not isinstance(block, Block) else None
+            checkpointed = partial(_checkpointed, block.forward, _options(own, block), kept)
             alone = own == "selective" and not by_policy
             if alone and isinstance(block, Block) and not _draws(block):
                 checkpointed = partial(_kept_or_checkpointed, block, checkpointed)
@@ -133,10 +136,17 @@ def _draws(block: Block) -> bool:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    options: dict[str, Any],
+    once: Callable[[Callable[..., Any]], Callable[..., Any]] | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if once is not None and not torch.compiler.is_compiling():
+        forward = once(forward)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 

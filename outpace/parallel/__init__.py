@@ -9,7 +9,9 @@ from torch.distributed.distributed_c10d import _world
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.torch_versions import split_backward_refusal
 from outpace.parallel.api import Layout, Pass, Request
+from outpace.parallel.gradient_use import ranks_may_differ
 from outpace.parallel.offload import gathers, require, to_disk
+from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.tensors import make_equal
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
@@ -26,6 +28,8 @@ _FILES = {
     "cp": "context",
     "3d": "combined",
 }
+# Every rank has all of a model's buffers, and a share of the samples.
+_REPLICATED = ("ddp", "zero1", "zero2", "zero3", "hsdp", "ring", "horovod")
 # A person's own model is cut by the names of its parts.
 _OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 
@@ -52,6 +56,8 @@ def apply(request: Request) -> Layout:
     module = import_module(f"outpace.parallel.{file}")
     before = set(_world.pg_map)
     layout: Layout = module.apply(request)
+    if ranks_may_differ(request.objective) and strategy in _REPLICATED and plan.world_size > 1:
+        layout.buffers = SharedBuffers(layout.model, request.device)
     if plan.offload_parameters == "disk":
         assert request.scratch is not None
         to_disk(layout, request.scratch)

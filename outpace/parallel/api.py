@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from outpace.nn.scratch import Scratch
 from outpace.optim.build import Build, step_alone
 from outpace.optim.master import masters_within, rounded_from
+from outpace.parallel.shared_buffers import SharedBuffers
 from outpace.parallel.tensors import by_dtype, local, raise_to, square_sum, total_norm, whole
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -91,6 +92,7 @@ class Layout:
     averages: int = 1
     computes_on: torch.device | None = None
     shares_casts: bool = True  # whether micro-batches may use one cast of the weights
+    buffers: SharedBuffers | None = None  # of a user's module on data-parallel ranks
 
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
@@ -156,9 +158,14 @@ class Layout:
         """What of the run's state lies on this rank, to be saved, or filled from a checkpoint.
 
         The module with its weights and the optimizer with its state, None where it has none that
-        counts.
+        counts. Collective.
         """
+        self._make_buffers_equal()
         return self.model, optimizer
+
+    def _make_buffers_equal(self) -> None:
+        if self.buffers is not None:
+            self.buffers.make_equal()
 
     def go_on(self, start_step: int) -> None:
         """Called once, before the first step of this process: `start_step` are done already."""
@@ -169,6 +176,8 @@ class Layout:
         Returns (2,) float64: its share of the sum of losses and of the number of targets; the sum
         over all ranks is the global batch's. Afterwards every parameter's gradient is exchanged.
         """
+        if self.buffers is not None:
+            self.buffers.begin_step()
         totals = torch.zeros(2, dtype=_total_dtype(self._device()), device=self._device())
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
@@ -221,6 +230,7 @@ class Layout:
 
         The two totals are followed by the further sums that an objective with `sums` gives.
         """
+        self._make_buffers_equal()
         with given.cast():
             loss_sum, count, *sums = self.objective(batch)
         return totals_of(loss_sum, count, *sums)

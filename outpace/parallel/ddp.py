@@ -182,6 +182,7 @@ def _wrapped(request: Request) -> DistributedDataParallel:
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         bucket_cap_mb=plan.bucket_mib,
+        broadcast_buffers=not ranks_may_differ(request.objective),  # else see SharedBuffers
     )
     if plan.compile:
         return wrap()

@@ -19,7 +19,7 @@ from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
 from outpace.parallel.api import Batch, Layout, Pass, Request, divisor
 from outpace.parallel.batches import cut, samples_in
-from outpace.parallel.batchnorm import batch_norms, require_run_once, synchronise
+from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import flat, named_blocks
 from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.leaving import leave_after_gloo
@@ -115,7 +115,6 @@ class Parallelized:
     def evaluate(self, batch: Batch) -> Tensor:
         """As `forward_backward`, without gradients, and with the model in evaluation mode."""
         with refusing_together(self._ranks.world_size):
-            self._make_statistics_equal()
             with _evaluating(self.layout.objective), torch.no_grad():
                 parts = self._passes(batch)
                 sums = [self.layout.evaluate(part, Pass(self._cast)) for part in parts]
@@ -162,14 +161,6 @@ class Parallelized:
         if self.plan.precision != "bf16":
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
-
-    @torch.no_grad()
-    def _make_statistics_equal(self) -> None:
-        """Replicas evaluate with rank 0's moving averages, as DistributedDataParallel's do."""
-        if self.plan.data_parallel > 1:
-            for part in batch_norms(self.layout.model).values():
-                for buffer in part.buffers(recurse=False):
-                    dist.broadcast(buffer, 0)
 
 
 @contextmanager

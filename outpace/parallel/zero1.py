@@ -54,6 +54,7 @@ class SharedStates(Replicas):
         `ZeroRedundancyOptimizer.state_dict` would gather everything on one rank, by numbers.
         """
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
+        self._make_buffers_equal()
         within: torch.optim.Optimizer = optimizer.optim
         steps = any(group["params"] for group in within.param_groups)
         return self.model, within if steps else None

@@ -15,7 +15,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo.data_parallel import MODULES
+from zoo.data_parallel import MODULES, RUNNING
 
 import outpace
 from outpace.parallel.tensors import whole
@@ -42,9 +42,37 @@ def apart(found, expected):
     return distance if distance == distance else float("inf")  # no maximum forgets NaN then
 
 
+def with_first_buffers(loss, alone, batch, shares):
+    """The mean of the shares' losses, each from the same buffers, of which the first's are kept."""
+
+    def put(buffers):
+        for name, buffer in buffers.items():
+            part, _, leaf = name.rpartition(".")
+            alone.get_submodule(part)._buffers[leaf] = buffer.clone()
+
+    before = {name: buffer.clone() for name, buffer in alone.named_buffers()}
+    losses, kept = [], None
+    for share in zip(*(tensor.chunk(shares) for tensor in batch), strict=True):
+        put(before)
+        losses.append(loss(alone, share))
+        kept = kept or {name: buffer.clone() for name, buffer in alone.named_buffers()}
+    put(kept)
+    return sum(losses) / shares
+
+
+def gradients_of(laid, alone):
+    """Pairs of gradients, found and expected; raises AssertionError where only one has one."""
+    expected = {own: p.grad for own, p in alone.named_parameters()}
+    for own, parameter in laid.named_parameters():
+        found, wanted = parameter.grad, expected[own]
+        assert (found is None) == (wanted is None), own
+        if found is not None:
+            yield whole(found), wanted
+
+
 def compare(case):
     name, strategy, *options = case.split(":")
-    entry = next(one for one in MODULES if one.__name__ == name)
+    entry = next(one for one in (*MODULES, *RUNNING) if one.__name__ == name)
     module, loss, draw = entry(3)
     alone, _, _ = entry(3)
     expected = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1)
@@ -62,15 +90,14 @@ def compare(case):
     for _ in range(STEPS):
         batch = draw(drawn, SAMPLES)
         expected.zero_grad()
-        total = loss(alone, batch)
+        if entry in RUNNING:
+            total = with_first_buffers(loss, alone, batch, dist.get_world_size())
+        else:
+            total = loss(alone, batch)
         total.backward()
         see("loss", laid.forward_backward(laid.share(batch)), total)
-        gradients = {own: p.grad for own, p in alone.named_parameters()}
-        for own, parameter in laid.named_parameters():
-            if gradients[own] is None or parameter.grad is None:
-                assert parameter.grad is None and gradients[own] is None, f"{case}: {own}"
-            else:
-                see("gradient", whole(parameter.grad), gradients[own])
+        for found, wanted in gradients_of(laid, alone):
+            see("gradient", found, wanted)
         see("norm", laid.clip_grad_norm(CLIP), nn.utils.clip_grad_norm_(alone.parameters(), CLIP))
         optimizer.step()
         expected.step()
@@ -79,8 +106,6 @@ def compare(case):
             assert set(state) == set(alone.state_dict())
             for own, tensor in alone.state_dict().items():
                 see("state", state[own], tensor)
-        if "noeval" in options:
-            continue
         evaluated = laid.evaluate(laid.share(batch))
         alone.eval()
         see("evaluation", evaluated, loss(alone, batch))

@@ -1,5 +1,6 @@
 """Modules of one's own with a trap each, under strategies that reduce gradients over ranks."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,30 @@ def test_groups_of_replicas_keep_the_order_of_all_ranks(on_ranks):
     assert_equal(
         on_ranks(4, RANKS, *cases("layers_dropped_by_rank experts_without_tokens", "hsdp"))
     )
+
+
+@pytest.mark.gloo
+def test_buffers_are_those_of_rank_0_in_every_strategy(on_ranks):
+    """Each step begins with them, as does an evaluation; recomputing moves none twice."""
+    named = "running_averages_in_the_forward"
+    chosen = [*cases(named, "ddp ring zero1 zero2 zero3"), *cases(named, "zero3", "checkpointing")]
+    chosen += cases("buffer_counts_calls", "ddp zero3", "checkpointing")
+    assert_equal(on_ranks(2, RANKS, *chosen))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_runs_with_running_buffers_resume_bit_for_bit(strategy, on_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("ZOO_ENTRY", "running_averages_in_the_forward")
+    monkeypatch.setenv("PYTHONPATH", str(RANKS.parent), prepend=":")
+    words = [
+        "--model", f"{RANKS.parent / 'zoo' / 'data_parallel_build.py'}:build", "--steps", 4,
+        "--strategy", strategy, "--global-batch", 8, "--lr", 0.01, "--save-every", 2, "--json",
+        "--eval-batches", 1, "--precision", "fp32", "--device", "cpu", "--out", tmp_path / "run",
+    ]  # fmt: skip
+    on_ranks(2, "outpace", "train", *words)
+    whole = (tmp_path / "run" / "model").rename(tmp_path / "whole")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    on_ranks(2, "outpace", "train", "--resume", tmp_path / "run", "--json")
+    resumed = tmp_path / "run" / "model" / "model.safetensors"
+    assert resumed.read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -240,6 +240,35 @@ def buffer_counts_calls(seed: int) -> Entry:
     return _Counting(), _squares, _vectors
 
 
+class _Averaging(nn.Module):
+    """Divides by a running average, which it moves, and counts in a buffer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.average: Tensor
+        self.calls: Tensor
+        self.register_buffer("average", torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x)) * self.scale
+        if self.training:
+            self.average.mul_(0.9).add_(y.detach().abs().mean(0), alpha=0.1)
+            self.calls = self.calls + 1
+        return x + y / (self.average + 0.1 / self.calls.clamp(min=1))
+
+
+def running_averages_in_the_forward(seed: int) -> Entry:
+    """Running averages of a rank's own samples, by which the forward divides.
+
+    What one process would have of the whole batch differs by construction: rank 0's count.
+    """
+    torch.manual_seed(seed)
+    return nn.Sequential(*[_Averaging() for _ in range(3)]), _squares, _vectors
+
+
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -360,3 +389,6 @@ MODULES: tuple[Callable[[int], Entry], ...] = (
     parameters_not_contiguous,
     experts_with_their_own_loss,
 )
+
+# Whose buffers are of the samples that a rank has seen: equal to a process with rank 0's buffers.
+RUNNING: tuple[Callable[[int], Entry], ...] = (running_averages_in_the_forward,)

@@ -1,0 +1,88 @@
+"""Buffers that a block's forward changes, where the backward runs the forward again.
+
+A recomputation has to see the buffers (running averages, counters) that the forward saw, and must
+not move them a second time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from outpace.records.errors import BadInputError
+
+_Place = tuple[nn.Module, str]
+
+
+class BufferKeeper:
+    """Keeps what a block's forward changes of its buffers, from the first forward on."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._kind = type(block).__name__
+        self._places = [
+            (part, name)
+            for part in block.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        self._moving: set[_Place] | None = None  # None: no forward has been seen
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there is anything to keep."""
+        return bool(self._places)
+
+    def once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that changes buffers when it is called first, and not when it is recomputed."""
+        before: dict[_Place, Tensor] | None = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal before
+            if before is not None:
+                return self._again(before, forward, args, kwargs)
+            copies = {place: _held(place).clone() for place in self._to_copy()}
+            versions = {place: (_held(place), _held(place)._version) for place in self._places}
+            output = forward(*args, **kwargs)
+            moved = {place for place, seen in versions.items() if _moved(place, *seen)}
+            self._note(moved)
+            before = {place: copies[place] for place in moved}
+            return output
+
+        return run
+
+    def _to_copy(self) -> list[_Place]:
+        return self._places if self._moving is None else list(self._moving)
+
+    def _note(self, moved: set[_Place]) -> None:
+        late = set() if self._moving is None else moved - self._moving
+        if late:
+            _, name = next(iter(late))
+            raise BadInputError(
+                f"the forward of {self._kind} changes its buffer {name!r} now, which it did not in "
+                "its first call, and checkpointing would change it twice. Use checkpointing none."
+            )
+        self._moving = (self._moving or set()) | moved
+
+    def _again(
+        self, before: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """A recomputation, on copies of what was there before the forward."""
+        now = {place: _held(place) for place in before}
+        for (part, name), buffer in before.items():
+            part._buffers[name] = buffer.clone()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for (part, name), buffer in now.items():
+                part._buffers[name] = buffer
+
+
+def _held(place: _Place) -> Tensor:
+    part, name = place
+    buffer = part._buffers[name]
+    assert buffer is not None
+    return buffer
+
+
+def _moved(place: _Place, seen: Tensor, version: int) -> bool:
+    return _held(place) is not seen or seen._version != version

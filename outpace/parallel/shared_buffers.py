@@ -1,0 +1,95 @@
+"""One rule for the buffers of a user's module on data-parallel ranks: rank 0's count.
+
+Every step, evaluation and checkpoint begins with rank 0's, as under DistributedDataParallel, so
+that a run does not depend on when it is evaluated or saved, and a checkpoint has what any rank
+would go on with. Only buffers that a forward changes are sent: running averages and counters, not
+masks and tables. Which they are ranks tell each other after the first step, and again before each
+evaluation and checkpoint, for a forward may change others later.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outpace.parallel.tensors import by_dtype, joined, spread
+
+
+class SharedBuffers:
+    """Keeps the buffers of `module` equal over the ranks of `group`."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._module, self._device, self._group = module, device, group
+        self._names = [name for name, _ in module.named_buffers()]
+        self._shared: set[str] | None = None  # None: not agreed on yet
+        self._trained = False  # since buffers were equal
+        self._seen = {name: (buffer, buffer._version) for name, buffer in self._held()}
+
+    def begin_step(self) -> None:
+        """Before the forward of a step. Collective."""
+        if self._trained:
+            if self._shared is None:
+                self._agree()
+            self._send()
+        self._trained = True
+
+    def make_equal(self) -> None:
+        """Before an evaluation or a checkpoint. Collective."""
+        if self._trained:
+            self._agree()
+            self._send()
+        self._trained = False
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that were there at first."""
+        found = dict(self._module.named_buffers())
+        for name in self._names:
+            if name in found:
+                yield name, found[name]
+
+    def _agree(self) -> None:
+        """Share what has changed on any rank. Collective."""
+        if not self._names:
+            self._shared = set()
+            return
+        saved = self._saved()
+        flags = torch.zeros(len(self._names), dtype=torch.uint8)
+        held = dict(self._held())
+        for number, name in enumerate(self._names):
+            first, version = self._seen[name]
+            buffer = held.get(name, first)
+            # What is not saved and made anew each time is a cache, of whatever length.
+            changed = buffer._version != version if buffer is first else name in saved
+            flags[number] = changed
+        flags = flags.to(self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        found = {n for n, flag in zip(self._names, flags.tolist(), strict=True) if flag}
+        self._shared = found | (self._shared or set())
+
+    def _saved(self) -> set[str]:
+        """The names of the buffers that a state has."""
+        return {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, part in self._module.named_modules()
+            for name in part._buffers.keys() - part._non_persistent_buffers_set
+        }
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """Give all ranks rank 0's. Collective."""
+        assert self._shared is not None
+        held = [_as_numbers(b) for name, b in self._held() if name in self._shared and b.numel()]
+        for alike in by_dtype(held):
+            message = joined(alike)
+            dist.broadcast(message, group=self._group, group_src=0)
+            spread(message, alike)
+
+
+def _as_numbers(buffer: Tensor) -> Tensor:
+    """A view of which the values can be sent."""
+    if buffer.is_complex():
+        return torch.view_as_real(buffer)
+    return buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
