@@ -113,7 +113,7 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     Buffers that are exchanged for others in the meantime are put back, too.
     """
     kept = [
-        (part, name, buffer, buffer.detach().clone())
+        (part, name, buffer, buffer._version, buffer.detach().clone())
         for part in module.modules()
         for name, buffer in part._buffers.items()
         if buffer is not None
@@ -123,8 +123,11 @@ def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for part, name, buffer, values in kept:
-                buffer.copy_(values)
+            for part, name, buffer, version, values in kept:
+                if (
+                    buffer._version != version
+                ):  # else SharedBuffers would take it for one that moves
+                    buffer.copy_(values)
                 part._buffers[name] = buffer
         set_random_state(drawn, device)
         for parameter in module.parameters():

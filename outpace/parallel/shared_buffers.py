@@ -3,7 +3,7 @@
 Every step, evaluation and checkpoint begins with rank 0's, as under DistributedDataParallel, so
 that a run does not depend on when it is evaluated or saved, and a checkpoint has what any rank
 would go on with. Only buffers that a forward changes are sent: running averages and counters, not
-masks and tables. Which they are ranks tell each other after the first step, and again before each
+masks and tables. Which they are ranks tell each other after the first steps, and again before each
 evaluation and checkpoint, for a forward may change others later.
 """
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from outpace.parallel.tensors import by_dtype, joined, spread
 
+_FIRST_STEPS = 2  # one of which may be a look at the first batch, which puts buffers back
+
 
 class SharedBuffers:
     """Keeps the buffers of `module` equal over the ranks of `group`."""
@@ -24,17 +26,19 @@ class SharedBuffers:
     ) -> None:
         self._module, self._device, self._group = module, device, group
         self._names = [name for name, _ in module.named_buffers()]
-        self._shared: set[str] | None = None  # None: not agreed on yet
+        self._shared: set[str] = set()
+        self._steps = 0
         self._trained = False  # since buffers were equal
         self._seen = {name: (buffer, buffer._version) for name, buffer in self._held()}
 
     def begin_step(self) -> None:
         """Before the forward of a step. Collective."""
         if self._trained:
-            if self._shared is None:
+            if self._steps <= _FIRST_STEPS:
                 self._agree()
             self._send()
         self._trained = True
+        self._steps += 1
 
     def make_equal(self) -> None:
         """Before an evaluation or a checkpoint. Collective."""
@@ -53,7 +57,6 @@ class SharedBuffers:
     def _agree(self) -> None:
         """Share what has changed on any rank. Collective."""
         if not self._names:
-            self._shared = set()
             return
         saved = self._saved()
         flags = torch.zeros(len(self._names), dtype=torch.uint8)
@@ -66,8 +69,8 @@ class SharedBuffers:
             flags[number] = changed
         flags = flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        found = {n for n, flag in zip(self._names, flags.tolist(), strict=True) if flag}
-        self._shared = found | (self._shared or set())
+        flagged = zip(self._names, flags.tolist(), strict=True)
+        self._shared.update(name for name, flag in flagged if flag)
 
     def _saved(self) -> set[str]:
         """The names of the buffers that a state has."""
@@ -80,7 +83,6 @@ class SharedBuffers:
     @torch.no_grad()
     def _send(self) -> None:
         """Give all ranks rank 0's. Collective."""
-        assert self._shared is not None
         held = [_as_numbers(b) for name, b in self._held() if name in self._shared and b.numel()]
         for alike in by_dtype(held):
             message = joined(alike)

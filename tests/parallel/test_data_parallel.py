@@ -93,3 +93,10 @@ def test_runs_with_running_buffers_resume_bit_for_bit(strategy, on_ranks, tmp_pa
     on_ranks(2, "outpace", "train", "--resume", tmp_path / "run", "--json")
     resumed = tmp_path / "run" / "model" / "model.safetensors"
     assert resumed.read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.mark.gloo
+def test_only_buffers_that_move_are_sent(on_ranks):
+    """Masks and tables are not, though the look at the first batch puts all buffers back."""
+    names = on_ranks(2, RANKS.with_name("shared_buffers_ranks.py"))
+    assert names == {"ddp": ["0.average", "0.calls"], "zero3": ["0.average", "0.calls"]}
