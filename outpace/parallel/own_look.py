@@ -84,10 +84,10 @@ class Look:
             except Exception as raised:
                 error = raised
         seen = self._gathered(found, error)
+        self._settle(seen, taken, outputs)
         if not self._compared:
             self._compare(batch, given, outputs)
             self._compared = True
-        self._settle(seen, taken, outputs)
 
     @contextmanager
     def _apart_from_training(self) -> Iterator[None]:
@@ -194,12 +194,15 @@ class Look:
             staged = outputs[last]
             assert isinstance(staged, Tensor)
             whole = self._whole(batch, given)
+            inside = None if whole is None else _lent_in(whole)
             differs = whole is not None and _difference(staged, whole) > self._tolerance(given)
             if self._told(differs):  # what draws other numbers each time cannot be compared
                 again = self._whole(batch, given)
                 if whole is not None and again is not None:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
                     refusal = _say(staged, whole) if apart > 2 * repeated else None
+            if refusal is None and inside is not None:
+                refusal = _say_inside(inside)
         refusal = self._told(refusal)
         if refusal is not None:
             raise BadInputError(refusal)
@@ -230,7 +233,7 @@ class Look:
                 yield
                 return
             parts = stage.modules_of(range(number, number + 1))
-            with _filled(parts, self._received_tensors(number)):
+            with _filled(self._names[number], parts, self._received_tensors(number)):
                 yield
 
         found: Tensor | None
@@ -365,21 +368,51 @@ def require_sendable(message: Message, name: str) -> None:
 
 def _difference(one: Tensor, other: Tensor) -> float:
     """Between two means, relative to the larger; 0 where one process has no finite one."""
-    a, b = (float(totals[0] / totals[1]) for totals in (one.double(), other.double()))
+    a, b = (float(totals[0] / totals[1]) for totals in _detached(one, other))
     if not math.isfinite(b):
         return 0.0
     return abs(a - b) / max(abs(a), abs(b), 1e-30)
 
 
+def _detached(*totals: Tensor) -> list[Tensor]:
+    return [part.detach().double() for part in totals]
+
+
+_ADVICE = (
+    "the forward or the loss takes something from blocks that does not travel between stages (what "
+    "hooks collect inside of blocks, lists that blocks append to, router logits, all parameters). "
+    "Let blocks return it, or leave it on themselves (self.aux = …), or use zero3."
+)
+
+
 def _say(staged: Tensor, whole: Tensor) -> str:
-    a, b = (float(totals[0] / totals[1]) for totals in (staged.double(), whole.double()))
+    a, b = (float(totals[0] / totals[1]) for totals in _detached(staged, whole))
     return (
         f"as a pipeline the loss of the first micro-batch is {a:.6g}, but one process computes "
-        f"{b:.6g} of the same weights: the forward or the loss takes something from blocks that "
-        "does not travel between stages (what hooks collect inside of blocks, lists that blocks "
-        "append to, router logits, all parameters). Let blocks return it, or leave it on "
-        "themselves (self.aux = …), or use zero3."
+        f"{b:.6g} of the same weights: {_ADVICE}"
     )
+
+
+def _say_inside(name: str) -> str:
+    return f"as a pipeline the loss would lose a part of {name}'s gradient: {_ADVICE}"
+
+
+def _lent_in(totals: Tensor) -> str | None:
+    """A lent parameter in the graph of a loss, where blocks' outputs are cut off, if there is any.
+
+    Such a loss depends on it by another way than what its block returns and leaves.
+    """
+    waiting, done = [totals.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        lent: str | None = getattr(getattr(node, "variable", None), "lent_as", None)
+        if lent is not None:
+            return lent
+        waiting.extend(following for following, _ in node.next_functions)
+    return None
 
 
 def _tensors_of(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
@@ -394,18 +427,22 @@ def _tensors_of(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 @contextmanager
-def _filled(parts: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let a block have these parameters and buffers for a while."""
+def _filled(name: str, parts: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Let a block of this name have these parameters and buffers for a while."""
     block = next(iter(parts.values()))
     places = _tensors_of(block)
-    for (part, name, old), tensor in zip(places, tensors, strict=True):
-        setattr(part, name, nn.Parameter(tensor, False) if name in part._parameters else tensor)
-        assert old.shape == tensor.shape
+    for (part, attribute, old), tensor in zip(places, tensors, strict=True):
+        if attribute in part._parameters:
+            parameter = nn.Parameter(tensor.detach(), old.requires_grad)
+            parameter.lent_as = f"{name} ({attribute} of a {type(part).__name__})"  # type: ignore[attr-defined]
+            setattr(part, attribute, parameter)
+        else:
+            setattr(part, attribute, tensor)
     try:
         yield
     finally:
-        for part, name, old in places:
-            setattr(part, name, old)
+        for part, attribute, old in places:
+            setattr(part, attribute, old)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

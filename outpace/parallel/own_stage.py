@@ -217,10 +217,14 @@ class OwnStage(nn.Module):
         return found, reads.found, moved
 
     def look_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
-        """The totals of one process; within `borrow(number)` a block has its parameters."""
+        """The totals of one process; within `borrow(number)` a block has its parameters.
+
+        Their graph goes no further back than blocks' outputs, and values that travel.
+        """
         self._borrow, self._looks = borrow, True
         try:
-            found = self.run(batch, None)
+            with torch.enable_grad():
+                found = self.run(batch, None)
         finally:
             self._borrow, self._looks = None, False
         assert isinstance(found, Tensor)
@@ -276,7 +280,7 @@ class OwnStage(nn.Module):
         self._seed(2 * number)
         if self._borrow is not None:
             with self._borrow(number):
-                output = forward(*args, **kwargs)
+                output = self._cut_off(number, forward(*args, **kwargs))
         elif number in self.mine:
             output = forward(*args, **kwargs)
         else:
@@ -289,6 +293,15 @@ class OwnStage(nn.Module):
         if number + 1 == self.mine.stop and not self.last:
             raise Leaving(output, self._names[number])
         return output
+
+    def _cut_off(self, number: int, output: Any) -> Any:
+        """What a block returns, out of its graph; so is what it leaves for this stage to read."""
+        parts = self._parts[number]
+        for key in () if self.taken is None else self.taken.values:
+            if key[0] in parts:
+                form, tensors = get(parts, key)
+                put(parts, key, form.join([tensor.detach() for tensor in tensors]))
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
     def _visit_again(
         self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any

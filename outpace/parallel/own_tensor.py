@@ -90,8 +90,14 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
             'no tp_plan. Give layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}, '
             "or use zero3, which splits any parameters."
         )
-    modules = dict(model.named_modules())
-    holders = Counter(id(p) for part in modules.values() for p in part._parameters.values())
+    found = _given(model, table, ranks) if given is not None else _brought(model, table, ranks)
+    _check_heads(model, ranks)
+    return found
+
+
+def _given(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """The user's layouts, all of which have to fit."""
+    modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
     for pattern, layout in table.items():
         if layout not in LAYOUTS:
@@ -100,7 +106,7 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
                 f"{nearest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}. Or use zero3."
             )
         names = [name for name in modules if _matches(name, pattern)]
-        if not names and given is not None:
+        if not names:
             raise BadInputError(
                 f"layouts names {pattern!r}, but {type(model).__name__} has no such part."
                 f"{nearest(pattern, modules)}"
@@ -108,8 +114,44 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
         for name in names:
             if layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders):
                 found[name] = layout
-    _check_heads(model, ranks)
     return found
+
+
+def _brought(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """A transformers model's own plan, but for modules of which a part cannot be split.
+
+    The parts of one module belong together: what one splits, the next expects. Embeddings and
+    heads, whose inputs and outputs are whole, stand for themselves.
+    """
+    modules, holders = dict(model.named_modules()), _holders(model)
+    found: dict[str, str] = {}
+    left_out: set[str] = set()
+    for pattern, layout in table.items():
+        for name in [name for name in modules if _matches(name, pattern)]:
+            try:
+                fits = layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders)
+            except BadInputError:
+                fits = False
+                left_out.add(_around(name))
+            if fits:
+                found[name] = layout
+    alone = ("embedding_rowwise", "colwise_gather_output", "rowwise_split_input")
+    kept = {n: lay for n, lay in found.items() if lay in alone or _around(n) not in left_out}
+    if not any(layout in _STYLES for layout in kept.values()):
+        raise BadInputError(
+            f"strategy tp can split nothing of {type(model).__name__} by the plan that it brings. "
+            "Give layouts, or use zero3, which splits any parameters."
+        )
+    return kept
+
+
+def _holders(model: nn.Module) -> Counter[int]:
+    """How many modules have each parameter."""
+    return Counter(id(p) for part in model.modules() for p in part._parameters.values())
+
+
+def _around(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -122,6 +164,8 @@ def _splittable(
     name: str, module: nn.Module, layout: str, ranks: int, holders: Counter[int]
 ) -> bool:
     """Whether to split a matrix. Raises BadInputError where it was to be and cannot."""
+    if layout not in _STYLES:
+        raise BadInputError(f"{name} has layout {layout!r}, which outpace does not know")
     wanted = nn.Embedding if layout == "embedding_rowwise" else nn.Linear
     if type(module) not in (wanted, Linear if wanted is nn.Linear else wanted):
         raise BadInputError(

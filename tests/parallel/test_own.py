@@ -155,6 +155,28 @@ def test_layouts_are_checked_before_anything_is_split():
         layouts_of(model, {"layers.*.q": "colwise"}, 4)
 
 
+def test_what_cannot_be_split_is_left_out_of_the_plan_that_a_model_brings():
+    """Mixtral's experts are one parameter, Gemma's embedding scales; both were refused."""
+    import transformers
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    attention = {f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"}
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    found = layouts_of(mixtral, None, 2)
+    assert set(found) == {*attention, "lm_head", "model.embed_tokens"}
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(head_dim=4, **sizes))
+    mlp = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    assert set(layouts_of(gemma, None, 2)) == attention | mlp
+    # 24 columns are not shared by 5 ranks: neither is split what comes before them.
+    config = transformers.LlamaConfig(**{**sizes, "hidden_size": 20, "num_attention_heads": 5,
+                                         "num_key_value_heads": 5, "head_dim": 4})  # fmt: skip
+    found = layouts_of(transformers.LlamaForCausalLM(config), None, 5)
+    assert set(found) == {*attention, "lm_head", "model.embed_tokens"}
+    with pytest.raises(BadInputError, match=r"which is for an nn\.Linear"):
+        layouts_of(gemma, {"model.embed_tokens": "colwise"}, 2)
+
+
 @pytest.mark.gloo
 def test_a_process_may_leave_its_group_before_it_gives_up_its_layout(on_ranks):
     """Once in a while it hung: gloo's threads waited for Python's lock, and it for them."""

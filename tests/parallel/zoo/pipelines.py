@@ -382,6 +382,17 @@ def hooks_inside_of_blocks(seed: int) -> Entry:
     return _built(seed, _Hooked), loss, _vectors
 
 
+def faint_hooks_inside_of_blocks(seed: int) -> Entry:
+    """The same with a weight by which the loss changes less than it is rounded."""
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        out, extra = module(inputs)
+        return (out - targets).square().mean() + 1e-9 * extra
+
+    return _built(seed, _Hooked), loss, _vectors
+
+
 MODULES = (
     aux_on_blocks,
     aux_in_dicts_of_inner_modules,
@@ -395,4 +406,10 @@ MODULES = (
     moving_buffer_in_stem,
     own_loss_with_terms,
 )
-REFUSED = (norm_of_all_parameters, lists_as_arguments, hooks_inside_of_blocks, lists_of_lists)
+REFUSED = (
+    norm_of_all_parameters,
+    lists_as_arguments,
+    hooks_inside_of_blocks,
+    faint_hooks_inside_of_blocks,
+    lists_of_lists,
+)
