@@ -6,11 +6,13 @@ reads them all for that.
 """
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -57,6 +59,16 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     if torch_release() < (2, 13) and type(total) is not Tensor:
         return torch.mm(left, right, out_dtype=torch.float32, out=total)
     return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def without_buffers() -> dict[str, bool]:
+    """What DistributedDataParallel is told so that it sends no buffers before a forward.
+
+    torch 2.13 has another name for it, and warns of the old one.
+    """
+    known = signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from outpace.nn.torch_versions import without_buffers
 from outpace.nn.uncompiled import leave_alone, unasked
 from outpace.parallel.api import Batch, Layout, Pass, Request
 from outpace.parallel.direct import Averaging, neighbours
@@ -182,7 +183,7 @@ def _wrapped(request: Request) -> DistributedDataParallel:
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         bucket_cap_mb=plan.bucket_mib,
-        broadcast_buffers=not ranks_may_differ(request.objective),  # else see SharedBuffers
+        **(without_buffers() if ranks_may_differ(request.objective) else {}),  # see SharedBuffers
     )
     if plan.compile:
         return wrap()
