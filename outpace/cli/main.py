@@ -76,6 +76,7 @@ _ELSEWHERE = {
     "init": "outpace train needs no project: name --model and --data.",
 }
 
+_SIGNALLED = 128  # exit codes above it are of signals, as in a shell
 # Of files that somebody named, or that lie where somebody said.
 _REFUSALS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
@@ -101,14 +102,17 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     """`main` as a process, to its end.
 
     With torch it ends before Python takes its modules apart: now and then that met a thread of
-    torch's libraries, and a training that had written its result ended by SIGABRT.
+    torch's libraries, and a training that had written its result ended by SIGABRT. After a signal
+    nobody waits for threads, of which one may be in a long call of a library.
     """
     repair_streams(sys.argv[1:] if argv is None else argv)
     hide_library_warnings()
     code = main(argv)
-    if "torch" not in sys.modules:
+    stopped = code > _SIGNALLED or code == EXIT_INTERRUPTED
+    if "torch" not in sys.modules and not stopped:
         sys.exit(code)
-    threading._shutdown()  # type: ignore[attr-defined]  # what Python does first itself
+    if not stopped:
+        threading._shutdown()  # type: ignore[attr-defined]  # what Python does first itself
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError):
         sys.stdout.flush()

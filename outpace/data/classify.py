@@ -7,6 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from outpace.data.conversations import describe_form
 from outpace.data.padded import Ragged, ragged
 from outpace.data.row_files import Row, checked_text
 from outpace.data.rows import Table
@@ -53,7 +54,9 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
         missing = [name for name in names or () if name not in table.columns]
         if not names or missing:
             lacks = f"no column {missing[0]!r}" if missing else f"no column that is known as {what}"
-            raise BadInputError(f"{table.reference} has {lacks}, but {there}. Name it with {flag}.")
+            form = describe_form(table.columns)
+            remedy = f": {form}" if form else f". Name it with {flag}."
+            raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return Columns(found, named)
 
@@ -61,25 +64,41 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 def examples_of(
     rows: Iterable[Row], columns: Columns, classes: Sequence[str] = ()
 ) -> list[Example]:
-    """Texts and labels of rows; numbers of `classes` become their names. Raises BadInputError."""
+    """Texts and labels of rows; numbers of `classes` become their names. Raises BadInputError.
+
+    A label of -1 is that of a test set, which has none, but for rows of -1 and 1 alone.
+    """
+    rows = list(rows)
+    seen = {_number(row.values.get(columns.label)) for row in rows}
+    signed = not classes and seen == {-1, 1}
     return [
         Example(
-            tuple(_text(row, name) for name in columns.texts), _label(row, columns.label, classes)
+            tuple(_text(row, name) for name in columns.texts),
+            _label(row, columns.label, classes, signed),
         )
         for row in rows
     ]
+
+
+def _number(value: Any) -> Any:
+    """A whole number where the value is one, as it is written in a table, too."""
+    if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
+        return int(value)
+    return value if isinstance(value, (str, int, float)) else None
 
 
 def _text(row: Row, name: str) -> str:
     return checked_text(row.values.get(name), row.where, name)
 
 
-def _label(row: Row, name: str, classes: Sequence[str]) -> str:
-    value = row.values.get(name)
+def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
+    value: Any = row.values.get(name)
+    if signed:
+        return str(int(value))
     if value is None or value in (-1, "", "-", "-1"):
         raise BadInputError(
             f"{row.where} has no label ({name!r} is {value!r}), as in a benchmark's test set. Give "
-            "data with labels."
+            "data with labels; where -1 is a class among others, give the classes names."
         )
     if isinstance(value, str):
         return checked_text(value, row.where, name)
@@ -142,7 +161,8 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
 
 
 def _by_number(name: str) -> tuple[int, int, str]:
-    return (0, int(name), "") if name.isdecimal() else (1, 0, name)
+    whole = name.removeprefix("-").isdecimal()
+    return (0, int(name), "") if whole else (1, 0, name)
 
 
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:

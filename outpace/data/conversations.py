@@ -77,6 +77,36 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     return Conversation(messages, learnt, tools, tuple(unread))
 
 
+def describe_form(columns: Collection[str]) -> str | None:
+    """Say what rows with these columns are, and what to do, where no task of outpace learns them.
+
+    None for others.
+    """
+    if {"chosen", "rejected"} <= set(columns):
+        return (
+            "such a row is a pair of a preferred and a rejected answer, for preference training "
+            "(DPO and the like), which outpace does not do. To learn the preferred answers with "
+            "--task chat, write each as 'messages', or as 'prompt' and 'completion'."
+        )
+    if "input_ids" in columns:
+        return (
+            "such a row is tokenised already, and outpace tokenises by itself. Give the texts; "
+            "or, to pretrain on these ids, write them one after another into a .bin file of uint16 "
+            "or uint32, an end of text behind each document, and name that as --data."
+        )
+    return None
+
+
+def _require_wanted(row: Row) -> None:
+    """Refuse an answer of which the row says that it is not wanted, as KTO's data does."""
+    if row.values.get("label") is False:
+        raise BadInputError(
+            f"{row.where} says by 'label': false that its answer is not wanted, as in data for "
+            "preference training (KTO), which outpace does not do. Leave such rows out: all others "
+            "are learnt."
+        )
+
+
 _Turn = tuple[Message, bool]
 
 
@@ -86,8 +116,11 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
                 None)  # fmt: skip
+    _require_wanted(row)
     if pair is None:
         there = ", ".join(map(repr, values)) or "no columns"
+        if (form := describe_form(values)) is not None:
+            raise BadInputError(f"{row.where} has {there}: {form}")
         raise BadInputError(f"{row.where} has {there}, but a conversation is one of: {_FORMS}.")
     ask, answer = pair
     read = [ask, answer]

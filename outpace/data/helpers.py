@@ -66,11 +66,13 @@ class Encoders:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        # Nobody waits for what is encoded in vain, which a long text may be for minutes.
+        failed = raised[0] is not None
         try:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=not failed, cancel_futures=True)
         finally:
-            for helper in self._helpers.values():
-                helper.end()
+            for helper in list(self._helpers.values()):
+                helper.kill() if failed else helper.end()
 
 
 class _Helper:
@@ -105,6 +107,11 @@ class _Helper:
         assert self._process is not None and self._process.stdin is not None
         pickle.dump(value, self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
         self._process.stdin.flush()
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is at; a thread may wait for its answer."""
+        if self._process is not None:
+            self._process.kill()
 
     def end(self) -> None:
         """Let the process end; it does when it is told, and when its input ends.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from outpace.data.conversations import conversation_of
+from outpace.data.conversations import conversation_of, describe_form
 from outpace.data.row_files import Row, checked_text, read_rows, require_text
 from outpace.data.sources import Source, open_dataset, readable
 from outpace.records.errors import BadInputError
@@ -117,26 +117,28 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
     for row, consumed in read_rows(file, columns=[field]):
         if field not in row.values:
             there = ", ".join(map(repr, row.values)) or "no fields"
-            raise BadInputError(f"{row.where} has no field {field!r}, but {there}. {_remedy(row)}")
+            raise BadInputError(f"{row.where} has no field {field!r}, but {there}{_remedy(row)}")
         yield checked_text(row.values[field], row.where, field), consumed
 
 
 def _remedy(row: Row) -> str:
     """How to read records without the field: as what they are, or by another field."""
+    if (form := describe_form(row.values)) is not None:
+        return f": {form}"
     try:
         conversation_of(row)
     except BadInputError:
-        return "Name it with --text-field."
-    return "They are conversations: --task chat learns them."
+        return ". Name it with --text-field."
+    return ". They are conversations: --task chat learns them."
 
 
 def _dataset_documents(reference: str, field: str) -> Iterator[tuple[str, int]]:
     dataset = open_dataset(reference)
     if field not in dataset.column_names:
-        raise BadInputError(
-            f"{reference} has no column {field!r}, but {', '.join(map(repr, dataset.column_names))}"
-            ". Name it with --text-field."
-        )
+        form = describe_form(dataset.column_names)
+        remedy = f": {form}" if form else ". Name it with --text-field."
+        there = ", ".join(map(repr, dataset.column_names))
+        raise BadInputError(f"{reference} has no column {field!r}, but {there}{remedy}")
     batches = dataset.select_columns([field]).iter(batch_size=1000)
     texts = chain.from_iterable(batch[field] for batch in batches)
     for row, text in enumerate(texts, 1):

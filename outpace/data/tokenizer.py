@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
+from outpace.data.interruptible import call_interruptibly
 from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
 from outpace.records.base import require_no_pointer
@@ -23,6 +24,7 @@ from outpace.records.errors import BadInputError, OutpaceError, clipped, shown
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Merges learnt from this much text are as good as from more: counts of the frequent pairs settle.
+_LONG_CHARACTERS = 1 << 20  # of a text that takes a tokenizer seconds
 TRAINING_CHARACTERS = 32_000_000
 # Words are cut there before they are counted; lines of signs in source code are shorter.
 _LONG_RUN = re.compile(r"\S{256}|\s{256}")
@@ -169,7 +171,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text; none are added. A special token's name in the text becomes that token."""
         with _refusing_panics():
-            ids: list[int] = self.inner.encode(text, add_special_tokens=False).ids
+            if len(text) > _LONG_CHARACTERS:
+                (one,) = call_interruptibly(
+                    lambda: self.inner.encode_batch_fast([text], add_special_tokens=False)
+                )
+            else:
+                one = self.inner.encode(text, add_special_tokens=False)
+        ids: list[int] = one.ids
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
@@ -278,7 +286,7 @@ def train_tokenizer(
     taken = [part for text in _at_most(documents, TRAINING_CHARACTERS) for part in _cut_runs(text)]
     if not taken:
         raise BadInputError("there is no text to train a tokenizer on")
-    inner.train_from_iterator(taken, trainer)
+    call_interruptibly(lambda: inner.train_from_iterator(taken, trainer))
     return Tokenizer(inner, END_OF_TEXT)
 
 

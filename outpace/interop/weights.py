@@ -6,7 +6,7 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _SHOWN = 5
+_WRAPPED = "module."
 _BLOCK = "blocks.0."
 _SAMPLE_BYTES = 1 << 20
 
@@ -258,7 +259,21 @@ def _stored(directory: Path) -> Iterator[list[Stored]]:
                 tensors += _open_safetensors(path, stack)
             else:
                 tensors += _open_bin(path)
-        yield _as_indexed(directory, tensors) if len(paths) > 1 else tensors
+        if len(paths) > 1:
+            tensors = _as_indexed(directory, tensors)
+        yield _without_wrappers(tensors)
+
+
+def _without_wrappers(tensors: Sequence[Stored]) -> list[Stored]:
+    """The tensors by the names that they have in the model itself.
+
+    Programs that save a compiled or wrapped model write `_orig_mod.` before all names or before
+    those of each block (torch.compile), or `module.` before all (DistributedDataParallel).
+    """
+    names = [tensor.name.replace("_orig_mod.", "") for tensor in tensors]
+    while names and all(name.startswith(_WRAPPED) for name in names):
+        names = [name.removeprefix(_WRAPPED) for name in names]
+    return [replace(one, name=name) for one, name in zip(tensors, names, strict=True)]
 
 
 def _as_indexed(directory: Path, tensors: Sequence[Stored]) -> list[Stored]:

@@ -312,6 +312,8 @@ def _classify(
     ]
     cut = sum(part.cut for part in encoded)
     hints = list(source.hints)
+    if "-1" in labels and known is None:
+        hints.append("labels -1 and 1 are taken as two classes, in this order")
     if kept and parts[0] != unnamed:
         hints.append(
             "labels are taken as the classes of the stored classifier: "

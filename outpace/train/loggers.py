@@ -4,10 +4,12 @@ All of them hold copies of what metrics.jsonl has, so that none of them ends a t
 """
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from outpace.records.errors import BadInputError, OutpaceError
@@ -15,7 +17,7 @@ from outpace.records.measurement import Evaluation, Measurement, StepRecord
 from outpace.records.run import RunRecord
 from outpace.records.utilisation import Load
 from outpace.train.callbacks import Callback
-from outpace.train.run_dir import RunDir
+from outpace.train.run_dir import WANDB_FOLDER, RunDir
 
 # Figures of a step that are worth a curve.
 _CURVES = (
@@ -28,6 +30,8 @@ _CURVES = (
 # MLflow's own are 7 and 120 s, in which the ranks of a training wait (its "Environment Variables").
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _FIRST_PAUSE_S = 60.0
+# As wandb calls the folders of its runs.
+_WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 
 @dataclass(frozen=True)
@@ -139,14 +143,21 @@ class TensorBoard(_Scalars):
 
 
 class Wandb(_Scalars):
-    """A Weights & Biases run; WANDB_MODE=offline keeps it on this machine."""
+    """A Weights & Biases run, the same one after a resume.
+
+    WANDB_MODE=offline keeps it on this machine.
+    """
 
     _name = "wandb"
 
     def __init__(self, logged: Logged) -> None:
         super().__init__(logged)
         wandb = _import("wandb", "wandb")
+        folder = logged.run_dir.path / WANDB_FOLDER
+        begun = None if logged.start_step is None else _newest_id(folder)
         self._run = wandb.init(
+            id=begun,
+            resume=None if begun is None else "allow",
             project="outpace",
             name=logged.run_dir.path.name,
             dir=str(logged.run_dir.path),
@@ -164,6 +175,17 @@ class Wandb(_Scalars):
     def close(self) -> None:
         """Finish the run."""
         self._finish(self._run.finish)
+
+
+def _newest_id(folder: Path) -> str | None:
+    """The id of the W&B run that is resumed: of the newest folder that wandb made for it.
+
+    None where there is none, or WANDB_RUN_ID says which it is.
+    """
+    if os.environ.get("WANDB_RUN_ID"):
+        return None
+    found = [match for path in folder.glob("*run-*") if (match := _WANDB_RUN.fullmatch(path.name))]
+    return max(found, key=lambda match: match["time"])["id"] if found else None
 
 
 class MLflow(_Scalars):

@@ -88,6 +88,10 @@ def test_usual_forms_mean_the_same(values):
     ("values", "said"),
     [
         ({"text": "a"}, "line 1 has 'text', but a conversation is one of"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To learn the preferred answers"),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
+        ({"prompt": "a", "completion": "b", "label": False}, "its answer is not wanted"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenised already.*into a .bin file"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": [{"content": "a"}]}, "has no role"),
         ({"prompt": "a", "completion": 3}, "'completion' is int '3', not text"),

@@ -84,9 +84,23 @@ def test_a_dataset_has_names_of_classes_and_a_validation_split(tmp_path):
     assert (labels, found[0].label) == (("worse", "better"), "better")
 
 
+def test_minus_one_and_one_are_two_classes_in_this_order(tmp_path):
+    rows = "".join(f"word {number},{label}\n" for number, label in enumerate([1, -1] * 4))
+    (tmp_path / "a.csv").write_text(f"text,label\n{rows}")
+    lines = [{"text": "a", "label": label} for label in (1, -1, -1.0, 1)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name in ("a.csv", "a.jsonl"):
+        _, labels, found = examples(read_table(str(tmp_path / name)))
+        assert labels == ("-1", "1") and [one.label for one in found[:2]] == ["1", "-1"]
+    (tmp_path / "b.csv").write_text(f"text,label\n{rows}more,0\n")
+    with pytest.raises(BadInputError, match="where -1 is a class among others"):
+        examples(read_table(str(tmp_path / "b.csv")))
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
+        ("input_ids\tlabel\n1 2\t1\n", "tokenised already"),
         ("text\tmark\na\t1\n", "no column that is known as label"),
         ("words\tlabel\na\t1\n", "no column that is known as text"),
         ("text\tlabel\na\t-1\n", "has no label"),

@@ -189,6 +189,25 @@ def test_reads_older_names(
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [("_orig_mod.", ""), ("module.", ""), ("module._orig_mod.", ""), ("_orig_mod.module.", ""),
+     ("", "_orig_mod.")],
+)  # fmt: skip
+def test_reads_what_wrappers_saved(
+    make_theirs: MakeTheirs, tmp_path: Path, before: str, within: str
+) -> None:
+    make_theirs("llama-mha").save_pretrained(tmp_path)
+    spec = spec_from_hf(tmp_path)
+    wanted = read_weights(tmp_path, spec)
+    rewrite(tmp_path, lambda tensors: {
+        before + name.replace(".self_attn", f".{within}self_attn"): one
+        for name, one in tensors.items()
+    })  # fmt: skip
+    found = read_weights(tmp_path, spec)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_in_and_out(
     dtype: torch.dtype, load_theirs: LoadTheirs, tmp_path: Path, make_theirs: MakeTheirs

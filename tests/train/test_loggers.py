@@ -143,6 +143,19 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     assert b"train/loss" in content
 
 
+def test_a_resumed_run_is_the_same_one_in_wandb(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = tmp_path / "wandb"
+    log(tmp_path, "wandb")
+    log(tmp_path, "wandb", start_step=2, steps=((3, 2.4),))
+    names = [path.name for path in folder.glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in names}) == 1
+    log(tmp_path, "wandb")  # begun anew
+    names = [path.name for path in folder.glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in names}) == 2
+
+
 def test_a_logger_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
     import sys
 

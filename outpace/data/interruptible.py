@@ -1,0 +1,33 @@
+"""Long calls of libraries, which signals interrupt."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def call_interruptibly(work: Callable[[], Result]) -> Result:
+    """Call `work` in a thread, and wait for it so that signals are handled meanwhile.
+
+    Python handles a signal between its own instructions, and a library that is written in another
+    language may work for minutes within one. What a handler raises is raised here; the thread is
+    left to itself, and ends with the process.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # a panic of Rust's is no Exception
+            errors.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    ended.wait()
+    if errors:
+        raise errors[0]
+    return results[0]
