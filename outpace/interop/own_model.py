@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from outpace.interop.folder import whole_folder
+from outpace.interop.lazy_parameters import give_shapes
 from outpace.interop.own_file import failure, load_function, require_named
 from outpace.interop.weights import SINGLE, require_numbers
 from outpace.nn.transformer import Transformer
@@ -78,6 +79,7 @@ def build_own(build: Callable[[], Any]) -> OwnModel:
                 f"{name}() gave a {type(value).__name__} as the {part}; it has to be a "
                 "torch Dataset with a length (__len__ and __getitem__)"
             )
+    give_shapes(own, name)
     return own
 
 

@@ -61,7 +61,7 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
-def without_buffers() -> dict[str, bool]:
+def without_buffers() -> dict[str, Any]:
     """What DistributedDataParallel is told so that it sends no buffers before a forward.
 
     torch 2.13 has another name for it, and warns of the old one.

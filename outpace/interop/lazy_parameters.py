@@ -1,0 +1,57 @@
+"""Parameters of torch's lazy modules, which get their shapes from a first batch."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import default_collate
+
+from outpace.records.errors import BadInputError
+
+if TYPE_CHECKING:
+    from outpace.interop.own_model import OwnModel
+
+_SAMPLES = 2
+
+
+def has_lazy_parameters(module: nn.Module) -> bool:
+    """Whether any parameter or buffer has no shape yet."""
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def give_shapes(own: "OwnModel", name: str) -> None:
+    """Run two samples of the user's data through a module that has lazy parameters.
+
+    In evaluation mode, without gradients. Raises BadInputError where there are no data, or they do
+    not give all parameters their shapes; `name` is what built the module.
+    """
+    if not has_lazy_parameters(own.module):
+        return
+    why = "there is no dataset beside it to take a batch from"
+    if own.dataset is not None:
+        why = _run(own) or "a batch of its dataset does not reach all of them"
+    if has_lazy_parameters(own.module):
+        raise BadInputError(
+            f"{name}() gave a {type(own.module).__name__} with lazy parameters, which have no "
+            f"shape yet, and {why}. Run a batch through the module in {name}()."
+        )
+
+
+def _run(own: "OwnModel") -> str | None:
+    """Why the samples cannot be run; None where they were."""
+    from outpace.interop.own_objective import OwnObjective
+
+    assert own.dataset is not None
+    modes = {part: part.training for part in own.module.modules()}
+    own.module.eval()
+    try:
+        samples = [own.dataset[number] for number in range(min(_SAMPLES, len(own.dataset)))]  # type: ignore[arg-type]
+        with torch.no_grad():
+            OwnObjective(own)(default_collate(samples))
+    except Exception as error:
+        return f"a batch of its dataset fails in it ({type(error).__name__}: {error})"
+    finally:
+        for part in own.module.modules():
+            part.training = modes.get(part, True)
+    return None
