@@ -90,10 +90,13 @@ class _Step(Pipelines, Exchanges):
             pipeline_s=self.sends_s(),
             expert_s=self.experts_s(),
             data_s=self.exposed_data_s(ahead_s, back_s, pipeline),
-            optimizer_s=self.optimizer_step_s(),
+            optimizer_s=np.zeros(len(c)),
             offload_s=self.offloading_s(busy),
             loading_s=np.zeros(len(c)),
         )
+        # A GPU's host is so far ahead of what is queued when it comes to the optimizer.
+        ahead_s = np.maximum(found.step_s - of("host_s"), 0.0)
+        found = replace(found, optimizer_s=self.optimizer_step_s(ahead_s))
         return replace(found, loading_s=self._loading(found.step_s))
 
     def _loading(self, step_s: Floats) -> Floats:

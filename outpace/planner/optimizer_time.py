@@ -16,8 +16,15 @@ from outpace.records.outline import Outline
 _FP32 = 4.0
 _CLIPPING = 12.0  # bytes of a parameter's gradient: read for the norm; read and written, scaled
 _MASTERS = 12.0  # read in 16 bits and unscaled before, weights written in 16 bits
+# Master weights of outpace (optim.master): gradients of 16 bits are made fp32 (6 bytes, none where
+# micro-batches were added up in fp32), multiplied (8), and weights are rounded (6).
+_WIDENED, _MULTIPLIED, _ROUNDED = 6.0, 8.0, 6.0
+# Of outpace's kernel over master weights beside the gradient, which it reads, multiplies and steps
+# by at once (optim.fused_master): master and moments read and written, the weight written.
+_KERNEL = 24.0 + 2.0
 # What an optimizer launches besides, whatever its parameters are.
 _OPERATORS = 100
+_KERNEL_OPERATORS = 20  # of which most find the norm
 _ENDS = 4  # tensors outside of layers
 _NEWTON_SCHULZ_STEPS = 5
 
@@ -47,29 +54,77 @@ _STEPS: Mapping[OptimizerName, _Step] = {
     "muon": _Step(62, 30),
     "sgd": _Step(44, 4),
 }
+# What outpace compiles on a GPU (optim.compiled): each number is read once and written once. Weight
+# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; what
+# bf16 is rounded by is drawn and read, 8 for each moment. Adafactor's matrix is read again for its
+# sums (counted as gradients once more, and the update). Launched are the function, what is read of
+# the rate and of steps, and views; small parameters together.
+_COMPILED: Mapping[OptimizerName, _Step] = {
+    "adamw-bf16": _Step(12 + 8 + 16, 14),
+    "adamw-8bit": _Step(12 + 4 + 16 / 256, 12),
+    "adamw-4bit": _Step(12 + 2 + 16 / 128, 12),
+    "adafactor": _Step(12 + 4 + 8, 12),
+}
+# torch's SGD as one kernel: weight and momentum read and written, the gradient read.
+_FUSED_SGD = _Step(20, 0)
 
 
 def optimizer_s(
-    outline: Outline, device: Device, fabric: Fabric, c: Columns, own: Floats
-) -> Floats:
+    outline: Outline, device: Device, fabric: Fabric, c: Columns, own: Floats,
+    ahead_s: Floats | None = None,
+) -> Floats:  # fmt: skip
     """Seconds of a step and of clipping before it. `own` is the parameters that a rank steps.
 
-    Operators go on beside the host, which launches them: what takes longer is waited for. Muon
-    adds the products of its iteration and gathers its matrices.
+    Operators go on beside the host, which launches them: what takes longer is waited for.
+    `ahead_s`: on a GPU as outpace steps, whose host does not wait for the device within a step, and
+    is so far ahead of it when the optimizer begins; another program reads its loss or its norm.
+    Muon adds the products of its iteration and gathers its matrices.
     """
     moved, launched = (np.array(values)[c.optimizer] for values in zip(*_rows(), strict=True))
     masters = np.where(c.precise(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0)
+    moved = moved + _CLIPPING + masters
+    operators: Floats | float = float(_OPERATORS)
+    if ahead_s is not None:
+        moved, launched, operators = _on_gpu(c, moved, launched)
     rate = device.memory_bytes_per_s * device.optimizer_share
-    busy = own * (moved + _CLIPPING + masters) / rate
+    busy = own * moved / rate
     muon = c.optimizer == OPTIMIZERS.index("muon")
     if muon.any():
         busy = busy + np.where(muon, _muon_s(outline, device, fabric, c), 0.0)
     # ZeRO-1 shares out whole tensors; the embedding, the head and what lies beside them are few.
     tensors = (_tensors(outline) / c.pp + _ENDS) / np.where(c.zero == 1, c.dp_shard, 1)
-    host = launched * tensors * device.operator_s
+    host, besides = launched * tensors * device.operator_s, operators * device.operator_s
+    if ahead_s is not None:
+        return np.maximum(busy, host + besides - ahead_s)
     together = busy + host if device.kind == "cpu" else np.maximum(busy, host)
-    found: Floats = together + _OPERATORS * device.operator_s
+    found: Floats = together + besides
     return found
+
+
+def _on_gpu(c: Columns, moved: Floats, launched: Floats) -> tuple[Floats, Floats, Floats]:
+    """Bytes of a parameter, operators of a tensor and operators besides, as outpace steps there.
+
+    `moved` and `launched` are those of single operators.
+    """
+    fixed = np.where(c.precise(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
+    split = (c.zero > 1) | (c.tp > 1)  # tensors that are spread over ranks
+    tight = c.compile & ~(split & (c.optimizer == OPTIMIZERS.index("adafactor")))
+    for name, step in _COMPILED.items():
+        chosen = tight & (c.optimizer == OPTIMIZERS.index(name))
+        moved = np.where(chosen, fixed + step.nbytes, moved)
+        launched = np.where(chosen, step.operators, launched)
+    fused = (c.optimizer == OPTIMIZERS.index("sgd")) & ~split
+    moved = np.where(fused, fixed + _FUSED_SGD.nbytes, moved)
+    launched = np.where(fused, _FUSED_SGD.operators, launched)
+    # Of bf16 over masters the gradient is not scaled where it lies; it is fp32 where added up.
+    masters = c.precise("bf16-master") & ~c.holds_masters()
+    several = c.microbatches * c.passes > 1
+    gradient = np.where(several, 4.0, 2.0)
+    parts = np.where(several, 0.0, _WIDENED) + _MULTIPLIED + _ROUNDED
+    moved = np.where(masters, moved - fixed + gradient + parts, moved)
+    kernel = masters & ~split & (c.optimizer == OPTIMIZERS.index("adamw-fused"))
+    moved = np.where(kernel, gradient + gradient + _KERNEL, moved)
+    return moved, launched, np.where(kernel, float(_KERNEL_OPERATORS), float(_OPERATORS))
 
 
 def _rows() -> list[_Step]:

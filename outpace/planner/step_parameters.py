@@ -16,7 +16,10 @@ class Parameters(Setup):
         Where ranks split parameters each casts its shard before it is gathered, and all gradients
         as they are copied to the buffer that they are reduced in.
         """
-        cast = np.where(self.autocast, 12.0, 0.0)
+        # Weights are read in 4 bytes and written in 2, gradients the other way round; of weights
+        # that micro-batches share the cast of (train.step), once a step.
+        once = np.where(self.shares_casts, self.micro, 1)
+        cast = np.where(self.autocast, 6.0 + 6.0 / once, 0.0)
         shards = np.where(self.c.zero > 0, self.c.dp_shard * self.c.cp, 1)
         cast = np.where(self.cast_shards, 6.0 + 6.0 / shards, cast)
         # Of bf16 into fp32: what is added is read in 2 bytes, the sum read and written in 4.
@@ -25,10 +28,16 @@ class Parameters(Setup):
         seconds: Floats = self.parameters * (cast + add) / self.device.memory_bytes_per_s
         return seconds
 
-    def optimizer_step_s(self) -> Floats:
-        """By the optimizer's own traffic, launches and products, of the parameters of a shard."""
+    def optimizer_step_s(self, ahead_s: Floats) -> Floats:
+        """By the optimizer's own traffic, launches and products, of the parameters of a shard.
+
+        `ahead_s`: what a GPU has still to do when its host begins to launch the optimizer.
+        """
         shards = np.where(self.c.zero > 0, self.c.dp_shard * self.c.cp, 1)
-        return optimizer_s(self.outline, self.device, self.fabric, self.c, self.owned / shards)
+        return optimizer_s(
+            self.outline, self.device, self.fabric, self.c, self.owned / shards,
+            ahead_s if self.device.kind == "cuda" and not self.q.other_program else None,
+        )  # fmt: skip
 
     def offloading_s(self, busy: Floats) -> Floats:
         """What lies in host memory goes over the host's link: what passes do not hide."""

@@ -32,7 +32,7 @@ class Passes(Setup):
 
     def _forward(self, w: Work, sums: float) -> Pass:
         tensor_s, calls = self._tensor(sums, w.products_s)
-        host_s = (w.forward_operators + calls) * self.device.operator_s
+        host_s = self._launched_s(w.forward_operators + calls)
         none = np.zeros_like(w.forward_s)
         return Pass(w.forward_s, host_s, tensor_s, w.products_s, w.attention_s, none, self.alone)
 
@@ -52,13 +52,18 @@ class Passes(Setup):
         launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + calls * (1 + most)
         return Pass(
             w.backward_s + again_s,
-            launched * self.device.operator_s,
+            self._launched_s(launched),
             tensor_s + most * again_tensor_s,
             (2 + most) * w.products_s,
             w.attention_back_s + full * w.attention_s,
             w.weights_s,
             self.alone,
         )
+
+    def _launched_s(self, operators: Floats) -> Floats:
+        """Of the host, one by one; a CUDA graph is launched at once."""
+        seconds: Floats = np.where(self.replays, 0.0, operators * self.device.operator_s)
+        return seconds
 
     def _tensor(self, sums: float, products_s: Floats) -> tuple[Floats, Floats]:
         """Exchanges of tensor parallelism in a layer's forward, and how many; as many backwards.
@@ -91,6 +96,6 @@ class Passes(Setup):
                 (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
             ):
                 device_s, products_s = self.spread(seconds), self.spread(products)
-                host_s = self.spread(work.operators) * self.device.operator_s * share
+                host_s = self._launched_s(self.spread(work.operators) * share)
                 found.append(Pass(device_s, host_s, zero, products_s, zero, zero, self.alone))
         return found[0], found[1], found[2], found[3]

@@ -89,6 +89,16 @@ class Setup:
         casts = self.q.other_program & c.of("zero2", "zero3", "hsdp", "3d")
         autocast = c.precise("bf16", "fp16", "fp8") & ~casts
         self.wide = np.where(autocast, FP32, self.item)
+        # Replayed as CUDA graphs by outpace (records.compiled.graph_obstacle), and micro-batches
+        # of which all read one cast of the weights.
+        own = (self.device.kind == "cuda") & (not self.q.other_program)
+        away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
+        again = c.modes[:, 0] < 1
+        drops = any(stack.dropout for stack in self.outline.stacks)
+        self.replays = own & c.of("single") & c.compile & ~away & ~c.in_backward
+        self.replays = self.replays & ~(again & drops)
+        shared = c.of("single", "ddp", "zero1") & (c.offload_parameters == 0)
+        self.shares_casts = own & shared & ~again & ~c.in_backward & ~c.compile
         # Weights are cast for products by autocast, or where they lie before they are gathered.
         self.autocast = autocast & ~splits
         self.cast_shards = c.precise(*SHARD_DTYPES) & splits & ~casts

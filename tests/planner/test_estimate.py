@@ -19,8 +19,10 @@ from outpace.planner.finalists import played
 from outpace.planner.machines import of_catalog
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import outline, parameters
+from outpace.planner.search import least_s
 from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
 from outpace.planner.step_setup import Question
+from outpace.records.compiled import graph_obstacle
 from outpace.records.outline import Attention, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
@@ -239,17 +241,82 @@ def test_an_optimizers_step_moves_its_own_bytes(name, nbytes):
     """And 12 of every gradient to clip it; shards have their part."""
     slow = replace(FLAT, memory_bytes_per_s=1e9)
     for values, share in (({}, 1), ({"strategy": "zero3", "dp_shard": 8}, 8)):
-        times = step(Question(BLOCKS, 512, slow, FREE), 8, optimizer=name, **values)
+        question = Question(BLOCKS, 512, slow, FREE, other_program=True)
+        times = step(question, 8, optimizer=name, **values)
         hand = parameters(BLOCKS) / share * (nbytes + 12) / 1e9
         assert times["optimizer_s"] == pytest.approx(hand)
 
 
 def test_a_tensor_by_tensor_step_waits_for_its_launches():
-    host = replace(FLAT, operator_s=1e-6)
-    each = {name: step(Question(BLOCKS, 512, host, FREE), 8, optimizer=name)["optimizer_s"]
+    question = Question(BLOCKS, 512, replace(FLAT, operator_s=1e-6), FREE, other_program=True)
+    each = {name: step(question, 8, optimizer=name)["optimizer_s"]
             for name in ("adamw-fused", "adamw-for-loop", "sgd")}  # fmt: skip
     assert each["adamw-fused"] == pytest.approx(100e-6)
     assert each["adamw-for-loop"] / each["sgd"] > 1 < each["sgd"] / each["adamw-fused"]
+
+
+@pytest.mark.parametrize(
+    ("values", "nbytes"),
+    [({}, 12 + 28), ({"optimizer": "sgd"}, 12 + 20), ({"optimizer": "adamw-8bit"}, 12 + 208),
+     ({"optimizer": "adamw-8bit", "compile": True}, 12 + 16 + 1 / 16),
+     ({"optimizer": "adamw-4bit", "compile": True}, 12 + 14 + 1 / 8),
+     ({"optimizer": "adamw-bf16", "compile": True}, 12 + 36),
+     # One kernel reads gradients in bf16, or in fp32 where they were added up, after the norm has.
+     ({"precision": "bf16-master"}, 2 + 28),
+     ({"precision": "bf16-master", "micro_batch": 4}, 4 + 30),
+     # Tensors that are spread over ranks go through torch's kernels one after the other.
+     ({"precision": "bf16-master", "strategy": "tp", "tp": 2}, 2 + 6 + 8 + 28 + 6),
+     # Shards are the masters.
+     ({"precision": "bf16-master", "strategy": "zero3", "dp_shard": 8}, 12 + 28),
+     ({"strategy": "zero3", "dp_shard": 8, "optimizer": "sgd"}, 12 + 44)],
+    ids=str,
+)  # fmt: skip
+def test_outpaces_own_step_on_a_gpu_moves_what_its_kernels_do(values, nbytes):
+    slow = replace(FLAT, memory_bytes_per_s=1e9)
+    times = step(
+        Question(BLOCKS, 512, slow, FREE),
+        8,
+        **{"micro_batch": 8 if "dp_shard" not in values else 1, **values},
+    )
+    share = values.get("dp_shard", 1) * values.get("tp", 1)
+    assert times["optimizer_s"] == pytest.approx(parameters(BLOCKS) / share * nbytes / 1e9)
+
+
+def test_a_host_launches_the_optimizer_while_the_device_still_computes():
+    """outpace waits for nothing within a step; another program has read its loss by then."""
+    slow = replace(FLAT, operator_s=1e-6)
+    question, values = Question(BLOCKS, 512, slow, FREE), {"optimizer": "adamw-for-loop"}
+    busy = step(question, 8, **values)
+    assert busy["products_s"] > 1e-3 and busy["optimizer_s"] < 1e-20
+    idle = step(replace(question, device=replace(AT_ONCE, operator_s=1e-6)), 8, **values)
+    assert idle["optimizer_s"] > 100e-6 < idle["host_s"]
+    assert step(replace(question, other_program=True), 8, **values)["optimizer_s"] > 100e-6
+
+
+@pytest.mark.parametrize(
+    ("values", "replays"),
+    [({"compile": True}, True), ({"compile": True, "checkpointing": "full"}, True),
+     ({}, False), ({"compile": True, "strategy": "ddp", "dp_replicate": 2}, False),
+     ({"compile": True, "offload_optimizer": "cpu"}, False),
+     ({"compile": True, "optimizer_in_backward": True}, False)],
+    ids=str,
+)  # fmt: skip
+def test_a_host_does_not_bound_what_is_replayed_as_cuda_graphs(values, replays):
+    """As `records.compiled.graph_obstacle` has it of the plan."""
+    question = Question(BLOCKS, 512, replace(FLAT, operator_s=1.0), FREE)
+    plan = Plan.parse({"precision": "bf16", "micro_batch": 4, **values}, "test")
+    assert (plan.compile and graph_obstacle(plan) is None) == replays
+    found = step(question, 8, **{"micro_batch": 4, **values})
+    assert (found["host_s"] == 0) == replays
+    assert (
+        step(replace(question, other_program=True), 8, **{"micro_batch": 4, **values})["host_s"] > 1
+    )
+    dropout = BLOCKS.model_copy(
+        update={"stacks": tuple(s.model_copy(update={"dropout": True}) for s in BLOCKS.stacks)}
+    )
+    dropped = step(replace(question, outline=dropout), 8, **{"micro_batch": 4, **values})
+    again = plan.recomputes  # would draw the numbers of dropout anew
+    assert (dropped["host_s"] == 0) == (replays and not again)
 
 
 def test_muon_makes_every_matrix_orthogonal_on_every_rank_that_has_a_part():
@@ -343,7 +410,7 @@ def test_estimates_are_finite_and_not_negative_and_parts_are_the_step(space):
 def test_no_lever_makes_a_plan_faster(space):
     """What the search's pruning rests on."""
     question, wanted, bare = space
-    without = estimate(question, bare).step_s
+    without = least_s(question, wanted, bare)
     for lever in levers(wanted):
         for place in range(0, len(bare), 20):
             one = bare.take(slice(place, place + 20))
