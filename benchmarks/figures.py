@@ -33,7 +33,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DATA = ROOT / "benchmarks" / "data"
 _DOCS = (
     "accuracy", "benchmarks", "clusters", "security", "compare", "folklore", "lora", "memory",
-    "memory_formula", "offload", "optimizers", "performance", "probe", "report", "seeds",
+    "memory_formula", "offload", "optimizers", "performance", "probe", "proof", "report", "seeds",
     "strategies", "tune", "versions",
 )  # fmt: skip
 PAGES = ("README.md", *(f"docs/{page}.md" for page in _DOCS))

@@ -446,7 +446,7 @@ def _verdict(
         TensorDifference(kind=k, name=n, step=s, relative=named[k, n, s])
         for k, n, s in listed[:_MOST_NAMED]
     )
-    cause = _likely_cause(plan, listed, named, notes) if faults else _CUT
+    cause = _likely_cause(plan, listed, named, notes) if faults else CUT
     kind, name, step = listed[0]
     how = _off(named[listed[0]])
     reason = f"{kind} {name} (step {step}) {how}"
@@ -458,7 +458,7 @@ def _verdict(
     )  # fmt: skip
 
 
-_CUT = (
+CUT = (
     "One process that cuts the batch alike computes the same, so the loss is no mean over samples, "
     "or parts use what others of the batch are (BatchNorm, running averages, negatives of the same "
     "batch, a mean over targets of which some are padding). Return (sum, count) from the loss, or "

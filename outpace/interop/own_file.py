@@ -65,7 +65,7 @@ def require_named(reference: str, where: Path) -> None:
     raise BadInputError(
         f"{where} names code to be run, {file.resolve()}, which you have not named on this machine "
         f"yet. If it is yours, or you have read it, name it: with --model {reference}, or once, as "
-        f"in outpace memory --model {reference}"
+        f"in outpace plan --model {reference}"
     )
 
 

@@ -66,8 +66,8 @@ def question(
     if opened.spec is None:
         raise BadInputError(
             f"outpace memory traces outpace's own and Hugging Face models; {opened.name} is a "
-            "model of one's own, whose data it does not know. Train it for a few steps: its run's "
-            "result.json has peak_memory_bytes."
+            "module of your own, which only runs. outpace plan --model estimates its memory; or "
+            "train it for a few steps: its run's result.json has peak_memory_bytes."
         )
     spec = opened.spec
     if settings.dropout is not None:

@@ -6,6 +6,7 @@ same tensors; and what has a gradient on no rank is to have none at the end, as 
 optimizers pass it over, where zeros would still decay weights and move by momentum.
 """
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +37,7 @@ class GradientUse:
         self._parameters = list(parameters)
         self._group = group
         self._all = torch.ones(len(self._parameters), dtype=torch.uint8, device=device)
+        self._told = False
 
     def agree(self, used: Sequence[bool]) -> None:
         """Drop the gradients of what is `used` on no rank. Collective."""
@@ -46,6 +48,21 @@ class GradientUse:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         if complete:
             return
-        for parameter, on_any in zip(self._parameters, flags.tolist(), strict=True):
+        on_any_rank = [bool(flag) for flag in flags.tolist()]
+        for parameter, on_any in zip(self._parameters, on_any_rank, strict=True):
             if not on_any:
                 parameter.grad = None
+        self._tell(sum(on_any and not mine for on_any, mine in zip(on_any_rank, used, strict=True)))
+
+    def _tell(self, lacking: int) -> None:
+        """Say once that this rank left out what others used."""
+        if not lacking or self._told:
+            return
+        self._told = True
+        warnings.warn(
+            f"rank {dist.get_rank()} did not use {lacking} of {len(self._parameters)} trained "
+            "parameters in a step in which other ranks did (experts without tokens, branches, "
+            "dropped layers): zeros stand in for its gradients, as in one process over all samples",
+            UserWarning,
+            stacklevel=2,
+        )

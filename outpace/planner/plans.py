@@ -232,6 +232,7 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
         high_s=seconds * high,
         level=LEVEL,
         tokens_per_s=tokens / seconds,
+        samples_per_s=None if job.outline.vocab else job.wanted.global_batch / seconds,
         mfu=mfu,
         hfu=None if mfu is None else mfu * (1 + float(full) / 3),
         peak_memory_bytes=inside + kinds["allocator and libraries"],

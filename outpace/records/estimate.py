@@ -27,6 +27,9 @@ class Estimate(Record):
     high_s: PositiveFloat
     level: PositiveFloat
     tokens_per_s: PositiveFloat
+    samples_per_s: PositiveFloat | None = Field(
+        default=None, description="of a model that reads no tokens; None: of one that does"
+    )
     mfu: NonNegativeFloat | None
     hfu: NonNegativeFloat | None
     peak_memory_bytes: NonNegativeInt
@@ -44,6 +47,13 @@ class Estimate(Record):
     tokens: PositiveInt | None = Field(default=None, description="the budget to train for")
     time_s: PositiveFloat | None = Field(default=None, description="to the budget of tokens")
     cost: NonNegativeFloat | None = Field(default=None, description="of all devices' hours")
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """What is trained on in a second, and its unit."""
+        if self.samples_per_s is None:
+            return self.tokens_per_s, "tokens/s"
+        return self.samples_per_s, "samples/s"
 
     @property
     def fits(self) -> bool:
@@ -103,3 +113,8 @@ class Plans(Record):
     took_s: NonNegativeFloat
     source: RateSource = Field(description="of the rates")
     notes: tuple[str, ...] = ()
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether samples are sequences of tokens."""
+        return self.plans[0].estimate.samples_per_s is None

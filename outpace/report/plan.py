@@ -83,10 +83,11 @@ def plans_head(answer: Plans) -> str:
     idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
     spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
     product = f"{answer.nodes} × {answer.devices_per_node} = {world:,} devices"
+    sequences = f"sequences of {answer.seq_len:,}, " if answer.reads_tokens else ""
     return (
         f"{answer.model}, {show_count(answer.parameters)} parameters, on "
-        f"{'1 device' if world == 1 else product}{_each(answer)} ({answer.machine}); sequences of "
-        f"{answer.seq_len:,}, global batch {answer.global_batch:,}.{spare} "
+        f"{'1 device' if world == 1 else product}{_each(answer)} ({answer.machine}); {sequences}"
+        f"global batch {answer.global_batch:,}.{spare} "
         f"{answer.considered:,} plans considered."
     )
 
@@ -120,7 +121,7 @@ def _figures(plans: Sequence[Estimate]) -> dict[str, list[str]]:
     """Columns of the ranking: those that tell something of these plans."""
     found = {
         "step": [show_seconds(one.step_time_s) for one in plans],
-        "tokens/s": [show_count(one.tokens_per_s) for one in plans],
+        plans[0].rate[1]: [show_count(one.rate[0]) for one in plans],
     }
     if any(one.mfu is not None for one in plans):
         found["MFU"] = [show_share(one.mfu) for one in plans]
@@ -194,7 +195,8 @@ def _rates(one: Estimate) -> str:
         f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (causal "
         "attention not halved, of windows what they reach)"
     )  # fmt: skip
-    return f"{show_count(one.tokens_per_s)} tokens/s on {ranks}{used}"
+    rate, unit = one.rate
+    return f"{show_count(rate)} {unit} on {ranks}{used}"
 
 
 def explained(answer: Plans, number: int) -> Group:
@@ -240,7 +242,8 @@ def scaling(
 ) -> Group:
     """Throughput on so many nodes: nodes, devices, and the best plan there."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for name in ("nodes", "devices", "tokens/s", "efficiency", "network", "memory"):
+    unit = next((one.estimate.rate[1] for _, _, one in rows if one is not None), "tokens/s")
+    for name in ("nodes", "devices", unit, "efficiency", "network", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("best plan", overflow="fold")
     first: float | None = None
@@ -257,11 +260,11 @@ def scaling(
         if exposed > 0.5 * _computed(one) and over is None:
             over = nodes
         table.add_row(
-            f"{nodes:,}", f"{devices:,}", show_count(one.tokens_per_s), show_share(each / first),
+            f"{nodes:,}", f"{devices:,}", show_count(one.rate[0]), show_share(each / first),
             show_share(exposed), show_bytes(one.peak_memory_bytes), _marked(planned),
         )  # fmt: skip
     caption = (
-        f"Global batch {global_batch:,} throughout. efficiency: tokens/s of a device, against the "
+        f"Global batch {global_batch:,} throughout. efficiency: {unit} of a device, against the "
         "first row that fits. network: the exposed share of a step."
         + (f" The network takes over at {over:,} nodes: more than half of computing." if over
            else " Nowhere does the network take over (half of computing).")
@@ -310,7 +313,8 @@ def compared(now: Planned | str, then: Planned | str, changes: str) -> Group:
             verdict = f"{1 + gain:.1f} × the throughput"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("machine", overflow="fold")
-    for name in ("step", "tokens/s", "memory"):
+    unit = next((p.estimate.rate[1] for p in (now, then) if not isinstance(p, str)), "tokens/s")
+    for name in ("step", unit, "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("best plan", overflow="fold")
     for name, best in (("now", now), (f"with {changes}", then)):
@@ -319,7 +323,7 @@ def compared(now: Planned | str, then: Planned | str, changes: str) -> Group:
             continue
         one = best.estimate
         table.add_row(
-            name, show_seconds(one.step_time_s), show_count(one.tokens_per_s),
+            name, show_seconds(one.step_time_s), show_count(one.rate[0]),
             show_bytes(one.peak_memory_bytes), _marked(best),
         )  # fmt: skip
     marked = any(not isinstance(one, str) and one.untrained for one in (now, then))

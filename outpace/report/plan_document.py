@@ -53,7 +53,7 @@ def _verdict(answer: Plans) -> list[str]:
     fits = "" if one.fits else " It does NOT fit."
     return [
         f"Fastest: {first.title}, {show_seconds(one.step_time_s)} a step, "
-        f"{show_count(one.tokens_per_s)} tokens/s.{fits}",
+        f"{show_count(one.rate[0])} {one.rate[1]}.{fits}",
         f"The true time lies between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} with "
         f"{one.level:.0%}: nothing here was measured.",
         *ties(answer.plans),
@@ -63,12 +63,14 @@ def _verdict(answer: Plans) -> list[str]:
 def _facts(answer: Plans) -> list[tuple[str, str]]:
     one = answer.plans[0].estimate
     found = {
-        "tokens/s": show_count(one.tokens_per_s),
+        one.rate[1]: show_count(one.rate[0]),
         "MFU": None if one.mfu is None else show_share(one.mfu),
         "memory of the fullest rank": show_bytes(one.peak_memory_bytes),
         "parameters": show_count(answer.parameters),
         "devices": f"{answer.nodes} × {answer.devices_per_node}",
-        "global batch": f"{answer.global_batch:,} × {answer.seq_len:,} tokens",
+        "global batch": f"{answer.global_batch:,} × {answer.seq_len:,} tokens"
+        if answer.reads_tokens
+        else f"{answer.global_batch:,} samples",
         "time to the budget": None if one.time_s is None else show_seconds(one.time_s),
         "cost": None if one.cost is None else f"{one.cost:,.0f}",
     }
@@ -104,14 +106,15 @@ def _table(answer: Plans) -> Table:
         return (
             Number(number, str(number)), planned.title,
             Number(one.step_time_s, show_seconds(one.step_time_s)),
-            Number(one.tokens_per_s, show_count(one.tokens_per_s)),
+            Number(one.rate[0], show_count(one.rate[0])),
             Number(one.mfu, show_share(one.mfu)), Number(one.hfu, show_share(one.hfu)),
             Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
             f"{planned.why}.{trained}", planned.identity,
         )  # fmt: skip
 
     rows = tuple(row(number, one) for number, one in enumerate(answer.plans, 1))
-    columns = ("rank", "plan", "step", "tokens/s", "MFU", "HFU", "memory", "why", "batch")
+    rate = answer.plans[0].estimate.rate[1]
+    columns = ("rank", "plan", "step", rate, "MFU", "HFU", "memory", "why", "batch")
     return Table("The plans", columns, rows)
 
 

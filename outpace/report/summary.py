@@ -96,8 +96,11 @@ def _losses(measurement: Measurement) -> Table:
 
 def _speed(measurement: Measurement) -> Table:
     table = _pairs("Speed and memory")
-    tokens_per_s = Text(show_whole(measurement.tokens_per_s, "tokens/s"), style="bold green")
-    table.add_row("throughput", tokens_per_s)
+    if measurement.tokens_per_s is None:
+        rate = show_whole(measurement.train_samples_per_second, "samples/s")
+    else:
+        rate = show_whole(measurement.tokens_per_s, "tokens/s")
+    table.add_row("throughput", Text(rate, style="bold green"))
     table.add_row("model FLOP/s", show_count(measurement.model_flops_per_s, "FLOP/s"))
     table.add_row("MFU", show_share(measurement.mfu))
     table.add_row("peak memory", show_bytes(measurement.peak_memory_bytes))
@@ -105,7 +108,8 @@ def _speed(measurement: Measurement) -> Table:
         table.add_row("cache freed a step", show_bytes(measurement.cache_freed_bytes))
     table.add_row("time per step", show_seconds(measurement.step_time_s))
     table.add_row("steps", f"{measurement.steps:,}")
-    table.add_row("tokens", show_whole(measurement.tokens))
+    if measurement.tokens is not None:
+        table.add_row("tokens", show_whole(measurement.tokens))
     table.add_row("time in all", show_seconds(measurement.train_runtime))
     if measurement.first_step_s is not None:
         table.add_row("until step 1", show_seconds(measurement.first_step_s))

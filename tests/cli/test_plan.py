@@ -469,3 +469,21 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_plans_of_models_without_tokens_speak_of_samples(capsys, monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    data = torch.utils.data.TensorDataset(torch.randn(8, 5), torch.randn(8, 5))\n"
+        "    layers = [torch.nn.Linear(5, 5) for _ in range(3)]\n"
+        "    loss = lambda module, batch: (module(batch[0]) - batch[1]).square().mean()\n"
+        "    return torch.nn.Sequential(*layers), loss, data\n"
+    )
+    words = ("plan", f"--model={tmp_path}/mine.py:build", "--machine=2x-titan-rtx")
+    text = shown(capsys, monkeypatch, *words)
+    assert "samples/s" in text and "tokens/s" not in text and "sequences of" not in text
+    [first, *_] = said(capsys, *words)["plans"]
+    estimate = first["estimate"]
+    assert estimate["samples_per_s"] == pytest.approx(estimate["tokens_per_s"])
+    assert said(capsys, *TINY)["plans"][0]["estimate"]["samples_per_s"] is None

@@ -2,8 +2,11 @@
 
 import json
 import random
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -232,3 +235,59 @@ def test_when_one_rank_refuses_all_end_with_its_sentence(tmp_path):
     ends = run_forked(2, act, 60.0, tmp_path / "job")
     assert [end.said for end in ends] == ["not these samples"] * 2
     assert time.monotonic() - began_s < 30
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return torch.randn(5, generator=torch.Generator().manual_seed(index)), torch.ones(3)
+
+def squares(module, batch):
+    return (module(batch[0]) - batch[1]).square().mean()
+
+def build():
+    torch.manual_seed(0)
+    return {"module": Named(), "loss": squares, "dataset": Data(), "blocks": ["first", "second"]}
+
+calls = []
+
+def growing(module, batch):
+    calls.append(1)
+    return squares(module, batch) * len(calls)
+
+def wrong():
+    return {**build(), "loss": growing}
+"""
+
+
+def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+
+    def train(function, strategy, *more):
+        words = ["train", f"--model={tmp_path}/mine.py:{function}", f"--strategy={strategy}",
+                 "--steps=2", "--global-batch=8", "--micro-batch=2", "--precision=fp32",
+                 f"--out={tmp_path}/{function}-{strategy}", *more]  # fmt: skip
+        return subprocess.run(
+            [sys.executable, Path(__file__).with_name("forked.py"), "2", "outpace", *words],
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+
+    done = train("build", "1f1b")  # which finds no repeated blocks by itself
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stdout and "tokens/s" not in done.stdout
+    done = train("wrong", "ddp")
+    assert done.returncode == 2 and "strategy ddp does not compute what your module" in done.stderr
+    assert "--check off" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "wrong-ddp").exists()

@@ -1,0 +1,47 @@
+"""What was recorded of modules that outpace does not know, under every strategy, as Markdown."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pages import stand, table
+
+_MARKS = {"equal": "=", "cut": "c", "draws": "d"}
+
+
+def zoo(result: dict[str, Any]) -> str:
+    """A row a module, a column a strategy; below it the sentences of refusals."""
+    modules = result["modules"]
+    strategies = list(dict.fromkeys(s for one in modules.values() for s in one["cells"]))
+    strategies = [name for name in strategies if name != "all"]
+    sentences: dict[str, int] = {}
+    rows = []
+    for name, one in modules.items():
+        cells = one["cells"]
+        shown = [_cell(cells.get(s) or cells.get("all", ""), sentences) for s in strategies]
+        rows.append([name.replace("_", " "), *shown])
+    everything = [cell for one in modules.values() for cell in one["cells"].values()]
+    counted = ", ".join(
+        f"{sum(cell.startswith(kind) for cell in everything)} {words}"
+        for kind, words in (
+            ("equal", "equal (=)"), ("cut", "otherwise by the cut of the batch alone (c)"),
+            ("draws", "that draw (d)"), ("refused", "refused"), ("wrong", "wrong (✗)"),
+        )
+    )  # fmt: skip
+    said = "".join(f"{number}. {sentence}\n" for sentence, number in sentences.items())
+    return (
+        f"{len(modules)} modules, two processes, {result['samples']} samples: {counted}. Numbers "
+        f"are refusals, below.\n\n{table(['module', *strategies], rows)}\n{said}{stand(result)}"
+    )
+
+
+def _cell(outcome: str, sentences: dict[str, int]) -> str:
+    if outcome in _MARKS:
+        return _MARKS[outcome]
+    kind, _, sentence = outcome.partition(": ")
+    if not sentence:
+        return ""
+    number = sentences.setdefault(sentence, len(sentences) + 1)
+    return str(number) if kind == "refused" else f"✗ {number}"
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"zoo": zoo}
