@@ -1,12 +1,12 @@
 """Model presets: the published sizes, each with where they are published, and a few small ones."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from outpace.records.base import Record
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, nearest, nearest_model
 from outpace.records.model import Family, ModelSpec, RopeScaling
 
 
@@ -179,6 +179,28 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(
 def preset_of_hub(reference: str) -> str | None:
     """The preset that is published on the Hugging Face Hub as `reference` ("Qwen/Qwen2.5-7B")."""
     return _BY_HUB.get(reference.casefold())
+
+
+def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
+    """The refusal of a name that is none of those `known`, nor a file or folder.
+
+    Of a repository of the Hub it says how to get it, and its preset where there is one.
+    """
+    said = f"no preset, directory or file named {reference!r}."
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", reference):
+        said += (
+            f"{nearest_model(reference, known)} outpace models lists all that are known by name."
+        )
+        return BadInputError(said)
+    folder = reference.rpartition("/")[2]
+    alike = preset_of_hub(reference)
+    said += (
+        " outpace downloads no models. If it is one of the Hugging Face Hub: hf download "
+        f"{reference} --local-dir {folder}, then --model {folder}."
+    )
+    if alike is None:
+        return BadInputError(f"{said} outpace models lists all that are known by name.")
+    return BadInputError(f"{said} Without its weights: --model {alike} has the same dimensions.")
 
 
 def preset(name: str) -> ModelSpec:

@@ -5,11 +5,12 @@ and network stay unknown.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from outpace.catalog.accelerators import ACCELERATORS
+from outpace.records.aliases import meant_by
 from outpace.records.errors import BadInputError, nearest, nearest_of
 from outpace.records.hardware import Accelerator, Bundle, Node, Topology
 
@@ -130,7 +131,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
             source=f"one accelerator of its kind: {chip.source}",
         )
     known = [*NODES, *plain]
-    alike = _similar_names(wanted)
+    alike = [] if meant_by(wanted, known)[0] else _similar_names(wanted, plain)
     meant = f" Did you mean {' or '.join(alike)}?" if alike else nearest(wanted, known)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
@@ -138,12 +139,18 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     )
 
 
-def _similar_names(wanted: str) -> list[str]:
-    """Machines of so many such accelerators, "8xh100" or "h100", each with what it is."""
+def _similar_names(wanted: str, chips: Iterable[str]) -> list[str]:
+    """Machines of so many such accelerators, "8xh100" or "h100", each with what it is.
+
+    One accelerator where a longer name ends with its own: "NVIDIA GeForce RTX 4090", "4090".
+    """
     count, chip = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL).groups()  # type: ignore[union-attr]
     word = re.sub(r"[^a-z0-9]", "", chip)
     if len(word) < 2:
         return []
+    ends = [chip for chip in chips if _ends_alike(word, re.sub(r"[^a-z0-9]", "", chip))]
+    if count is None and len(ends) == 1:
+        return [repr(ends[0])]
     return [
         f"{node.name!r} ({node.devices} × {node.accelerator})"
         for node in NODES.values()
@@ -151,3 +158,7 @@ def _similar_names(wanted: str) -> list[str]:
         and word in re.sub(r"[^a-z0-9]", "", node.accelerator.casefold())
         and count in (None, str(node.devices))
     ][:4]
+
+
+def _ends_alike(word: str, chip: str) -> bool:
+    return chip.endswith(word) or word.endswith(chip)

@@ -208,6 +208,11 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
             f"{where}: {shown(value)} is not one of {', '.join(holds.choices)}."
             f"{nearest(str(value), holds.choices)}"
         )
+    if holds.kind is int and not holds.size and _is_share(value):
+        raise BadInputError(
+            f"{where}: {shown(value)} is not a whole number: give a count (of steps, samples, "
+            "ranks), not a share"
+        )
     if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
         return value
     if holds.size:
@@ -222,6 +227,14 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
         example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
         words = "".join(f", and not {word!r}" for word in holds.words)
         raise BadInputError(f"{where}: {shown(value)} is not {example}{words}") from None
+
+
+def _is_share(value: Any) -> bool:
+    """Whether a value lies between 0 and 1, as other tools take it of steps."""
+    try:
+        return isinstance(value, (str, float)) and 0 < float(value) < 1
+    except ValueError:
+        return False
 
 
 def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[str, str]]:

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, nearest
@@ -45,7 +46,7 @@ class Parser:
         if unknown:
             word = unknown[0].split("=")[0]
             flags = [flag for flag in self.arguments.flags() if flag.startswith("--")]
-            close = nearest(word, flags) if word.startswith("-") else ""
+            close = nearest(word, flags) if word.startswith("-") else _flagged(word, flags)
             kind = "option" if word.startswith("-") else "argument"
             raise BadInputError(
                 f"outpace {self.command} has no {kind} {word!r}.{close} "
@@ -54,9 +55,38 @@ class Parser:
         return found
 
 
+# The option that takes a file or folder, by how its name ends or by a file in it.
+_TAKEN_BY = {
+    ".toml": "--config",
+    **dict.fromkeys((".jsonl", ".txt", ".parquet", ".csv", ".tsv", ".bin"), "--data"),
+}
+_FOLDERS = {"run.json": "--resume", "config.json": "--model"}
+
+
+def _flagged(word: str, flags: list[str]) -> str:
+    """Return ' Did you mean --config run.toml?' for a file or folder without its option, or ''."""
+    path = Path(word)
+    taken = _TAKEN_BY.get(path.suffix.casefold(), "")
+    for name, option in _FOLDERS.items():
+        if path.is_dir() and (path / name).exists():
+            taken = option
+            break
+    return f" Did you mean '{taken} {word}'?" if taken in flags else ""
+
+
 class _Argparse(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{message}. See {self.prog} --help.")
+        end = "" if message.endswith(("?", ".", ".)")) else "."
+        raise BadInputError(f"{message}{end} See {self.prog} --help.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the choice that is meant. argparse asks this of each value."""
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        raise argparse.ArgumentError(
+            action, f"{value!r} is not one of {', '.join(known)}.{nearest(str(value), known)}"
+        )
 
     def flags(self) -> list[str]:
         return [flag for action in self._actions for flag in action.option_strings]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from outpace.catalog.models import PRESETS, preset
+from outpace.catalog.models import PRESETS, preset, unknown_model
 from outpace.interop.config import (
     CONFIG_FILE,
     FAMILIES,
@@ -20,7 +20,7 @@ from outpace.interop.peft import ADAPTER_CONFIG, base_of
 from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
-from outpace.records.errors import BadInputError, nearest_model, shown
+from outpace.records.errors import BadInputError, shown
 from outpace.records.model import ModelSpec
 
 _RUN_FILE = "run.json"
@@ -76,10 +76,7 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
         raise BadInputError(
             f"{path} is neither a spec (.toml, .json) nor a Python file (file.py:build)"
         )
-    raise BadInputError(
-        f"no preset, directory or file named {reference!r}.{nearest_model(reference, PRESETS)} "
-        "outpace models lists all that are known by name."
-    )
+    raise unknown_model(reference, PRESETS)
 
 
 def _place(reference: str) -> Path:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.catalog.models import PRESETS, preset, preset_of_hub
+from outpace.catalog.models import PRESETS, preset, preset_of_hub, unknown_model
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.outlines import outline, parameters
-from outpace.records.errors import BadInputError, nearest_model
+from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 
@@ -36,10 +36,7 @@ def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
     path = Path(reference).expanduser()
     if not path.exists() and not reference.rpartition(":")[0].endswith(".py"):
         known = (*PRESETS, *OUTLINES)
-        raise BadInputError(
-            f"no preset, directory or file named {reference!r}.{nearest_model(reference, known)} "
-            "outpace models lists all that are known by name."
-        )
+        raise unknown_model(reference, known)
     return _opened(reference, path)
 
 

@@ -8,6 +8,8 @@ import difflib
 import re
 from collections.abc import Iterable
 
+from outpace.records.aliases import meant_by
+
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
 EXIT_OUT_OF_MEMORY = 4
@@ -17,6 +19,8 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resu
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
 # Of a line of a message: what is longer holds somebody's text whole.
 _MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
+# Of names that are proposed by their spelling: letters more or fewer, and the share in common.
+_MOST_SLIPS, _LEAST_ALIKE, _FEW_LETTERS = 3, 0.75, 4
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
 
@@ -93,9 +97,43 @@ def nearest_of(word: str, choices: Iterable[str], shown: int = 6) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return ' Did you mean …?' for the closest choices, or '' when nothing is close."""
-    close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+    """Return ' Did you mean …?' for the choices meant by a word, or '' when none is near.
+
+    By meaning first (`aliases`), then by spelling: a slip of the keys, or a word that a name
+    begins with. A name that only shares some letters is not proposed.
+    """
+    known = list(dict.fromkeys(choices))
+    names, remark = meant_by(word, known)
+    names = names or _alike(word, known)
+    if not names:
+        return ""
+    said = f" Did you mean {' or '.join(map(repr, names[:3]))}?"
+    return f"{said} ({remark[0].upper()}{remark[1:]}.)" if remark else said
+
+
+def _alike(word: str, known: list[str]) -> list[str]:
+    """The names that differ from a word by a slip, the nearest first; or begin with it."""
+    mine = word.strip("-").replace("_", "-").casefold()
+    names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
+    ratio = {
+        name: difflib.SequenceMatcher(None, mine, other, autojunk=False).ratio()
+        for name, other in names.items()
+        if abs(len(mine) - len(other)) <= _MOST_SLIPS or other.startswith(f"{mine}-")
+    }
+    close = [
+        name
+        for name, share in ratio.items()
+        if share >= _LEAST_ALIKE
+        or names[name].startswith(f"{mine}-")
+        or _one_slip(mine, names[name])
+    ]
+    return sorted(close, key=lambda name: -ratio[name])[:3]
+
+
+def _one_slip(one: str, other: str) -> bool:
+    """Whether two words differ in one letter only; short ones (tpu, cpu) in none but its place."""
+    alike = len(one) > _FEW_LETTERS or {*one} == {*other}
+    return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:

@@ -277,7 +277,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["ddp", "zero3"], "ddp, zero3: on one process every strategy computes alike"),
         (["single", "zero3"], "Add --nproc 2 or more"),
         (["ddp", "zero4"], "'zero4' is no strategy. Did you mean 'zero"),
-        (["ddp", "micro_bach=2"], "'micro_bach' is no setting. Did you mean 'micro_batch' or"),
+        (["ddp", "micro_bach=2"], "'micro_bach' is no setting. Did you mean 'micro_batch'"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),
         (["ddp", "ddp"], "two arms are called ddp"),
         (["single", "ddp,zero3"], "arm 'ddp,zero3' has two values of strategy"),

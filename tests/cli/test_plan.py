@@ -372,7 +372,7 @@ def test_a_model_is_found_by_its_name_on_the_hub(capsys, tmp_path, monkeypatch):
                          "qwen2.5-7b"), ("openai-community/gpt2", "gpt2")):  # fmt: skip
         assert said(capsys, *words, f"--model={name}")["model"] == preset
     error = refused(capsys, *words, "--model=meta-llama/Llama-3.1-8B-Instruct")
-    assert "outpace models lists all" in error and len(error) < 250
+    assert "outpace models lists all" in error and "hf download meta-llama" in error
 
 
 @pytest.mark.parametrize("name", ["8xh100", "8 x H100", "8×h100", "8x H100"])
@@ -421,7 +421,7 @@ def test_a_machine_by_count_and_chip_is_answered_with_what_there_is(name, capsys
         (["--what-if=nodes=0"], "--what-if nodes=0: "),
         (["--what-if=memory=1GiB", "--emit=fsdp"], "--what-if and --emit are different answers"),
         (["--compare-nodes=1,x"], "write numbers of nodes"),
-        (["--emit=keras"], "invalid choice"),
+        (["--emit=keras"], "is not one of"),
         (["--model=mixtral-8x7b", "--machine=hgx-h100", "--emit=megatron"],
          "--emit megatron: of mixtral-8x7b the dimensions are known"),
         (["--model=llama-3-8b", "--seq-len=8200", "--trained"], "longer than the 8192 positions"),

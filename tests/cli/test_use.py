@@ -71,11 +71,11 @@ def test_eval_takes_other_data(
         (["generate", "--run=."], "needs a TEXT to go on from"),
         (["generate", "--run=.", "x", "--conversations=y"], "Use one of the two"),
         (["generate", "--model=none", "x"], "there is no such directory"),
-        (["eval", "--run=.", "--task=talk"], "invalid choice: 'talk'"),
+        (["eval", "--run=.", "--task=talk"], "'talk' is not one of"),
         (["generate", "--run=.", "x", "--temperature=-1"], "-1 is not at least 0"),
         (["generate", "--run=.", "x", "--top-k=0"], "0 is not at least 1"),
         (["generate", "--run=.", "x", "--top-p=1"], "Did you mean '--top-k'"),
-        (["eval", "--run=.", "--device=tpu"], "invalid choice: 'tpu'"),
+        (["eval", "--run=.", "--device=tpu"], "'tpu' is not one of"),
     ],
 )
 def test_mistakes_are_sentences(
