@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from outpace.nn.attention import attention
 from outpace.nn.cache import LayerCache
 from outpace.nn.gelu import gelu_tanh
-from outpace.nn.kernels import attend_by, attend_by_blocks, choose_kernel
+from outpace.nn.kernels import attend_by, attend_by_blocks, choose_kernel, suits_flash
 from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
 from outpace.nn.rotary import Tables, rotate, tables_at
@@ -97,6 +97,7 @@ def fused_attention(
         q_BHSC.shape[2],
         q_BHSC.shape[1] != k_BKTC.shape[1],
         sees.mask is not None,
+        suits_flash(q_BHSC.shape[3], dropout),
     )
     return attend_by(kernel, q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal, dropout)
 

@@ -50,12 +50,22 @@ _CUDNN_WITH_MASKS = 92600
 _WIDTH_MULTIPLE = 8
 
 
+def suits_flash(width: int, dropout: float) -> bool:
+    """Whether FlashAttention takes heads of this width on all GPUs that it is for.
+
+    torch's takes 256 at most, and on sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) no gradients of
+    193 to 224, nor of more with dropout (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
+    return width <= 192 or (224 < width <= 256 and dropout == 0)
+
+
 def choose_kernel(
-    device: str, dtype: torch.dtype, queries: int, grouped: bool, masked: bool
+    device: str, dtype: torch.dtype, queries: int, grouped: bool, masked: bool, flash: bool = True
 ) -> Kernel:
     """The kernel for one call; "any" leaves the choice to torch.
 
     `device`: the type of the device. `grouped`: there are fewer heads of keys than of queries.
+    `flash`: whether FlashAttention takes the heads' width.
     """
     if device != "cuda":
         return "any"
@@ -63,6 +73,8 @@ def choose_kernel(
         return "math"  # no other takes it
     # fp16 is what GPUs train in that are older than FlashAttention, which torch needs for groups.
     if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
+        return "efficient"
+    if grouped and queries > 1 and not flash:
         return "efficient"
     return "flash" if queries == 1 else "any"
 

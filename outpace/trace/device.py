@@ -41,7 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from outpace.nn.block import Attention, Mixing, fused_attention, suited_attention
 from outpace.nn.head_loss import Passes
-from outpace.nn.kernels import choose_kernel, operands_for
+from outpace.nn.kernels import choose_kernel, operands_for, suits_flash
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.records.hardware import Accelerator
@@ -168,5 +168,6 @@ def _as_on_gpu(
     if sees.blocks is not None:
         return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
     grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None
-    kernel = choose_kernel("cuda", q_BHSC.dtype, q_BHSC.shape[2], grouped, masked)
+    flash = suits_flash(q_BHSC.shape[3], dropout)
+    kernel = choose_kernel("cuda", q_BHSC.dtype, q_BHSC.shape[2], grouped, masked, flash)
     return mix(*operands_for(kernel, q_BHSC, k_BKTC, v_BKTC), sees, 0.0)[..., : q_BHSC.shape[3]]

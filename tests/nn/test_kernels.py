@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from outpace.nn.block import fused_attention
-from outpace.nn.kernels import attend_by, choose_kernel, without_faulty_kernels
+from outpace.nn.kernels import attend_by, choose_kernel, suits_flash, without_faulty_kernels
 from outpace.nn.masks import Visibility
 
 LOW = (torch.bfloat16, torch.float16)
@@ -58,6 +58,18 @@ def test_what_torch_is_told(dtype, queries, grouped, masked, monkeypatch):
 def test_a_cpu_is_left_to_torch():
     for dtype, queries, grouped, masked in itertools.product(LOW, (1, 8), (0, 1), (0, 1)):
         assert choose_kernel("cpu", dtype, queries, bool(grouped), bool(masked)) == "any"
+
+
+@pytest.mark.parametrize(
+    ("width", "dropout", "grouped", "queries", "kernel"),
+    [(128, 0.1, True, 64, "any"), (256, 0.0, True, 64, "any"), (256, 0.1, True, 64, "efficient"),
+     (200, 0.0, True, 64, "efficient"), (320, 0.0, True, 64, "efficient"),
+     (320, 0.0, False, 64, "any"), (320, 0.0, True, 1, "flash")],
+)  # fmt: skip
+def test_grouped_queries_never_have_all_scores(width, dropout, grouped, queries, kernel):
+    """Where FlashAttention refuses heads, torch would take grouped ones to the math kernel."""
+    flash = suits_flash(width, dropout)
+    assert choose_kernel("cuda", torch.bfloat16, queries, grouped, False, flash) == kernel
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
