@@ -310,6 +310,7 @@ class Conversations:
     altered: tuple[str, ...] = ()
     toolless: tuple[str, ...] = ()
     marked: tuple[str, ...] = ()
+    wordless: tuple[str, ...] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -323,13 +324,14 @@ def encode_all(
     is left to learn from.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
-    altered, toolless, marked = [], [], []
+    altered, toolless, marked, wordless = [], [], [], []
     unread: Counter[str] = Counter()
     for encoded in _encode_rows(chat, rows):
         unread.update(encoded.unread)
         toolless += [encoded.where] * encoded.toolless
         altered += [encoded.where] * encoded.altered
         marked += [encoded.where] * encoded.marked
+        wordless += [encoded.where] * encoded.wordless
         ids, said = encoded.ids, encoded.said
         tokens, nexts = ids[:-1][:seq_len], list(zip(ids, said, strict=True))[1 : seq_len + 1]
         targets = [token if mine else IGNORED for token, mine in nexts]
@@ -353,7 +355,7 @@ def encode_all(
     fill = {"tokens": chat.tokenizer.eos_id if pad is None else pad, "targets": IGNORED}
     return Conversations(
         ragged(found, fill), cut, empty, partial, tuple(altered), tuple(toolless), tuple(marked),
-        dict(unread),
+        tuple(wordless), dict(unread),
     )  # fmt: skip
 
 
@@ -368,6 +370,7 @@ class _EncodedMessages:
     altered: bool
     toolless: bool
     marked: bool
+    wordless: bool
     unread: tuple[str, ...]
 
 
@@ -395,10 +398,15 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
     ids, said = chat.encode(rendered, _learnt_spans(chat, rendered, talk, row.where))
     marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
+    wordless = any(
+        mine and not str(one["content"]).strip() and not one.get("tool_calls")
+        for one, mine in zip(talk.messages, talk.learnt, strict=True)
+    )
     unread = (*talk.unread, *_unwritten_keys(chat, talk, row.where))
     return _EncodedMessages(
-        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), marked, unread
-    )
+        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), marked, wordless,
+        unread,
+    )  # fmt: skip
 
 
 def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:

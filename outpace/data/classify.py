@@ -95,13 +95,13 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
     value: Any = row.values.get(name)
     if signed:
         return str(int(value))
-    if value is None or value in (-1, "", "-", "-1"):
+    if value is None or _is_none(value):
         raise BadInputError(
             f"{row.where} has no label ({name!r} is {value!r}), as in a benchmark's test set. Give "
             "data with labels; where -1 is a class among others, give the classes names."
         )
     if isinstance(value, str):
-        return checked_text(value, row.where, name)
+        return checked_text(value, row.where, name).strip()  # a blank makes no other class
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int):
@@ -110,6 +110,11 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
             "for each row: a name or a whole number, not a number on a scale or several."
         )
     return classes[value] if 0 <= value < len(classes) else clipped(str(int(value)))
+
+
+def _is_none(value: Any) -> bool:
+    """Whether it stands for no label."""
+    return value == -1 or (isinstance(value, str) and value.strip() in ("", "-", "-1"))
 
 
 def with_stored_names(

@@ -21,6 +21,9 @@ from outpace.records.errors import BadInputError, shown
 Kind = Literal["text", "rows", "dataset", "tokens"]
 Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
 
+# How editors and merges name an older copy of the file beside it.
+_OLDER_COPIES = ("~", ".bak", ".orig", ".swp")
+
 # What a suffix says of a file, in small letters or capitals; any other file is a plain text.
 _FORMS: Mapping[str, Form] = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".jsonlines": "json", ".jl": "json",
@@ -291,7 +294,9 @@ def check_unchanged(source: Source) -> None:
 
 
 def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
-    """Files of a folder and of those it links to, without hidden ones, in a stable order.
+    """Files of a folder and of those it links to, in a stable order.
+
+    Without hidden ones, and older copies that editors and merges left beside a file.
 
     `left_out`: names of folders.
     """
@@ -301,6 +306,8 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> list[Path]:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
                 if entry.name.startswith(".") or _leads_nowhere(entry):
+                    continue
+                if entry.name.endswith(_OLDER_COPIES):
                     continue
                 if entry.is_dir():
                     if entry.name in left_out:

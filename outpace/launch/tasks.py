@@ -227,6 +227,7 @@ def _chat_hints(
     altered = [where for part in parts for where in part.altered]
     toolless = [where for part in parts for where in part.toolless]
     marked = [where for part in parts for where in part.marked]
+    wordless = [where for part in parts for where in part.wordless]
     told = [
         (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
         (sum(part.empty for part in parts), "have no answer to learn and were left out"),
@@ -248,6 +249,11 @@ def _chat_hints(
             len(marked),
             "have the name of a special token in what is said, which is read as that token, as "
             f"where an answer ends (first {next(iter(marked), '')})",
+        ),
+        (
+            len(wordless),
+            "have an answer without a word: to say nothing is learnt "
+            f"(first {next(iter(wordless), '')})",
         ),
     ]
     hints = [f"{found:,} of {count} conversations {what}" for found, what in told if found]

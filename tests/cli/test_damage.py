@@ -12,6 +12,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import cycle
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -56,7 +57,21 @@ READERS = {
     "finished": ["train", "--resume", "--out={run}"],
 }
 RESUME = ["train", "--resume", "--out={run}", f"--steps={STEPS + 1}"]
-KINDS = {"plain": [], "adapter": ["--lora-rank=2", "--init=random"]}
+KINDS = {
+    "plain": [],
+    "adapter": ["--lora-rank=2", "--init=random"],
+    "classifier": ["--task=classify", "--data={rows}", "--eval-data={rows}"],
+    "own": ["--model={module}"],
+    "zero3": ["--nproc=2", "--strategy=zero3"],
+    "tp": ["--nproc=2", "--tp=2"],
+}
+MODULE = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Embedding(512, 16), nn.Tanh(), nn.Linear(16, 512))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +87,21 @@ def short(train_flags: list[str]) -> list[str]:
 def finished(short: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A finished run of a kind, trained once."""
     made: dict[str, Path] = {}
+    given = tmp_path_factory.mktemp("given")
+    (given / "rows.csv").write_text(
+        "text,label\n" + "".join(f"word {number},{number % 2}\n" for number in range(32))
+    )
+    (given / "mine.py").write_text(MODULE)
+    places = {"rows": given / "rows.csv", "module": f"{given / 'mine.py'}:build"}
 
     def run(kind: str) -> Path:
         if kind not in made:
             made[kind] = tmp_path_factory.mktemp("damaged") / kind
-            assert said([*["train", *short], *KINDS[kind], f"--out={made[kind]}"])[0] == 0
+            words = [word.format(**places) for word in KINDS[kind]]
+            own = any(word.startswith("--data=") for word in words)
+            common = [word for word in short if not (own and word.startswith("--data="))]
+            code, text = said(["train", *common, *words, f"--out={made[kind]}"])
+            assert code == 0, text
         return made[kind]
 
     return run
@@ -167,6 +192,29 @@ def test_each_file_damaged_in_some_way_before_some_reader(
     run = finished("plain")
     readers = cycle([READERS[one] for one in ("eval", "report", "runs", "generate", "compare")])
     for name, how, words in zip(files_of(run), cycle(DAMAGES), readers, strict=False):
+        try_case(run, tmp_path, short, name, how, words)
+
+
+SAMPLE = 6
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "classifier",
+        "own",
+        pytest.param("zero3", marks=pytest.mark.slow),
+        pytest.param("tp", marks=pytest.mark.slow),
+    ],
+)
+def test_some_files_of_other_runs_damaged_before_some_command(
+    finished: Callable[[str], Path], short: list[str], tmp_path: Path, kind: str
+) -> None:
+    run = finished(kind)
+    every = list(cases(run))
+    draw = Random(kind)
+    resumes = draw.sample([case for case in every if case[2] is RESUME], SAMPLE // 2)
+    for name, how, words in (*resumes, *draw.sample(every, SAMPLE - SAMPLE // 2)):
         try_case(run, tmp_path, short, name, how, words)
 
 

@@ -361,3 +361,11 @@ def test_a_conversation_with_which_a_template_has_no_end_is_named(plain):
     ]  # fmt: skip
     with pytest.raises(BadInputError, match=r"a.jsonl, line 2: .* 2.00 GiB of memory"):
         encode_all(chat, talks, 64)
+
+
+def test_answers_without_a_word_are_counted(formats):
+    rows = [
+        Row({"prompt": "a", "completion": said}, f"line {number}")
+        for number, said in enumerate(("b", "", " \n"), start=1)
+    ]
+    assert encode_all(formats[1], rows, 64).wordless == ("line 2", "line 3")

@@ -84,6 +84,14 @@ def test_a_dataset_has_names_of_classes_and_a_validation_split(tmp_path):
     assert (labels, found[0].label) == (("worse", "better"), "better")
 
 
+def test_a_blank_makes_no_other_class(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\na,neg\nb, pos\nc,pos \nd,pos\n")
+    assert examples(read_table(str(tmp_path / "a.csv")))[1] == ("neg", "pos")
+    (tmp_path / "a.csv").write_text("text,label\na,neg\nb, \n")
+    with pytest.raises(BadInputError, match="line 3 has no label"):
+        examples(read_table(str(tmp_path / "a.csv")))
+
+
 def test_minus_one_and_one_are_two_classes_in_this_order(tmp_path):
     rows = "".join(f"word {number},{label}\n" for number, label in enumerate([1, -1] * 4))
     (tmp_path / "a.csv").write_text(f"text,label\n{rows}")

@@ -38,6 +38,8 @@ def folder(tmp_path):
         "a.md": A,
         "deep/er/c.py": C,
         ".hidden": "no",
+        "b.txt~": "no",
+        "a.md.bak": "no",
         ".git/x": "no",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
