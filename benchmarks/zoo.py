@@ -2,15 +2,18 @@
 
     python benchmarks/zoo.py                        # all: about half an hour
     python benchmarks/zoo.py --only t5,unet         # these rows anew, the others as recorded
+    python benchmarks/zoo.py --strategy zero1       # these cells anew
 
 A cell is "equal"; "cut", where one process that cuts the batch alike computes the same; "draws",
-where the module draws random numbers; "refused: …", with outpace's sentence; or what went wrong.
+where the module draws random numbers; "refused: …", with outpace's sentence (that of the look
+before the first step, where verify finds a difference); or what went wrong.
 """
 
 import argparse
 import importlib.util
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,27 +22,30 @@ from typing import Any
 import torch
 from recording import RESULTS, save
 
-from outpace.experiment.module_verify import CUT, verify_own
+import outpace
+from outpace.experiment.module_verify import CUT, plan_for_module, verify_own
 from outpace.interop.own import OwnModel
+from outpace.launch.forked_job import Rank, run_forked
 from outpace.records.certificate import Verdict
 from outpace.records.errors import BadInputError
 
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
+FILES = ("data_parallel", "pipelines", "whole")
 SAMPLES, LIMIT_S = 8, 90.0
 Entry = Callable[[int], tuple[Any, Any, Any]]
 
 
 def entries() -> Iterator[tuple[str, str, Entry]]:
     """File, name and function of each module."""
-    for path in sorted(ZOO.glob("*.py")):
+    for path in (ZOO / f"{name}.py" for name in FILES):
         spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
         assert spec is not None and spec.loader is not None
         file = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = file
         spec.loader.exec_module(file)
-        if hasattr(file, "MODULES"):
-            for entry in (*file.MODULES, *getattr(file, "REFUSED", ())):
-                yield path.stem, entry.__name__, entry
+        more = (*getattr(file, "RUNNING", ()), *getattr(file, "REFUSED", ()))
+        for entry in dict.fromkeys((*file.MODULES, *more)):
+            yield path.stem, entry.__name__, entry
 
 
 def outcome(verdict: Verdict) -> str:
@@ -64,18 +70,41 @@ def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
         certificate = verify_own(OwnModel(module, loss), batch, plans=plans, time_limit_s=LIMIT_S)
     except BadInputError as error:
         return {"all": "draws" if "draws random numbers" in str(error) else f"wrong: {error}"}
-    return {verdict.strategy: outcome(verdict) for verdict in certificate.verdicts}
+    cells = {verdict.strategy: outcome(verdict) for verdict in certificate.verdicts}
+    for strategy, cell in cells.items():
+        if cell.startswith("wrong"):
+            refusal = refused_at_first(entry, strategy)
+            cells[strategy] = f"refused: {refusal}" if refusal else cell
+    return cells
+
+
+def refused_at_first(entry: Entry, strategy: str) -> str | None:
+    """What training says before its first step; None where it would go on."""
+
+    def act(rank: Rank) -> None:
+        module, loss, make = entry(0)
+        model = outpace.parallelize(module, plan_for_module(strategy, 2, SAMPLES), loss=loss)
+        batch = make(torch.Generator().manual_seed(1), SAMPLES)
+        model.forward_backward(model.share(batch))
+
+    with tempfile.TemporaryDirectory() as folder:
+        ends = run_forked(2, act, LIMIT_S, Path(folder))
+    return next((end.said for end in ends if end.refused), None)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="A,B", help="these modules")
-    only = set(filter(None, parser.parse_args().only.split(",")))
+    parser.add_argument("--strategy", default=None, metavar="A,B", help="these strategies")
+    arguments = parser.parse_args()
+    only = set(filter(None, arguments.only.split(",")))
     path = RESULTS / "zoo.json"
-    modules = json.loads(path.read_text())["modules"] if only and path.is_file() else {}
+    again = only or arguments.strategy
+    modules = json.loads(path.read_text())["modules"] if again and path.is_file() else {}
     for file, name, entry in entries():
         if not only or name in only:
-            modules[name] = {"file": file, "cells": judge(entry)}
+            known = modules.get(name, {}).get("cells", {}) if arguments.strategy else {}
+            modules[name] = {"file": file, "cells": {**known, **judge(entry, arguments.strategy)}}
             print(name, modules[name]["cells"], flush=True)
             save("zoo", {"samples": SAMPLES, "modules": modules})
 

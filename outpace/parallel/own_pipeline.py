@@ -287,7 +287,10 @@ class OwnPipeline(Spread):
             if self._rank == owner != 0:
                 dist.send(held[name].contiguous(), group=self._group, group_dst=0)
             elif self._rank == 0 and owner:
-                weights[name] = torch.empty_like(like, device=self._at)
+                # Contiguous, as it is sent, whatever the parameter is.
+                weights[name] = torch.empty_like(
+                    like, device=self._at, memory_format=torch.contiguous_format
+                )
                 dist.recv(weights[name], group=self._group, group_src=owner)
             elif self._rank == 0:
                 weights[name] = held[name]
