@@ -147,7 +147,30 @@ def _checkpointed(
         return forward(*args, **kwargs)
     if once is not None and not torch.compiler.is_compiling():
         forward = once(forward)
+    if not torch.compiler.is_compiling():
+        args, kwargs = _without_caches(args, kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _without_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What is computed again would be added to a cache of keys and values again."""
+    given = (*args, *kwargs.values())
+    if not any(_is_cache(value) for value in given):
+        return args, kwargs
+    kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether it is a cache of a transformers model, which fills one in training too."""
+    if value is None or isinstance(value, torch.Tensor):
+        return False
+    kinds = type(value).__mro__
+    return any(k.__name__ == "Cache" and k.__module__.startswith("transformers.") for k in kinds)
 
 
 def _kept_or_checkpointed(

@@ -216,3 +216,39 @@ def test_compiled_blocks_are_close(make_spec, tokens, one_rank, mode):
             assert (grad - exact).norm() <= tolerance * exact.norm()
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 2  # one for each dtype, shared by the blocks
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_caches_of_transformers_models_are_left_out_of_what_is_computed_again(mode):
+    """T5's decoder appended its keys a second time, and the backward ended in CheckpointError."""
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=2, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    tokens = torch.randint(1, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+
+    def gradients():
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens.flip(1)).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    apply_checkpointing(model, mode)
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_members_without_a_forward_stand_for_what_is_in_them():
+    """As in x-transformers: lists of a norm and a layer, which nobody calls."""
+
+    def pair():
+        return nn.ModuleList([nn.ModuleList([nn.LayerNorm(4)]), nn.Linear(4, 4), None])
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(pair() for _ in range(2))})
+    kinds = [type(block) for block in find_blocks(model)]
+    assert kinds == [nn.LayerNorm, nn.Linear, nn.LayerNorm, nn.Linear]
+    with pytest.raises(BadInputError, match="no repeated blocks"):
+        find_blocks(nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleList(), nn.Identity()])}))
