@@ -31,9 +31,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from outpace.nn.operators import operator
+from outpace.records.errors import BadInputError
 
 _CHUNK_BYTES = 512 << 10  # lies in a core's cache while it is added
 _NAP_S = 50e-6
+_LENGTH_BITS = 44  # of a kind of exchange, for the bytes of its buffer
 _GAVE_UP = -1  # instead of a number of moves
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
@@ -70,15 +72,19 @@ class _Span(ctypes.Structure):
 class _Notice(ctypes.Structure):
     """What a rank lets others know: how many moves it has made, and where its buffer lies.
 
-    By `token` it is known for one: a process's number may mean another process elsewhere.
+    By `token` it is known for one: a process's number may mean another process elsewhere. `kind`
+    says which exchange its buffer is for.
     """
 
-    _fields_ = (("token", ctypes.c_int64), ("moves", ctypes.c_int64), ("buffer", ctypes.c_int64))
+    _fields_ = (
+        ("token", ctypes.c_int64), ("moves", ctypes.c_int64), ("buffer", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+    )  # fmt: skip
 
 
 def _lasting_notice() -> _Notice:
     """With a token of its own; never freed, since others may look at it once more at the end."""
-    notice = _Notice(secrets.randbits(62), 0, 0)
+    notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
 
@@ -126,8 +132,9 @@ class Neighbours:
     """The ranks of a group on one host, which call the same exchanges, each with its own buffers.
 
     All raise dist.DistError where a rank is gone, gave up, or does not come in time; this rank has
-    given up then, which the others see. Buffers have one dimension. A sum is made on one rank, in
-    the order of ranks, and copied from there: what several get is equal to the last bit.
+    given up then, which the others see. Raise BadInputError where another rank is at another
+    exchange: of another `unit`, or length. Buffers have one dimension. A sum is made on one rank,
+    in the order of ranks, and copied from there: what several get is equal to the last bit.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
@@ -165,10 +172,10 @@ class Neighbours:
                 self._copy(other, start, piece)
             self._move()  # before which nobody changes what others read
 
-    def all_gather(self, buffer: Tensor, part: Tensor) -> None:
+    def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
         """Fill `buffer` with the ranks' parts, which are equally long; `part` may lie in it."""
         with self._or_give_up():
-            self._offer(part)
+            self._offer(part, 2 * unit)
             for (_, piece), one in zip(self._pieces(buffer), self._everyone, strict=True):
                 if one.rank != self._rank:
                     self._copy(one, 0, piece)
@@ -176,10 +183,12 @@ class Neighbours:
                     piece.copy_(part)
             self._move()
 
-    def reduce_scatter(self, part: Tensor, buffer: Tensor, factor: float = 1.0) -> None:
+    def reduce_scatter(
+        self, part: Tensor, buffer: Tensor, factor: float = 1.0, unit: int = 0
+    ) -> None:
         """Into `part` this rank's piece of the sum of buffers over the ranks, times `factor`."""
         with self._or_give_up():
-            self._offer(buffer)
+            self._offer(buffer, 2 * unit + 1)
             start, own = self._pieces(buffer)[self._rank]
             self._sum(start, own, part, factor)
             self._move()
@@ -196,10 +205,18 @@ class Neighbours:
                 ) from None
             raise
 
-    def _offer(self, buffer: Tensor) -> None:
+    def _offer(self, buffer: Tensor, kind: int = 0) -> None:
         """Let others read it, and find theirs."""
         self._own.buffer = buffer.data_ptr()
-        self._move()
+        self._own.kind = (kind << _LENGTH_BITS) + buffer.nbytes
+        others = self._move()
+        apart = next((rank for rank, kind in others.items() if kind != self._own.kind), None)
+        if apart is not None:
+            raise BadInputError(
+                f"rank {apart} exchanges another part of the model than rank {self._rank}: one of "
+                "them leaves what a block returns out of its loss, or calls blocks that the other "
+                "does not. Use strategy ddp or zero1, or take the model as one with blocks=[]."
+            )
 
     def _copy(self, other: _Neighbour, start: int, piece: Tensor) -> None:
         """From byte `start` of another's buffer."""
@@ -225,8 +242,12 @@ class Neighbours:
             torch.mul(sum_, factor, out=result)
             start += part.nbytes
 
-    def _move(self) -> None:
-        """Let others know that the next move is made, and wait until they have made it, too."""
+    def _move(self) -> dict[int, int]:
+        """Let others know that the next move is made, and wait until they have made it, too.
+
+        Returns the kinds of their exchanges, which may be their next already after a last move.
+        """
+        kinds = {}
         self._own.moves += 1
         end_s = time.monotonic() + self._limit_s
         for other in self._others:
@@ -242,6 +263,8 @@ class Neighbours:
             # Once more: the kernel may have copied the address before the count.
             self._look(other)
             self._buffers[other.rank] = self._seen.buffer
+            kinds[other.rank] = int(self._seen.kind)
+        return kinds
 
     def _look(self, other: _Neighbour) -> int:
         """How many moves it has made."""

@@ -58,7 +58,7 @@ def shard(
         compute_in_fp32(module, runs_on)
     whole = set(replicated)
     done: set[nn.Parameter] = set(whole)
-    for part in (*blocks, module):
+    for number, part in enumerate((*blocks, module)):
         own = [p for p in part.parameters() if p not in done]
         sharded = fully_shard(
             part,
@@ -70,8 +70,8 @@ def shard(
         )
         done.update(part.parameters())
         if near is not None:
-            sharded.set_custom_all_gather(_Gather(near))
-            sharded.set_custom_reduce_scatter(_Scatter(near))
+            sharded.set_custom_all_gather(_Gather(near, number))
+            sharded.set_custom_reduce_scatter(_Scatter(near, number))
 
 
 def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -130,8 +130,8 @@ def policy_of(parameters: Iterable[nn.Parameter], precision: Precision) -> Mixed
 
 
 class _Near:
-    def __init__(self, near: Neighbours) -> None:
-        self._near = near
+    def __init__(self, near: Neighbours, unit: int) -> None:
+        self._near, self._unit = near, unit
 
 
 class _Gather(_Near, DefaultAllGather):
@@ -143,7 +143,7 @@ class _Gather(_Near, DefaultAllGather):
         async_op: bool = False,
     ) -> None:
         all_gather_directly(output_tensor, input_tensor, group.group_name)
-        self._near.all_gather(output_tensor, input_tensor)
+        self._near.all_gather(output_tensor, input_tensor, self._unit)
 
 
 class _Scatter(_Near, DefaultReduceScatter):
@@ -158,5 +158,5 @@ class _Scatter(_Near, DefaultReduceScatter):
         reduce_scatter_directly(output_tensor, input_tensor, group.group_name)
         averaged = op == dist.ReduceOp.AVG  # else their sum
         self._near.reduce_scatter(
-            output_tensor, input_tensor, 1 / group.size() if averaged else 1.0
+            output_tensor, input_tensor, 1 / group.size() if averaged else 1.0, self._unit
         )

@@ -15,7 +15,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo.data_parallel import MODULES, RUNNING
+from zoo.data_parallel import MODULES, REFUSED, RUNNING
 
 import outpace
 from outpace.parallel.tensors import whole
@@ -72,7 +72,7 @@ def gradients_of(laid, alone):
 
 def compare(case):
     name, strategy, *options = case.split(":")
-    entry = next(one for one in (*MODULES, *RUNNING) if one.__name__ == name)
+    entry = next(one for one in (*MODULES, *RUNNING, *REFUSED) if one.__name__ == name)
     module, loss, draw = entry(3)
     alone, _, _ = entry(3)
     expected = torch.optim.AdamW(alone.parameters(), lr=0.01, weight_decay=0.1)

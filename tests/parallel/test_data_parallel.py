@@ -1,5 +1,6 @@
 """Modules of one's own with a trap each, under strategies that reduce gradients over ranks."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -100,3 +101,11 @@ def test_only_buffers_that_move_are_sent(on_ranks):
     """Masks and tables are not, though the look at the first batch puts all buffers back."""
     names = on_ranks(2, RANKS.with_name("shared_buffers_ranks.py"))
     assert names == {"ddp": ["0.average", "0.calls"], "zero3": ["0.average", "0.calls"]}
+
+
+@pytest.mark.gloo
+def test_ranks_that_scatter_different_units_are_refused(on_ranks):
+    """Where they read each other's memory; by gloo and NCCL the look at the first batch does it."""
+    case = "output_left_out_by_a_rank:zero3"
+    refused = on_ranks(2, RANKS, case)[case]["refused"]
+    assert re.search("exchanges another part of the model than rank .* blocks=", refused)

@@ -146,6 +146,28 @@ def blocks_called_several_times(seed: int) -> Entry:
     return _Repeated(), _squares, _routed
 
 
+class _LeftOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x[0, 0]
+        hidden = self.layers[0](x)
+        beside, out = self.layers[1](hidden), self.layers[2](hidden)
+        return out + (beside.detach() if kind == 1 else beside)
+
+
+def output_left_out_by_a_rank(seed: int) -> Entry:
+    """All ranks call all blocks, but one leaves the output of one out of the backward.
+
+    Its gradients are due at another place of the backward than the others'. One process over the
+    whole batch sees the first kind only.
+    """
+    torch.manual_seed(seed)
+    return _LeftOut(), _squares, _routed
+
+
 class _Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -392,3 +414,5 @@ MODULES: tuple[Callable[[int], Entry], ...] = (
 
 # Whose buffers are of the samples that a rank has seen: equal to a process with rank 0's buffers.
 RUNNING: tuple[Callable[[int], Entry], ...] = (running_averages_in_the_forward,)
+# What ZeRO-2 and ZeRO-3 refuse in the midst of a step.
+REFUSED: tuple[Callable[[int], Entry], ...] = (output_left_out_by_a_rank,)
