@@ -7,7 +7,8 @@
 A GPU that computes faster than its host gives it work waits for the host: Python and torch's
 dispatch are then what a step takes. Here nothing is left to compute: 12 layers of width 24 and 16
 tokens under bf16 autocast on one thread of a CPU. outpace takes the way that it takes on CUDA:
-torch's fused attention, GELU and norms in place of its operators for CPUs, the loss for `cuda`.
+torch's fused attention, GELU and norms in place of its operators for CPUs, the loss for `cuda`,
+Muon's matrices turned in batches, SGD as one kernel; what a GPU compiles is eager.
 Steps (forward, backward, clipping, optimizer) of both alternate, A B, B A, in one process; of
 several ranks in each of two processes. What is timed is the time of the process on cores, which
 neighbours on the machine disturb less than the wall's. The ratio is the median of those of pairs,
@@ -42,6 +43,7 @@ from outpace.nn.levers import apply_levers
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
 from outpace.nn.transformer import Transformer
+from outpace.optim import build
 from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Request, apply
 from outpace.records.model import ModelSpec
@@ -103,13 +105,15 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Choose no operators that are for CPUs."""
-    before = block.suits_operator
+    """Choose no operators that are for CPUs, and step parameters by operators over all of them."""
+    before, together = block.suits_operator, build.steps_together
     for module in (block, kept_products):
         module.suits_operator = lambda *_: False
+    build.steps_together = lambda _: True
     try:
         yield
     finally:
+        build.steps_together = together
         for module in (block, kept_products):
             module.suits_operator = before
 
