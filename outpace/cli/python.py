@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from outpace.cli import options
+from outpace.cli.resume import require_inputs
 from outpace.cli.train import merge
 from outpace.launch import job, local, use
 from outpace.launch.environment import ranks_from, restart_count
@@ -51,6 +52,7 @@ def train(
     reference = model if live is None else _name_of(live)
     given = {"model": reference, "data": data, **settings}
     merged, origins = _merge(given)
+    require_inputs(merged, origins)
     ranks = ranks_from(os.environ)
     if ranks is None and (merged.nproc or 1) > 1:
         _check_startable(live, callbacks, merged.nproc or 1)

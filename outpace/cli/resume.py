@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outpace.catalog.models import PRESETS
 from outpace.cli.options import RUN_FILE, flag, show
+from outpace.experiment.past import checkpoints
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError
+from outpace.records.python import PYTHON
 from outpace.records.settings import TrainSettings
 
 # What determines the samples, their order, the model, or what of it is trained and with which
@@ -64,11 +67,50 @@ def settings_of(run: Path) -> dict[str, Any]:
     except (KeyError, TypeError):
         raise BadInputError(f"{path} is damaged: it holds no settings of a run") from None
     except BadInputError as error:
-        raise BadInputError(f"the run's file is damaged: {error}") from None
+        raise BadInputError(f"the run's file is damaged: {error}.{_ways_on(run)}") from None
     if recorded.get("seq_len") is None:
         recorded["seq_len"] = document.get("seq_len")
     parsed = TrainSettings.parse(recorded, str(path))
     return {name: value for name, value in parsed if name not in _LEFT_OUT}
+
+
+def _ways_on(run: Path) -> str:
+    """What is left of a run whose file cannot be read, and how to use that."""
+    model, saved = run / "model", checkpoints(run)
+    parts = [f" Bring {run / RUN_FILE} back from a copy: nothing goes on without it."]
+    if (model / "config.json").is_file():
+        parts.append(f"{model} is a model as it is: --model {model}.")
+    if saved:
+        parts.append(
+            f"The weights of step {int(saved[0].name[5:])} are whole: {' '.join(PYTHON)} -m "
+            f"torch.distributed.checkpoint.format_utils dcp_to_torch {saved[0]} weights.pt"
+        )
+    return " ".join(parts)
+
+
+def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
+    """Refuse to resume where what the run read is not where it was. Raises BadInputError."""
+    for name in _PATHS:
+        value = getattr(settings, name)
+        if not settings.resume or origins.get(name) != RUN_FILE or value is None:
+            continue
+        for place in value if isinstance(value, tuple) else (value,):
+            if _is_named(place) or _lies_there(place) or Path(f"{place}.bin").is_file():
+                continue
+            where = (
+                "" if Path(place).is_absolute() else
+                f" from the folder where it was started, and not in {Path.cwd()}"
+            )  # fmt: skip
+            raise BadInputError(
+                f"--resume: the run read {flag(name)} {place}{where}. It is not there now: change "
+                f"to that folder, or add {flag(name)} with its new place. Its content decides "
+                "whether it is the same."
+            )
+
+
+def _is_named(place: str) -> bool:
+    """Whether it is known by its name, or lives in a program: no file or folder."""
+    return place == "stdlib" or place in PRESETS or place.startswith("python:")
 
 
 def require_as_written(run: Path) -> None:

@@ -12,7 +12,6 @@ from outpace.cli.conditions import condition_of, field_of
 from outpace.cli.parser import Parser
 from outpace.experiment.past import (
     Past,
-    asked_settings,
     count,
     find,
     is_run,
@@ -143,7 +142,12 @@ def repeated(record: RunRecord) -> str:
     """The command that trains the same again, wherever the settings came from."""
     if record.settings.model.startswith("python:"):  # a live model, which no command names
         return shlex.join(["python", *record.command])
-    given, starting = asked_settings(record), list(_of_starting(record.command))
+    given = {
+        name: value
+        for name, value in record.settings
+        if record.origins.get(name, options.DEFAULT) != options.DEFAULT and value != ()
+    }
+    starting = list(_of_starting(record.command))
     if record.plan.world_size > 1 and not starting:
         # Of a launcher's processes nothing is in the settings.
         given.setdefault("nproc", record.plan.world_size)

@@ -61,6 +61,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         if ranks is None or ranks.rank == 0:
             show_measurement(done, arguments.json)
         return 0
+    resume.require_inputs(asked.settings, asked.origins)
     _check_starting(asked, arguments, ranks)
     if arguments.hosts is not None or arguments.hostfile is not None:
         _on_hosts(asked, arguments, handed)

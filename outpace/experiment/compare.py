@@ -64,7 +64,11 @@ def compare(
             outcome = run(experiment, arm, number, folder)
             outcomes.append(outcome)
             told(outcome, verdicts(experiment, outcomes))
-    return Ended(tuple(outcomes), f"all {experiment.rounds} rounds are done")
+    return Ended(tuple(outcomes), _all_done(experiment.rounds))
+
+
+def _all_done(rounds: int) -> str:
+    return "the one round is done" if rounds == 1 else f"all {rounds} rounds are done"
 
 
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:

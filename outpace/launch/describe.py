@@ -32,6 +32,7 @@ from outpace.train.schedule import learning_rate, warmup_steps
 # What may be another when a run is resumed, and changes what it learns.
 _MAY_CHANGE = ("lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay")
 # fp16 matrix products on a CPU take over a hundred times as long as bf16's.
+_LARGE_RATE = 0.1  # of AdamW and its kind, whose steps are of about that size
 _TOY_PARAMETERS = 1_000_000
 # Up to so many passes repeated data is about as good as new (Muennighoff et al., arXiv 2305.16264).
 _USEFUL_PASSES = 4
@@ -195,11 +196,11 @@ def run_record(
     )
 
 
-def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
-    """What is about to be trained, with hints on what may be better otherwise."""
-    parameters = record.parameters
-    hints = [*job.materials.hints, *_repetitions(job)]
-    hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
+def _computation(job: Job, parameters: int) -> list[str]:
+    """What another size or precision would make faster on this device."""
+    hints = []
+    if job.device.type != "cpu":  # whose products want no such sizes
+        hints += shape_hints(job.plan, job.materials.spec, job.materials.seq_len or 8)
     hints += float8_hints(job.plan)
     slow = job.plan.precision.startswith("fp16") and job.device.type == "cpu"
     if slow and parameters > _TOY_PARAMETERS:
@@ -207,6 +208,30 @@ def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunI
             "fp16 on a CPU takes over 100 times as long as bf16: use it for correctness only, or "
             "--precision bf16"
         )
+    return hints
+
+
+def _unlikely(settings: TrainSettings, plan: Plan) -> list[str]:
+    """What was asked for and does nothing, or hardly ever trains."""
+    hints = []
+    if plan.world_size == 1 and settings.strategy not in (None, "single"):
+        hints.append(
+            f"--strategy {settings.strategy} on one process splits nothing: --nproc N starts "
+            "several, and so does torchrun"
+        )
+    if settings.lr is not None and settings.lr > _LARGE_RATE and settings.optimizer != "sgd":
+        hints.append(
+            f"--lr {settings.lr:g} is large: each step moves weights by about as much, and rates "
+            f"above {_LARGE_RATE:g} hardly ever train; usual are 1e-5 to 1e-3"
+        )
+    return hints
+
+
+def run_info(job: Job, record: RunRecord, trained: int, start_step: int) -> RunInfo:
+    """What is about to be trained, with hints on what may be better otherwise."""
+    parameters = record.parameters
+    hints = [*job.materials.hints, *_repetitions(job)]
+    hints += _computation(job, parameters) + _unlikely(job.settings, job.plan)
     if job.plan.lora_rank is not None:
         form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"
         base = _base(job)

@@ -35,6 +35,7 @@ from outpace.launch.restarts import Restarts
 from outpace.probe.versions import variables
 from outpace.records.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInputError
 from outpace.records.hosts import Elastic, Facts, Host, Question, Work
+from outpace.records.run import resume_command
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
@@ -159,7 +160,7 @@ def _asked_again(hosts: Sequence[Host], training: Training, like: Answered) -> l
         few = f"{ready} of {len(hosts)} hosts are ready, and --min-nodes is "
         few += f"{training.elastic.min_nodes}:\n  {problems}"
         if time.monotonic() > until_s:
-            raise WorkerError(f"{few}\nGo on with --resume --out {training.out}", 1)
+            raise WorkerError(f"{few}\nGo on with: {resume_command(training.out)}", 1)
         if not waited:
             _say(f"waiting for hosts: {few}")
         waited = True

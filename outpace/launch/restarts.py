@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.launch.local import WorkerError
+from outpace.records.run import resume_command
+from outpace.records.units import show_number
 
 
 @dataclass
@@ -25,9 +27,11 @@ class Restarts:
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:
+            way = "" if self.out is None else f" Go on with: {resume_command(self.out)}"
+            times = show_number(self.done, "time")
             raise WorkerError(
-                f"{error}\nIt has begun again {self.done} times, which is all that --max-restarts "
-                f"{self.most} allows. Go on with --resume --out {self.out}",
+                f"{error}\nIt has begun again {times}, which is all that --max-restarts "
+                f"{self.most} allows.{way}",
                 error.exit_code,
             )
         self.done += 1

@@ -310,8 +310,9 @@ def _open(run: Path, device: str) -> tuple[Transformer, Tokenizer]:
     record = _record(run)
     if record is not None and record.settings.task == "classify":
         raise BadInputError(
-            f"{run} is a classifier, which gives labels and writes no text. See how good it is "
-            f"with outpace eval --run {run}"
+            f"{run} is a classifier, which gives labels and writes no text. Label texts with "
+            f"transformers: pipeline('text-classification', model='{run / 'model'}'). See how good "
+            f"it is with outpace eval --run {run}"
         )
     if opened.weights is None or opened.tokenizer is None:
         lacking = "weights" if opened.weights is None else "tokenizer"

@@ -131,6 +131,11 @@ class Verdict(Record):
                     f"claimed, but the median is {_signed(self.slowdown)} now "
                     f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
                 )
+            if self.low > 1 and quantity[0] == "slower":
+                return (
+                    f"{arm} takes {1 + self.slowdown:.1f} times as long as {against} "
+                    f"({100 * self.level:.0f} %: {1 + self.low:.1f} to {1 + self.high:.1f})"
+                )
             return (
                 f"{arm} is {show_share(size or 0.0)} {quantity[not slower]} than {against} "
                 f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
@@ -150,15 +155,19 @@ class Verdict(Record):
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
         """Of so few rounds that nothing could be claimed whatever they were."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
-        size = f"{show_share(abs(slowdown))} {quantity[slowdown < 0]} than" if slowdown else "like"
+        size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
+        if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
+            size = f"takes {1 + slowdown:.1f} times as long as"
+        elif slowdown == 0:
+            size = "is like"
         return (
-            f"{arm} is {size} {against} in {rounds}, too few to claim anything: it takes "
+            f"{arm} {size} {against} in {rounds}, too few to claim anything: it takes "
             f"{fewest_rounds(self.alpha)} or more"
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
         """Blocks of one run have in common what differs from one start to the next."""
-        parts = "too few steps to say how steadily"
+        parts = "of too few steps to say by how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_signed(self.low)} to {_signed(self.high)} over parts of the runs"
         if slowdown > 1:  # as factors, which are easier to read than hundreds of per cent

@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from outpace.records.base import Record
 
 Kind = Literal[
-    "weights",  # this rank's, as the optimizer steps them
+    "weights",  # this rank's, as kept from step to step
     "weight copies",  # in another dtype, for computing
     "unsharded",  # weights gathered from other ranks
     "gradients",

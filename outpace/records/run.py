@@ -1,5 +1,7 @@
 """RunRecord: everything that determined a run; run.json. And why one ended early."""
 
+import shlex
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -9,6 +11,11 @@ from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
+
+
+def resume_command(run: Path) -> str:
+    """What to type to go on with a run."""
+    return shlex.join(["outpace", "train", "--resume", str(run)])
 
 
 class RunRecord(Record):

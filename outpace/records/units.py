@@ -78,3 +78,8 @@ def write_bytes(count: int) -> str:
         if count % factor == 0:
             return f"{count // factor}{name}"
     return str(count)
+
+
+def show_number(count: int, one: str, many: str | None = None) -> str:
+    """A count with its noun: (1, "step") -> '1 step', (2000, "step") -> '2,000 steps'."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"

@@ -13,7 +13,7 @@ from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count
 
 _EXPLAINED: dict[Kind, str] = {
-    "weights": "as the optimizer steps them",
+    "weights": "as kept from step to step",
     "weight copies": "in the precision of the products",
     "unsharded": "gathered from other ranks",
     "optimizer state": "",

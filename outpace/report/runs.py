@@ -16,7 +16,7 @@ from outpace.experiment.past import Past, asked_settings, checkpoints
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
-from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.records.units import show_bytes, show_count, show_number, show_seconds, show_share
 from outpace.report.document import in_words
 from outpace.report.narrow import Narrow
 from outpace.report.summary import summary
@@ -139,7 +139,7 @@ def _how_far(past: Past) -> str:
     row = past.row
     if row.total_steps is None:
         return ""
-    steps = f", {row.steps:,} of {row.total_steps:,} steps"
+    steps = f", {row.steps:,} of {show_number(row.total_steps, 'step')}"
     if row.state != "unfinished":
         return steps
     metrics = past.folder / "metrics.jsonl"
@@ -159,10 +159,14 @@ def _facts(record: RunRecord) -> dict[str, str]:
     devices = ", ".join(device.name for device in machine.devices)
     host = f"{machine.host_cores} cores of {machine.cpu}, {show_bytes(machine.host_memory_bytes)}"
     dirty = " with uncommitted changes" if record.uncommitted_changes else ""
-    resumed = [f"{when(one.get('at'))} on {one.get('ranks')} processes" for one in record.resumes]
+    resumed = [
+        f"{when(one.get('at'))} on {show_number(ranks, 'process', 'processes')}"
+        for one in record.resumes
+        if isinstance(ranks := one.get("ranks"), int)
+    ]
     return {
         "started (UTC)": when(record.started),
-        **({"went on": "; ".join(resumed)} if resumed else {}),
+        **({"resumed": "; ".join(resumed)} if resumed else {}),
         "command": shlex.join(record.command),
         "model": f"{record.settings.model}, {show_count(record.parameters)} parameters",
         "batch": record.identity,

@@ -14,7 +14,7 @@ from outpace.records.units import show_bytes, show_count, show_seconds, show_sha
 from outpace.report.bottleneck import Seen, bottleneck
 from outpace.report.utilisation import averages_table
 
-_BAR_CELLS = 34
+_BAR_CELLS = 30
 _MOST_WORDS = 24  # characters of a text to go on from
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 

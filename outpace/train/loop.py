@@ -10,6 +10,7 @@ import torch
 from outpace.parallel import Layout
 from outpace.records.errors import DivergedError, InterruptedRunError
 from outpace.records.measurement import Evaluation
+from outpace.records.run import resume_command
 from outpace.records.settings import TrainSettings
 from outpace.train.accounting import Ledger
 from outpace.train.callbacks import Callback, tell
@@ -133,9 +134,8 @@ class Loop:
         if self.settings.measure_only:
             raise InterruptedRunError("interrupted; with --measure-only nothing was saved")
         where = f"saved after step {step} of {self.total_steps}" if saved else "but not saved"
-        raise InterruptedRunError(
-            f"interrupted, {where}. Go on with --resume --out {self.checkpointer.directory.parent}"
-        )
+        again = resume_command(self.checkpointer.directory.parent)
+        raise InterruptedRunError(f"interrupted, {where}. Go on with: {again}")
 
     def _diverged(self, error: DivergedError) -> DivergedError:
         self.checkpointer.wait()

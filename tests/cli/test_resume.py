@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
+import outpace
 from outpace.cli.main import main
+from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
 
@@ -100,6 +102,33 @@ def test_a_run_has_to_be_named_and_be_there(
     assert "is damaged" in refusal(capsys, "--out", str(run))
     (run / "run.json").write_text('{"settings": {"modell": "gpt2"}}')
     assert "unknown key 'modell'. Did you mean 'model'" in refusal(capsys, "--out", str(run))
+
+
+def test_what_the_run_read_is_looked_for_where_it_was(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    resume = ["train", "--resume", str(run)]
+    assert main(resume) == 2
+    error = capsys.readouterr().err
+    assert "the run read --data corpus/ from the folder where it was started, and not in" in error
+    assert "add --data with its new place" in error
+    with pytest.raises(BadInputError, match="the run read --data corpus/"):
+        outpace.train(resume=True, out=run)
+    (tmp_path / "new").mkdir()
+    assert main([*resume, "--data=new"]) == 2  # is looked at, and holds nothing
+    assert "the run read" not in capsys.readouterr().err
+
+
+def test_half_a_run_file_is_told_with_what_is_left(run, capsys):
+    step, model = run / "checkpoints" / "step-12", run / "model"
+    for path in (step / "complete.json", model / "config.json"):
+        path.parent.mkdir(parents=True)
+        path.write_text("{}", encoding="utf-8")
+    text = (run / "run.json").read_text(encoding="utf-8")
+    (run / "run.json").write_text(text[: len(text) // 2], encoding="utf-8")
+    error = refusal(capsys, "--out", str(run))
+    assert f"Bring {run / 'run.json'} back from a copy" in error
+    assert f"--model {model}." in error
+    assert f"dcp_to_torch {step} weights.pt" in error and "step 12 are whole" in error
 
 
 def test_what_repeats_a_run_that_went_on_is_what_began_it(

@@ -316,3 +316,18 @@ def test_a_run_whose_command_is_not_known_is_shown_by_its_settings(run, tmp_path
     edited(run, tmp_path / "r", command=[])
     assert main(["runs", "show", str(tmp_path / "r")]) == 0
     assert "Again: outpace train --" in capsys.readouterr().out
+
+
+def test_what_is_shown_at_80_columns_keeps_its_units(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["runs", "show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "Where the time went" in shown and "per step" in shown
+    assert "…" not in shown.partition("Where the time went")[2].partition("How busy")[0]
+
+
+def test_what_was_given_is_given_again_where_it_is_the_default(run, tmp_path, capsys):
+    origins = {**read_object(run / "run.json")["origins"], "model": "command line"}
+    edited(run, tmp_path / "r", origins=origins)
+    assert main(["runs", "show", str(tmp_path / "r"), "--json"]) == 0
+    assert "--model " in json.loads(capsys.readouterr().out)["again"]

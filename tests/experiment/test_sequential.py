@@ -127,3 +127,10 @@ def test_so_few_rounds_that_nothing_could_be_claimed_say_how_many_it_takes():
         assert verdict([1.5] * enough, [1.0] * enough, alpha, 0.95).claimed
         assert not verdict([1.5] * (enough - 1), [1.0] * (enough - 1), alpha, 0.95).claimed
     assert fewest_rounds(0.01) == 10
+
+
+def test_more_than_twice_as_long_is_a_factor():
+    few = verdict([2.545] * 2, [1.0] * 2, 0.01, 0.95)
+    many = verdict([2.5] * 40, [1.0] * 40, 0.01, 0.95)
+    assert few.words("b", "a").startswith("b takes 2.5 times as long as a in 2 rounds")
+    assert many.words("b", "a").startswith("b takes 2.5 times as long as a (95 %: 2.5 to 2.5)")

@@ -142,3 +142,12 @@ def test_the_optimizer_in_backward_trains_alike_and_keeps_the_norm(run):
 def test_what_cannot_be_is_refused(run, changes, why):
     with pytest.raises(BadInputError, match=why):
         run(**changes)
+
+
+def test_what_does_nothing_or_hardly_trains_is_said(run):
+    heard = StopAt(-1)
+    run(strategy="zero3", lr=3.0, steps=1, global_batch=3, precision="bf16", callbacks=[heard])
+    said = "\n".join(heard.hints)
+    assert "--strategy zero3 on one process splits nothing: --nproc N starts several" in said
+    assert "--lr 3 is large" in said
+    assert "multiple of 8" not in said  # which a CPU does not want
