@@ -12,6 +12,7 @@ from torch import nn
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.padded import PaddedDataset
 from outpace.data.samples import PREDICTED, TokenDataset
+from outpace.data.seeding import seed_generators
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.classifier import read_classifier
 from outpace.interop.huggingface import read_weights
@@ -101,7 +102,7 @@ def gather(
 ) -> Materials:
     """Open the model and prepare the data. Raises BadInputError for whatever does not fit."""
     opened = None if live is not None else open_model(settings.model, cache_dir)
-    own = _own_model(opened, live)
+    own = _own_model(opened, live, settings.seed)
     if settings.lora_rank is not None:
         _require_base(settings, opened, own)
     spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
@@ -215,10 +216,12 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
 
 
 def _own_model(
-    opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None
+    opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> OwnModel | None:
+    """What a user's function returns, which draws the same weights from a seed on every rank."""
     if isinstance(live, nn.Module):
         return build_own(lambda: live)
+    seed_generators(seed)
     if live is not None:
         return build_own(live)
     if opened is not None and opened.build is not None:

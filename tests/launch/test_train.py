@@ -154,6 +154,20 @@ def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_steps(run, tmp_pa
     assert [m["step"] for m in metrics(further)] == [1, 2, 3, 4, 5]
 
 
+def test_the_weights_of_an_own_model_are_a_function_of_the_seed(run, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Embedding(512, 8), nn.Linear(8, 512))\n"
+    )
+    losses = [
+        metrics(run(name, model=f"{file}:build", steps=1, seed=seed))[0]["loss"]
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    ]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_a_run_that_fails_before_its_first_step_leaves_nothing(run, tmp_path, monkeypatch):
     class Fails(Callback):
         def on_start(self, info):
