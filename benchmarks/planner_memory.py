@@ -159,7 +159,7 @@ def draw(
 def comparable(plan: Plan, accumulation: int, device: str) -> bool:
     """Whether a plan can be traced, and its trace says what a device would hold."""
     offloads = (plan.offload_activations, plan.offload_parameters, plan.offload_optimizer)
-    # Tensors of a trace for CUDA lie on the CPU: what is offloaded to a host is not told apart.
+    # Recorded when a trace for CUDA did not tell apart what is offloaded to a host.
     if device == "cuda" and any(where != "none" for where in offloads):
         return False
     # A stage is laid out without memory, of which activations' offloading knows no place.

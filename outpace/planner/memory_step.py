@@ -69,17 +69,19 @@ class Step(Loss, Block):
         tape.pass_over("gradients", whole * apart)
         again = np.maximum((c.passes > 1) & ~self.dp, later)
         self.there = np.maximum(self.bucketed, again)
+        # Gradients of weights on the host are copied there as soon as they are reduced.
+        self.on_device = 1.0 - on_host
         # Within a pipeline sharded gradients are whole until the last micro-batch.
         self.waits = self.fsdp * (c.pp > 1) * (c.microbatches > 1)
         grown = self.there * (1 - self.bucketed)
         shards = np.where((self.waits > 0) | self.habits.sums_whole, 1, self.shards)
         item = np.where(self.waits > 0, s.reduced, s.weight)
-        grown = grown * item * elements / shards * (1 - on_host)
+        grown = grown * item * elements / shards * self.on_device
         tape.pass_over("gradients", grown * (1 - self.waits))
         tape.pass_over("communication", grown * self.waits)
         # What passes before this one have left is sharded already.
         left = self.waits * (c.passes > 1) * s.weight * elements / self.shards
-        tape.pass_over("gradients", left * (1 - on_host))
+        tape.pass_over("gradients", left * self.on_device)
         tape.look()
 
     def _state_bytes(self, place: Place) -> Floats:
@@ -231,7 +233,7 @@ class Step(Loss, Block):
             if number == 2:
                 left = np.maximum(count - seen, 0)
                 grads = left * np.where(self.waits > 0, s.reduced, s.weight) * self.elements
-                stays = (1 - self.there) * (1 - self.in_backward)
+                stays = (1 - self.there) * (1 - self.in_backward) * self.on_device
                 shards = np.where(self.waits > 0, 1, self.shards)
                 tape.pass_over("gradients", grads * self.more / shards * stays)
                 tape.pass_over("unsharded", left * unit * np.where(self.waits > 0, 1, again - 1))
@@ -257,9 +259,11 @@ class Step(Loss, Block):
             tape.drop("communication", p * reduced)
             tape.take("communication", p * sent * now)
             tape.drop("communication", p * unit * now)  # the block's own gradients
+            # Until it is on the host, what was reduced is beside what it is made of.
+            tape.moment("temporary", p * kept * self.more / self.shards * (1 - self.on_device))
             reduced = np.where(present, sent * now, reduced)
             self._wait_for_last(tape, p * unit, p * sent)
-            stays = (1 - self.there) * (1 - self.in_backward) * now
+            stays = (1 - self.there) * (1 - self.in_backward) * self.on_device * now
             tape.take("gradients", p * kept * self.more / self.shards * stays)
         tape.drop("temporary", splits * count * self.block.outputs)
         self._embedding(tape, place, reduced)
@@ -299,7 +303,11 @@ class Step(Loss, Block):
         once = 1 - self.waits * self.there * (s.reduced == self.used)
         made = self.used * (elements - self.fsdp * place.last * e.tail)
         tape.drop("communication", once * made)
-        stays = (1 - self.there) * (1 - self.in_backward)
+        leaving = (1 - self.on_device) * elements
+        tape.take("communication", s.reduced * leaving)
+        tape.moment("temporary", s.weight * leaving / self.shards)
+        tape.drop("communication", s.reduced * leaving)
+        stays = (1 - self.there) * (1 - self.in_backward) * self.on_device
         tape.take("gradients", s.weight * elements / self.shards * stays)
         # What pipelines' ends tell each other of a tied embedding.
         ends = (place.first + place.last - 2 * place.first * place.last) * float(self.outline.tied)

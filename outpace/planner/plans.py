@@ -86,8 +86,8 @@ def _adapters(planned: Sequence[Planned]) -> list[str]:
         return []
     return [
         "Every step fetches the weights from the host, since training all of them does not fit. "
-        "Adapters take far less: outpace memory with the same --model and --machine and "
-        "--lora-rank 16 (and --base nf4) says whether they do."
+        "Adapters take far less: outpace memory with the same --model, --machine and --seq-len, "
+        "and --micro-batch, --lora-rank 16 (and --base nf4), says whether they fit."
     ]
 
 

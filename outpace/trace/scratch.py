@@ -1,15 +1,21 @@
 """Offloading in a trace: what leaves the device's memory, without a disk or a second device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from outpace.nn.scratch import Region, Scratch
+from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.optim import offload
+from outpace.parallel import Layout
+from outpace.parallel.tensors import local
 from outpace.records.plan import Plan
 from outpace.trace.device import Rules
 from outpace.trace.watch import Watch
@@ -58,9 +64,47 @@ def as_traced(plan: Plan, rules: Rules) -> Plan:
     return plan.model_copy(update={"offload_activations": "disk"})
 
 
+def lies_on_host(plan: Plan, rules: Rules) -> bool:
+    """Whether shards, their gradients and the optimizer's state are in a host's memory."""
+    return plan.offload_parameters == "cpu" and rules.device != "cpu"
+
+
+def keep_on_host(watch: Watch, layout: Layout) -> None:
+    """Count shards, and their gradients once they are reduced, as offloaded."""
+    watch.move_away(local(parameter) for _, parameter in layout.named_parameters())
+    parts = (part for part in layout.objective.modules() if isinstance(part, FSDPModule))
+    for part in parts:
+        for group in fsdp_param_groups(part._get_fsdp_state()):
+            group.post_backward = partial(_reduce, watch, group, group.post_backward)
+
+
+def _reduce(watch: Watch, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    """As `fully_shard` reduces, and copies gradients to where the shards are."""
+    reduce(*unused)
+    gradients = (held.sharded_param.grad for held in group.fsdp_params)
+    watch.move_away(local(gradient) for gradient in gradients if gradient is not None)
+
+
+def _sent_to_device() -> Any:
+    """A patch: what a gather is given of a shard on the host is a copy on the device."""
+    inputs = FSDPParam.all_gather_inputs.fget
+    assert inputs is not None
+
+    def copied(held: Any) -> Any:
+        shard = held._sharded_param_data
+        if held.offload_to_cpu and held.sharded_state is ShardedState.SHARDED:
+            held._sharded_param_data = shard.clone()
+        try:
+            return inputs(held)
+        finally:
+            held._sharded_param_data = shard
+
+    return patch.object(FSDPParam, "all_gather_inputs", property(copied))
+
+
 @contextmanager
 def host_apart(watch: Watch, rules: Rules) -> Iterator[None]:
-    """Within, what an offloaded optimizer copies to the host is no memory of the device."""
+    """Within, copies to the host take no memory of the device, and those to the device do."""
     if rules.device == "cpu":
         yield
         return
@@ -70,5 +114,5 @@ def host_apart(watch: Watch, rules: Rules) -> Iterator[None]:
         watch.move_away([memory])
         return memory.copy_(tensor)
 
-    with patch.object(offload._Lanes, "host_copy", host_copy):
+    with patch.object(offload._Lanes, "host_copy", host_copy), _sent_to_device():
         yield

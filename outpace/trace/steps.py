@@ -23,10 +23,12 @@ from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.trace.device import Rules
+from outpace.trace.scratch import keep_on_host, lies_on_host
 from outpace.trace.watch import Watch
 
 STEPS = 2  # the first has no optimizer state to begin with
 CPU = torch.device("cpu")
+_ANY_LR = 1e-3  # where there is none yet
 LayOut = Callable[[Request, dict[str, Tensor]], Layout]
 
 
@@ -56,7 +58,25 @@ def run_steps(
     work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
 ) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
-    plan, lr = work.plan, work.settings.lr or 1e-3  # any will do, where there is none yet
+    plan, away = work.plan, lies_on_host(work.plan, rules)
+    with watch.on_host(away):
+        layout, optimizer, mixed = _prepare(work, ranks, watch, lay_out, rules, scratch)
+    if plan.optimizer_in_backward:
+        layout.step_in_backward(optimizer)
+    watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
+    if away:
+        keep_on_host(watch, layout)
+    for step in range(1, STEPS + 1):
+        watch.begin_step(step)
+        begin_step(optimizer, step, work.settings.lr or _ANY_LR)
+        _step(work, ranks, watch, layout, optimizer, mixed, away)
+
+
+def _prepare(
+    work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
+) -> tuple[Layout, torch.optim.Optimizer, Mixed]:
+    """The model, laid out, and its optimizer."""
+    plan, lr = work.plan, work.settings.lr or _ANY_LR
     settings = work.settings.model_copy(update={"lr": lr})
     mixed = make_mixed(
         plan.precision,
@@ -90,13 +110,7 @@ def run_steps(
         partial(place_optimizer, layout, plan, scratch),
         master_weights=mixed.keeps_masters,
     )
-    if plan.optimizer_in_backward:
-        layout.step_in_backward(optimizer)
-    watch.know(layout.model, (parameter for _, parameter in layout.named_parameters()))
-    for step in range(1, STEPS + 1):
-        watch.begin_step(step)
-        begin_step(optimizer, step, lr)
-        _step(work, ranks, watch, layout, optimizer, mixed)
+    return layout, optimizer, mixed
 
 
 def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
@@ -121,6 +135,7 @@ def _step(
     layout: Layout,
     optimizer: torch.optim.Optimizer,
     mixed: Mixed,
+    on_host: bool,
 ) -> None:
     reads = work.plan.data_rank(ranks.rank) is not None
     batches = [work.batch() for _ in range(work.accumulation)] if reads else []
@@ -134,8 +149,9 @@ def _step(
     if mixed.wide_gradients:
         layout.widen_gradients()
     watch.mark("communication")
-    layout.clip(work.settings.clip, optimizer)
-    optimizer.step()
+    with watch.on_host(on_host):
+        layout.clip(work.settings.clip, optimizer)
+        optimizer.step()
     watch.call(states(optimizer), "optimizer state")
     optimizer.zero_grad(set_to_none=True)
     if mixed.wide_gradients:

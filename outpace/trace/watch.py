@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
         self._entered: list[str] = []
         self._inside = Inside(self._rules.accelerator is None)
         self._operator = self._module = ""
-        self._aside = False
+        self._aside = self._on_host = False
         self._parameters: list[nn.Parameter] = []
 
     def know(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
@@ -167,6 +167,15 @@ class Watch(TorchDispatchMode):
         finally:
             self._aside = before
 
+    @contextmanager
+    def on_host(self, wanted: bool = True) -> Iterator[None]:
+        """Count what operators take within as memory of the host, if `wanted`."""
+        before, self._on_host = self._on_host, wanted
+        try:
+            yield
+        finally:
+            self._on_host = before
+
     def _resizing(self) -> Any:
         resize = torch.UntypedStorage.resize_
 
@@ -222,7 +231,7 @@ class Watch(TorchDispatchMode):
             self._piece(storage)
         within = self._inside(func, args) + self._rules.within(func, args)
         if within:
-            piece = Piece(self._rounded(within), self._module)
+            piece = Piece(self._rounded(within), self._module, self._kind())
             for sign in (1, -1):
                 self._now.changes.append(Change(sign, piece, self._operator, self._module))
         if func in _CASTS and fresh:
@@ -246,7 +255,7 @@ class Watch(TorchDispatchMode):
             for piece in pieces:  # not one that is known: it was gathered
                 piece.kind = piece.kind or "unsharded"
         if any(piece.kind in ("weights", "unsharded") for piece in pieces):
-            self._piece(copy).kind = "weight copies"
+            self._piece(copy).kind = self._kind() or "weight copies"
 
     def _lend(self, tensor: Tensor) -> None:
         for storage in _storages(tensor):
@@ -267,12 +276,16 @@ class Watch(TorchDispatchMode):
         key = storage._cdata
         held = self._pieces.get(key)
         if held is None:
-            piece = Piece(self._rounded(storage.nbytes()), self._module)
+            piece = Piece(self._rounded(storage.nbytes()), self._module, self._kind())
             address = storage.data_ptr() if self._freed_elsewhere else 0
             self._pieces[key] = piece, weakref.ref(storage, partial(self._freed, key, address))
             self._now.changes.append(Change(1, piece, self._operator, self._module))
             return piece
         return held[0]
+
+    def _kind(self) -> Kind | None:
+        """What new memory is for, as far as that is known where it is taken."""
+        return "offloaded" if self._on_host else None
 
     def _rounded(self, nbytes: int) -> int:
         unit = self._rules.round_to

@@ -252,7 +252,28 @@ def test_experts_are_shared_out():
     assert (np.diff(peak_bytes(moe, LENGTH, columns, "cuda")) < 0).all()
 
 
+def test_gradients_of_weights_on_a_host_are_on_no_device():
+    """However many passes there are: the last leaves as little on the device as the others."""
+    described = outline(GPT, "x")
+    plans = [Plan(offload_parameters="cpu", offload_optimizer="cpu", micro_batch=1)]
+    once, twice = (
+        anatomy(described, 64, columns_of(*plans, layers=6, passes=passes), "cuda")
+        for passes in (1, 2)
+    )
+    assert once["gradients"][0] == twice["gradients"][0] == 0
+
+
 TRACED = [
+    (SMALL, Plan(offload_parameters="cpu", checkpointing="full"), 128, 1, H100),
+    (
+        GPT,
+        Plan(
+            strategy="zero3", dp_shard=4, precision="bf16", offload_parameters="cpu", micro_batch=4
+        ),
+        256,
+        2,
+        H100,
+    ),
     (SMALL, Plan(micro_batch=4), 256, 1, None),
     (SMALL, Plan(micro_batch=2, precision="bf16", checkpointing="selective"), 256, 1, H100),
     (GPT, Plan(strategy="zero3", dp_shard=4, checkpointing="full", micro_batch=4), 256, 1, None),
