@@ -194,13 +194,14 @@ def _given(limits: "Limits") -> dict[str, Any]:
 
 def _line(trial: Trial) -> str:
     from outpace.records.units import show_seconds
+    from outpace.report.tuning import disturbed
 
     predicted = f"predicted {show_seconds(trial.predicted_s)}"
     if trial.step_time_s is None:
         return f"trial {trial.number}: {trial.title} ({predicted}) failed: {trial.failure}"
     return (
         f"trial {trial.number}: {trial.title} takes {show_seconds(trial.step_time_s)} a step "
-        f"({predicted})"
+        f"({predicted}){disturbed(trial)}"
     )
 
 

@@ -13,6 +13,7 @@ from outpace.records.plan import Plan
 from outpace.records.run import RunRecord
 from outpace.records.settings import OF_A_RUN, TrainSettings
 from outpace.records.units import show_seconds
+from outpace.records.utilisation import Load
 from outpace.train.run_dir import RESULT_FILE, RUN_FILE
 
 # Of settings: what the plan has as it was resolved, what facts say, and where things lie.
@@ -122,11 +123,16 @@ def _other_processes(runs: Mapping[str, Path]) -> list[str]:
     for name, run in runs.items():
         path = run / RESULT_FILE
         loads = Measurement.load(path).utilisation if path.is_file() else ()
-        for load in loads:
-            used, cores = load.host.other_cores, len(load.host.cores)
-            if used is not None and used > _OTHERS_CORES * cores:
-                told.append(
-                    f"{name}: other processes kept {used:.1f} of the {cores} cores of host "
-                    f"{load.node} busy meanwhile."
-                )
+        told += [
+            f"{name}: other processes kept {used:.1f} of the {len(load.host.cores)} cores of host "
+            f"{load.node} busy meanwhile."
+            for load in loads
+            if (used := disturbing_cores(load)) is not None
+        ]
     return told
+
+
+def disturbing_cores(load: Load) -> float | None:
+    """Cores of a host that others than the run kept busy; None: too few to tell, or not known."""
+    used = load.host.other_cores
+    return used if used is not None and used > _OTHERS_CORES * len(load.host.cores) else None

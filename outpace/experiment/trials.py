@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from outpace.experiment.arms import Failed, safe, train_once
+from outpace.experiment.differences import disturbing_cores
 from outpace.experiment.results import steps_of
 from outpace.experiment.tune import Chosen
 from outpace.experiment.turns import Entrant, Turned, in_turn
@@ -90,6 +91,9 @@ class Trials:
             found.update(failure=ended.words, exit_code=ended.exit_code)
         else:
             found.update(peak_memory_bytes=ended.peak_memory_bytes, tokens_per_s=ended.tokens_per_s)
+            if not found.get("raced"):  # in a race the others are trials, too
+                used = [disturbing_cores(load) for load in ended.utilisation]
+                found["other_cores"] = max((one for one in used if one is not None), default=None)
         return Trial(
             number=number,
             why=chosen.why,

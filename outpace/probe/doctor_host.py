@@ -242,7 +242,12 @@ def others(inventory: Inventory) -> Iterator[Finding]:
         raise CannotTell("the load of the cores could not be read")
     if busy < max(0.3, 0.05 * count):
         return
-    names = these([f"{one.program} ({one.cores:.1f} cores)" for one in inventory.busy])
+    names = these(
+        [
+            f"{one.program} ({one.cores:.1f} cores{'' if one.pid is None else f', pid {one.pid}'})"
+            for one in inventory.busy
+        ]
+    )
     yield found(
         "other programs",
         "high" if busy >= 0.5 * count else "moderate",

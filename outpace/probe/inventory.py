@@ -111,7 +111,11 @@ def _watch(
     }
     mine = rates.pop(own.pid, ("", 0.0))[1]
     programs = sorted(
-        (Busy(program=name, cores=round(rate, 2)) for name, rate in rates.values() if rate >= 0.1),
+        (
+            Busy(program=name, cores=round(rate, 2), pid=pid)
+            for pid, (name, rate) in rates.items()
+            if rate >= 0.1
+        ),
         key=lambda one: -one.cores,
     )
     swapped = None if swap is None or swap_after is None else (swap_after - swap) / took_s

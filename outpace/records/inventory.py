@@ -64,6 +64,7 @@ class Busy(Record):
 
     program: str
     cores: float
+    pid: int | None = None
 
 
 class Inventory(Record):

@@ -40,6 +40,10 @@ class Trial(Record):
     peak_memory_bytes: NonNegativeInt | None = Field(
         default=None, description="of tensors, of the fullest process"
     )
+    other_cores: PositiveFloat | None = Field(
+        default=None,
+        description="that other processes kept busy meanwhile; None: few, or not known",
+    )
     failure: str | None = None
     exit_code: int | None = Field(
         default=None, description="of one that failed; None: it was stopped, or did not fail"

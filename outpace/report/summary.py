@@ -51,7 +51,8 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
         table.add_row(name, value)
     table.add_row(f"{what}s", f"{evaluation.tokens:,}")
     table.add_row("speed", show_whole(evaluation.tokens_per_s, f"{what}s/s"))
-    table.add_row("after step", f"{evaluation.step:,}")
+    if evaluation.step:  # a folder that is no run has no steps
+        table.add_row("after step", f"{evaluation.step:,}")
     return Padding(table, (1, 2))
 
 

@@ -51,9 +51,20 @@ def shown(tuning: Tuning) -> RenderableType:
         "plans that took turns are compared turn by turn. at first: predicted before any trial. "
         "Speed was tuned, and nothing that changes what is learnt (learning rate, batch)."
     )
+    notes += [f"trial {one.number}{words}." for one in tuning.trials if (words := disturbed(one))]
     notes += [f"{one.title} failed: {one.failure}" for one in tuning.trials if one.failure]
     return Group(Text(), Text(verdict_line(tuning), style="bold"), Text(), table, Text(),
                  *map(Text, notes))  # fmt: skip
+
+
+def disturbed(trial: Trial) -> str:
+    """Words behind a trial that shared its cores with others' processes; "" where it did not."""
+    if trial.other_cores is None:
+        return ""
+    return (
+        f": other processes kept {trial.other_cores:.1f} cores busy meanwhile, so it took longer "
+        "than it would alone. Tune again when they are done"
+    )
 
 
 def trial_name(tuning: Tuning, trial: Trial) -> str:

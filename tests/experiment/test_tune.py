@@ -2,10 +2,14 @@
 
 import pytest
 
+from outpace.experiment.trials import Trials
 from outpace.experiment.tune import DEFAULT_WHY, Chosen, Limits, tune, tuned
 from outpace.launch.tuning import Proposer
+from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import Trial
+from outpace.records.utilisation import HostLoad, Load
+from outpace.report.tuning import disturbed
 
 
 def proposer_of(**more):
@@ -250,3 +254,17 @@ def test_what_fails_when_it_is_run_again_is_not_run_for_ever(proposer):
     ended = play(proposer, failing, Limits(trials=9, within=0.9), first)
     assert [trial.raced for trial in ended.trials] == [False, False, True, True]
     assert tuned(ended.trials)["step_time_s"] == 0.99
+
+
+@pytest.mark.parametrize(("own", "others"), [(0.4, 1.5), (1.8, None)])
+def test_a_trial_whose_cores_others_used_says_so(proposer, tmp_path, monkeypatch, own, others):
+    load = Load(duration_s=1.0, host=HostLoad(cores=(0.95, 0.95), run_cores=own))
+    ended = Measurement.model_construct(
+        step_time_s=0.2, tokens_per_s=9.0, peak_memory_bytes=1, utilisation=(load,)
+    )
+    monkeypatch.setattr("outpace.experiment.trials.train_once", lambda *_, **__: ended)
+    monkeypatch.setattr("outpace.experiment.trials.steps_of", lambda _: [])
+    monkeypatch.setattr("outpace.experiment.trials.quarter", lambda _: 0.2)
+    trial = Trials({}, tmp_path).run(1, Chosen("", proposer.proposals(())[0], 0.1))
+    assert trial.other_cores == (others and pytest.approx(others))
+    assert ("other processes kept 1.5 cores busy meanwhile" in disturbed(trial)) is bool(others)

@@ -168,6 +168,12 @@ def test_what_is_planted_is_found_alone(planted, check, severity, remedy):
     assert finding.seen
 
 
+def test_programs_to_end_have_their_numbers():
+    busy = tuple(Busy(program="python", cores=0.5, pid=pid) for pid in (41, 42))
+    (finding,) = examine(host(other_busy_cores=1.0, busy=busy)).findings
+    assert "python (0.5 cores, pid 41), python (0.5 cores, pid 42)" in finding.seen
+
+
 @pytest.mark.parametrize(
     "among", ["mlx5", "=mlx5_0", "mlx5_0:1", "^mlx5_1,mlx4", "^=mlx5", "ib,mlx5"]
 )
@@ -370,5 +376,5 @@ def test_this_host_is_read_with_what_runs_on_it():
     assert (inventory.local_rank, inventory.local_world_size) == (1, 2)
     assert inventory.cpu.cpu_count >= len(os.sched_getaffinity(0)) > 0
     assert inventory.other_busy_cores > 0.1
-    assert any("python" in one.program for one in inventory.busy)
+    assert any("python" in one.program and one.pid == spin.pid for one in inventory.busy)
     assert Inventory.model_validate_json(inventory.model_dump_json()) == inventory

@@ -123,3 +123,10 @@ def test_the_bottleneck_is_told_with_what_to_do_about_it() -> None:
     text = " ".join(shown(summary(measurement(device="cuda", parts=slow))).split())
     assert "Steps wait for data 36 % of the time: load it in the background with --workers" in text
     assert "of the time" not in shown(summary(measurement(device="mps")))
+
+
+def test_an_evaluation_of_no_run_has_no_step() -> None:
+    assert "after step" in shown(evaluation_table(evaluation(3.5).model_copy(update={"step": 7})))
+    assert "after step" not in shown(
+        evaluation_table(evaluation(3.5).model_copy(update={"step": 0}))
+    )
