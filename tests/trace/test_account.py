@@ -118,7 +118,7 @@ def test_weights_and_states_are_what_the_plan_says():
         SHALLOW, Plan(offload_parameters="cpu"), seq_len=32, accelerator=ACCELERATORS["H100 SXM"]
     ).peak  # weights, moments and gradients are the host's
     assert away.by_kind["offloaded"] >= 4 * parameters
-    assert not away.by_kind["weights"] and away.by_kind["optimizer state"] < 4096
+    assert "weights" not in away.by_kind and away.by_kind.get("optimizer state", 0) < 4096
     shared = account(SHALLOW, Plan(strategy="zero3", dp_shard=16), seq_len=32).peak.by_kind
     assert shared["weights"] == pytest.approx(4 * parameters / 16, rel=0.02)
     disk = account(SHALLOW, Plan(offload_optimizer="disk", micro_batch=4), seq_len=256)
