@@ -9,6 +9,7 @@ from rich.text import Text
 
 from outpace.planner.titles import PARTS
 from outpace.records.estimate import Estimate, Planned, Plans
+from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
 
 _BAR = 24
@@ -155,6 +156,23 @@ def _detail(planned: Planned) -> list[RenderableType]:
     return lines + [Text(f"  {line}") for line in _beside(one)]
 
 
+def _offloading(plan: Plan) -> list[str]:
+    """What the time of offloading is made of: what `planner.step_parameters` counts."""
+    parts = []
+    if plan.offload_parameters != "none":
+        parts.append("weights, fetched for each micro-batch's forward and backward")
+    if plan.offload_activations != "none":
+        parts.append("activations, sent in the forward and fetched in the backward")
+    if plan.offload_optimizer != "none":
+        parts.append("gradients and new weights over the link, and the host's optimizer step")
+    if not parts:
+        return []
+    said = f"offloading, where computing does not hide it: {'; '.join(parts)}"
+    if plan.offload_parameters != "none":
+        said += ". Fewer, larger micro-batches fetch weights less often"
+    return [said]
+
+
 def _memory(one: Estimate) -> dict[str, float]:
     return {name: float(size) for name, size in one.memory.items()}
 
@@ -212,6 +230,7 @@ def explained(answer: Plans, number: int) -> Group:
             f"  The fullest rank needs {show_bytes(one.peak_memory_bytes)} of {fits}.\n"
             f"  {_rates(one)}.{_budget(one)}"
         ),
+        *(_item("  •", line) for line in _offloading(planned.plan)),
         *(_item("  •", f"{axis}: {link}") for axis, link in planned.placement.items()),
     ]
     if planned.untrained:

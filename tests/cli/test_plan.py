@@ -487,3 +487,12 @@ def test_plans_of_models_without_tokens_speak_of_samples(capsys, monkeypatch, tm
     estimate = first["estimate"]
     assert estimate["samples_per_s"] == pytest.approx(estimate["tokens_per_s"])
     assert said(capsys, *TINY)["plans"][0]["estimate"]["samples_per_s"] is None
+
+
+def test_what_offloading_is_made_of_is_told(capsys, monkeypatch):
+    text = " ".join(shown(capsys, monkeypatch, "plan", "--model=gpt2", "--machine=rtx-4090",
+                          "--keep=offload_parameters=cpu,offload_optimizer=cpu,"
+                          "offload_activations=none", "--explain=1").split())  # fmt: skip
+    assert "offloading, where computing does not hide it: weights, fetched for each micro" in text
+    assert "and the host's optimizer step. Fewer, larger micro-batches fetch" in text
+    assert "activations, sent" not in text
