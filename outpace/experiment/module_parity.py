@@ -136,22 +136,27 @@ def reference(trial: ModuleTrial, shares: int = 1, pieces: int = 1) -> Course:
 def _pass_in_shares(objective: OwnObjective, batch: Any, shares: int, pieces: int) -> Tensor:
     """Forward and backward of sums; returns the sum of losses and the number of targets."""
     totals = torch.zeros(2, dtype=torch.float64)
-    before = [(buffer, buffer.clone()) for buffer in objective.buffers()]
-    after: list[Tensor] = []
+    # By name: a forward may replace a buffer by another tensor.
+    before = {name: buffer.clone() for name, buffer in objective.named_buffers()}
+    after: dict[str, Tensor] = {}
     for number, share in enumerate(cut(batch, shares) if shares > 1 else [batch]):
         if number:
-            for buffer, values in before:
-                buffer.data.copy_(values)
+            _set_buffers(objective, before)
         for piece in cut(share, pieces) if pieces > 1 else [share]:
             loss_sum, count = objective(piece)
             loss_sum.backward()
             totals += torch.stack((loss_sum.detach().double(), count.double()))
         if not number:
-            after = [buffer.clone() for buffer in objective.buffers()]
+            after = {name: buffer.clone() for name, buffer in objective.named_buffers()}
     if shares > 1:
-        for buffer, values in zip(objective.buffers(), after, strict=True):
-            buffer.data.copy_(values)
+        _set_buffers(objective, after)
     return totals
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        if name in values:
+            buffer.data.copy_(values[name])
 
 
 def _is_tensor(value: Any) -> bool:
