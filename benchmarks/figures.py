@@ -26,6 +26,7 @@ import figures_performance
 import figures_probe
 import figures_seeds
 import figures_versions
+import figures_zoo
 from pages import stand, table
 
 ROOT = Path(__file__).parent.parent
@@ -251,6 +252,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     **figures_performance.WRITERS,
     **figures_probe.WRITERS,
     **figures_seeds.WRITERS,
+    **figures_zoo.WRITERS,
     "convergence_gpu": figures_levers.convergence,
     "memory_accuracy_gpu": figures_levers.memory_accuracy,
     "optimizers_gpu": figures_levers.optimizers,
