@@ -34,7 +34,7 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
-    return first, *_part(results), *_slow_steps(runs), *_other_processes(runs)
+    return first, *_part(results), *_slow_steps(runs, results), *_other_processes(runs)
 
 
 def _change(values: Sequence[str]) -> str:
@@ -100,12 +100,12 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
     return [f"It shows most in {part}: {' → '.join(map(show_seconds, most))} a step."]
 
 
-def _slow_steps(runs: Mapping[str, Path]) -> list[str]:
+def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
     """Of runs whose time in all is not told by their median step: what slower steps took."""
     told = []
-    for name, run in runs.items():
+    for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = [float(step["step_time_s"]) for step in steps_of(run)]
-        middle_s = median(times_s)
+        middle_s = result.step_time_s or median(times_s)
         lost_s = sum(times_s) - middle_s * len(times_s)
         if lost_s > _LOST * sum(times_s):
             told.append(

@@ -232,6 +232,7 @@ def _measurement(
         skipped_steps=ledger.skipped_steps,
         cache_freed_bytes=ledger.median_cache_freed_bytes(),
         promise=ledger.promise(job.settings.expect_step_time_s),
+        start_step=loop.start_step,
         train_runtime=train_s,
         train_samples_per_second=steps * costs.samples / train_s,
         train_steps_per_second=steps / train_s,

@@ -32,6 +32,8 @@ def merge_adapter(
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None
     if out.resolve() in (opened.weights.resolve(), opened.adapter.resolve(), source.resolve()):
         raise BadInputError(f"--out {out} is what is merged. Name another directory.")
+    if out.is_dir() and any(out.iterdir()):
+        raise BadInputError(f"--out {out} is there already, and not empty. Name another directory.")
     weights = read_weights(opened.weights, opened.spec)
     merge(weights, opened.adapter, opened.spec, opened.weights, base)
     save = tokenizer_writer(opened.tokenizer) if opened.tokenizer else None

@@ -189,7 +189,11 @@ class Measurement(Record):
         description="of the time after the warm-up, in which ranks' main threads waited; their "
         "mean, where these compute (cpu)",
     )
-    # Hugging Face Trainer's names, so that results stand side by side.
+    start_step: NonNegativeInt = Field(
+        default=0, description="steps that were done before this part of a resumed run"
+    )
+    # Hugging Face Trainer's names, so that results stand side by side. Times and rates of a resumed
+    # run are of its last part.
     train_runtime: float
     train_samples_per_second: float
     train_steps_per_second: float

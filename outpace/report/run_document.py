@@ -25,6 +25,7 @@ from outpace.report.estimate_figures import parts_bars
 from outpace.report.figures import against, counts, seconds, sizes
 from outpace.report.predicted import Prediction, predict
 from outpace.report.run_source import Run
+from outpace.report.summary import runtime_name
 from outpace.train.run_dir import METRICS_FILE
 
 # An interval that is wider, of a machine that was never measured, confirms any time.
@@ -145,7 +146,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         "peak memory": None if peak_memory(run) is None else show_bytes(peak_memory(run)),
         "layout": run.record.plan.mesh,
         "precision": run.record.plan.precision,
-        "time in all": None if measured is None else show_seconds(measured.train_runtime),
+        **(
+            {}
+            if measured is None
+            else {runtime_name(measured): show_seconds(measured.train_runtime)}
+        ),
         "until the first step": first_step_words(measured),
     }
     return [(name, value) for name, value in found.items() if value]

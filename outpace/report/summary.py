@@ -19,6 +19,12 @@ _MOST_WORDS = 24  # characters of a text to go on from
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
+def runtime_name(measurement: Measurement) -> str:
+    """What `train_runtime` is the time of: of a resumed run, its last part."""
+    started = measurement.start_step
+    return f"time since step {started:,}" if started else "time in all"
+
+
 def summary(measurement: Measurement) -> RenderableType:
     """Losses, speed, where the time went, a sample and the run's path, for 80 columns or more.
 
@@ -111,7 +117,7 @@ def _speed(measurement: Measurement) -> Table:
     table.add_row("steps", f"{measurement.steps:,}")
     if measurement.tokens is not None:
         table.add_row("tokens", show_whole(measurement.tokens))
-    table.add_row("time in all", show_seconds(measurement.train_runtime))
+    table.add_row(runtime_name(measurement), show_seconds(measurement.train_runtime))
     if measurement.first_step_s is not None:
         table.add_row("until step 1", show_seconds(measurement.first_step_s))
     if measurement.compile_s:

@@ -171,7 +171,8 @@ class RunDir:
                     say(f"{log.path} of before is kept as {put_aside(log.path, 'earlier')}")
         else:
             if done < step:
-                say(f"{history.steps.path} lacks steps up to {step}, which were done before")
+                steps = f"step {step}" if done == step - 1 else f"steps {done + 1} to {step}"
+                say(f"{history.steps.path} lacks {steps}, which were done before")
             elif done > step:
                 steps = "1 step is" if done == step + 1 else f"{done - step} steps are"
                 say(f"after step {step}, {steps} done again")

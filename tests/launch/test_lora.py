@@ -53,6 +53,8 @@ def test_a_run_of_adapters_learns_is_evaluated_and_merged(start, corpus, tmp_pat
     capsys.readouterr()
     assert main(["merge", str(run), "--out", str(tmp_path / "whole"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == str(tmp_path / "whole")
+    assert main(["merge", str(run), "--out", str(tmp_path / "whole")]) == 2
+    assert "is there already, and not empty" in capsys.readouterr().err
     opened = open_model(str(tmp_path / "whole"))
     assert opened.adapter is None and opened.tokenizer is not None
     tokens = torch.arange(8).view(1, 8)

@@ -152,6 +152,7 @@ def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_steps(run, tmp_pa
     assert (tmp_path / "run" / "run.json").read_text() == record
     further = run(steps=5, resume=True)
     assert [m["step"] for m in metrics(further)] == [1, 2, 3, 4, 5]
+    assert json.loads((further / "result.json").read_text())["start_step"] == 3
 
 
 def test_the_weights_of_an_own_model_are_a_function_of_the_seed(run, tmp_path):
