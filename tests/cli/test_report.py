@@ -56,6 +56,16 @@ def test_several_make_one_page(run, capsys, tmp_path):
     assert out.read_text().count("<article>") == 2
 
 
+def slow_down(run, factor):
+    """Let all steps of a run have taken so many times as long; changed on purpose."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("xxh3_64")
+        if "step_time_s" in line:
+            line["step_time_s"] *= factor
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def other_run(run, folder):
     """A copy with other threads, checkpointing and variables, whose steps took twice as long."""
     other = copied(run, folder)
@@ -65,12 +75,7 @@ def other_run(run, folder):
     record["environment"]["NCCL_ALGO"] = "Ring"
     record.pop("xxh3_128")  # changed on purpose
     (other / "run.json").write_text(json.dumps(record))
-    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        line.pop("xxh3_64")
-        if "step_time_s" in line:
-            line["step_time_s"] *= 2
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    slow_down(other, 2)
     result = json.loads((other / "result.json").read_text())
     result.pop("xxh3_128")
     result["parts"]["backward_s"] = 3 * result["parts"]["backward_s"] + 1
@@ -97,11 +102,7 @@ def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
 def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     other = copied(run, tmp_path)
-    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if "step_time_s" in line:
-            line["step_time_s"] *= 3
-    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    slow_down(other, 3)
     result = json.loads((other / "result.json").read_text())
     result.pop("xxh3_128")
     result["utilisation"][0]["host"] |= {"cores": [1.0, 0.9], "run_cores": 0.5}
