@@ -60,7 +60,7 @@ class Look:
         self._stages, self._ranks_of, self._names, self._parts = stages, ranks_of, names, parts
         self._held, self._group, self._at = held, group, device
         self._rank = dist.get_rank(group)
-        self._compared = False
+        self.taken = False
         self._moving: tuple[Key, ...] = ()
         held_parts = dict(held.named_modules())
         self._holders = [
@@ -85,9 +85,9 @@ class Look:
                 error = raised
         seen = self._gathered(found, error)
         self._settle(seen, taken, outputs)
-        if not self._compared:
+        if not self.taken:
             self._compare(batch, given, outputs)
-            self._compared = True
+            self.taken = True
 
     @contextmanager
     def _apart_from_training(self) -> Iterator[None]:

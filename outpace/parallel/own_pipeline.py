@@ -225,7 +225,7 @@ class OwnPipeline(Spread):
     def evaluate(self, batch: Batch, given: Pass) -> Tensor:
         """Forward only, one micro-batch after the other through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
-        if self._shapes is None and self._stages[min(self._stages)].given is None:
+        if not self._look.taken:
             self._look.take(parts[0], given)
         totals = self._nothing()
         for part in parts:
