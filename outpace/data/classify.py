@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from outpace.data.conversations import describe_form
 from outpace.data.padded import Ragged, ragged
-from outpace.data.row_files import Row, checked_text
+from outpace.data.row_files import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, clipped, shown
@@ -55,7 +55,8 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
         if not names or missing:
             lacks = f"no column {missing[0]!r}" if missing else f"no column that is known as {what}"
             form = describe_form(table.columns)
-            remedy = f": {form}" if form else f". Name it with {flag}."
+            rows = nested_rows(table.rows[0]) if len(table.rows) == 1 else ""
+            remedy = f": {form}" if form else rows or f". Name it with {flag}."
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return Columns(found, named)
@@ -88,7 +89,10 @@ def _number(value: Any) -> Any:
 
 
 def _text(row: Row, name: str) -> str:
-    return checked_text(row.values.get(name), row.where, name)
+    text = row.values.get(name)
+    if isinstance(text, (list, dict)) and (rows := nested_rows(row)):
+        raise BadInputError(f"{row.where}: {name!r} is {type(text).__name__}, not text{rows}")
+    return checked_text(text, row.where, name)
 
 
 def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:

@@ -1,11 +1,17 @@
 """Rows as conversations: who says what, what of it is learnt, and with which tools."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outpace.data.row_files import Row, checked_text
+from outpace.data.row_files import (
+    RepeatedKeyError,
+    Row,
+    checked_text,
+    nested_rows,
+    read_value,
+    rows_in_columns,
+)
 from outpace.records.errors import BadInputError
 
 Message = Mapping[str, Any]
@@ -16,6 +22,8 @@ _PAIRS = (
     ("instruction", "response"), ("question", "answer"),
 )  # fmt: skip
 _LISTS = ("messages", "conversations")
+# By which a row is known as a conversation.
+_NAMES = frozenset((*_LISTS, *(ask for ask, _ in _PAIRS)))
 _SYSTEM = ("system", "system_prompt")
 # What a question is asked about, written below it.
 _ABOUT = ("input", "context")
@@ -121,6 +129,8 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
         there = ", ".join(map(repr, values)) or "no columns"
         if (form := describe_form(values)) is not None:
             raise BadInputError(f"{row.where} has {there}: {form}")
+        if rows := nested_rows(row):
+            raise BadInputError(f"{row.where} has {there}{rows}")
         raise BadInputError(f"{row.where} has {there}, but a conversation is one of: {_FORMS}.")
     ask, answer = pair
     read = [ask, answer]
@@ -128,6 +138,9 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     if values.get("history"):
         turns += _history(values["history"], row)
         read.append("history")
+    if rows := rows_in_columns(row):
+        kind = type(values[ask]).__name__
+        raise BadInputError(f"{row.where}: {ask!r} is {kind}, not text{rows}")
     if isinstance(values[ask], list) or isinstance(values[answer], list):
         asked = [_message(one, row, roles) for one in _listed(values[ask], ask, row)]
         turns += [(message, False) for message, _ in asked]
@@ -180,7 +193,8 @@ def _listed(value: Any, name: str, row: Row) -> list[Any]:
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     """A message by the usual names, and whether it is to be learnt."""
     if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
-        raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role")
+        rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
+        raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
     told = one["role"] if "role" in one else one["from"]
     role = _KNOWN.get(told.strip().lower(), told)
     names = set(roles) - {told}
@@ -203,7 +217,9 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     other = ("from", "value", "function_call")
     kept = {key: value for key, value in one.items() if key not in other}
     if calls:
-        kept["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else calls
+        kept["tool_calls"] = (
+            [_call(call, row) for call in calls] if isinstance(calls, list) else calls
+        )
     kept |= {"role": role, "content": _text(content, name, row)}
     return kept, role == "assistant" and _is_learnt(one, row)
 
@@ -235,13 +251,15 @@ def _part(part: Any, row: Row) -> str:
     )
 
 
-def _call(call: Any) -> Any:
+def _call(call: Any, row: Row) -> Any:
     """A call with its arguments as an object, as templates expect them; OpenAI's are JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(told := function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(told)
+        arguments = read_value(told)
+    except RepeatedKeyError as error:
+        raise BadInputError(f"{row.where}: in the arguments of a call {error}") from None
     except (ValueError, RecursionError):
         return call
     if not isinstance(arguments, dict):
@@ -253,7 +271,9 @@ def _tools(value: Any, name: str, row: Row) -> tuple[Mapping[str, Any], ...]:
     """The tools of a row, which some data sets keep as JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_value(value)
+        except RepeatedKeyError as error:
+            raise BadInputError(f"{row.where}: in {name!r} {error}") from None
         except (ValueError, RecursionError):
             raise BadInputError(
                 f"{row.where}: {name!r} is {_show(value)}, not a list of tools"

@@ -78,7 +78,7 @@ def prepare(
         index = ensure_entry(entry, source, tokenizer, text_field, fraction, processes, progress)
         told = index.misread
         total = sum(part.tokens for part in index.splits.values())
-        hints += misread_hints(reference, total, told.specials, told.unknown, told.lost)
+        hints += misread_hints(reference, total, told.specials, told.unknown, told.lost, told.nuls)
         streams.append(_choose(entry, index, split, eval_fraction))
     for reference, stream in zip(sources, streams, strict=True):
         if len(stream) == 0 and split == "all":

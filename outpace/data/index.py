@@ -43,6 +43,7 @@ class Misread(Record):
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0
     lost: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    nuls: NonNegativeInt = 0
 
 
 class Index(Record):

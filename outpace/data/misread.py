@@ -14,7 +14,7 @@ _SHOWN = 3
 
 
 class MisreadText:
-    """Counts names of special tokens in texts, unknown tokens, and characters that are lost."""
+    """Counts names of special tokens in texts, unknown tokens, lost characters, and NULs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {number: name for name, number in tokenizer.special_tokens.items()}
@@ -25,11 +25,12 @@ class MisreadText:
         self._normalizer = tokenizer.inner.normalizer
         self.specials: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()
-        self.unknown = self.tokens = 0
+        self.unknown = self.tokens = self.nuls = 0
 
     def add(self, text: str, ids: "np.ndarray[Any, np.dtype[np.uint32]]") -> None:
         """Count those of a text and its ids."""
         self.tokens += len(ids)
+        self.nuls += text.count("\0")
         self.specials.update(self._names[int(number)] for number in ids[self._special[ids]])
         if self._unknown_id is not None:
             self.unknown += int((ids == self._unknown_id).sum())
@@ -47,9 +48,16 @@ def misread_hints(
     specials: Mapping[str, int],
     unknown: int,
     lost: Mapping[str, int],
+    nuls: int = 0,
 ) -> list[str]:
     """What `MisreadText` counted, in sentences."""
     hints = []
+    if nuls:
+        hints.append(
+            f"the text of {reference} has {nuls:,} NUL characters, which are learnt as they stand. "
+            "They mostly come of a file that was cut off or converted wrongly: look at it, or "
+            "remove them"
+        )
     if specials:
         hints.append(
             f"the text of {reference} has the names of special tokens in it, which are read as "

@@ -4,7 +4,9 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,14 +24,21 @@ from outpace.records.errors import BadInputError
 _READ_BYTES = 1 << 20
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 _SPACES = " \t\r\n"
+# Reads, in Python, the rows that an object holds under a name and writes each on a line.
+_UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
+_NESTED = re.compile(rb'\s*\{\s*"([^"\\]+)"\s*:\s*\[\s*\{')
+# Of a block of text: with more NULs than both it is a file with holes, or no text at all.
+_NUL_SHARE, _FEW_NULS = 1 / 16, 15
+_HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record. `where` says where it stands, for a person."""
+    """One record. `where` says where it stands, for a person; `file`: of JSON that is no list."""
 
     values: Mapping[str, Any]
     where: str
+    file: Path | None = None
 
 
 def read_rows(
@@ -78,6 +87,8 @@ def require_text(file: Path, block: bytes) -> None:
         raise BadInputError(f"{file} is {kind}, not text. Unpack or convert it, or leave it out.")
     if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return  # which fails to decode, with its place
+    if block.count(0) > _HOLE_SHARE * len(block):
+        raise BadInputError(_holes(str(file), block))
     controls = len(block) - len(block.translate(None, bytes([*range(9), *range(14, 27)])))
     if block.count(0) and controls * 16 > len(block):
         raise BadInputError(
@@ -85,6 +96,93 @@ def require_text(file: Path, block: bytes) -> None:
             f"characters, the first at offset {block.find(0)}, as in UTF-16. Convert it, as with "
             "iconv -f UTF-16LE -t UTF-8, or leave it out."
         )
+
+
+def require_whole(file: Path, block: bytes, offset: int) -> None:
+    """Refuse a file of text that has holes of NULs; this block of it begins at `offset`."""
+    if block.count(0) > max(_FEW_NULS, _NUL_SHARE * len(block)):
+        raise BadInputError(_holes(str(file), block, offset))
+
+
+def _holes(where: str, block: bytes, offset: int = 0) -> str:
+    """What is wrong with a text that has NULs."""
+    return (
+        f"{where} has {block.count(0):,} NUL characters, the first at offset "
+        f"{offset + block.find(0):,}: a copy or a download of it was probably cut off, or it is no "
+        "text. Fetch it again, or leave it out."
+    )
+
+
+class RepeatedKeyError(ValueError):
+    """An object of a JSON text has a key more than once; which of the values is meant is open."""
+
+
+def read_value(text: str) -> Any:
+    """The value that a JSON text holds. Raises ValueError, of which RepeatedKeyError is one."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise RepeatedKeyError(_repeated([key for key, _ in pairs], "an object has the key"))
+    return found
+
+
+def _repeated(names: Iterable[str], what: str) -> str:
+    """Which of the names is there more than once, behind `what`."""
+    name, times = Counter(names).most_common(1)[0]
+    return (
+        f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and which of them is "
+        "meant is not known. Keep one."
+    )
+
+
+def _require_distinct(names: Sequence[str], where: str) -> None:
+    """Refuse a table in which two columns have one name; those without a name may be many."""
+    named = [name for name in names if name.strip()]
+    if len(set(named)) < len(named):
+        raise BadInputError(f"{where}: {_repeated(named, 'the header has the column')}")
+
+
+def nested_rows(row: Row) -> str:
+    """Where the rows are that this one holds, and what to do, to go behind a sentence; or ''.
+
+    They are in a list of objects under a name, as in {"data": [...]}, or in columns.
+    """
+    lists = {
+        name: len(value)
+        for name, value in row.values.items()
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value)
+    }
+    if lists:
+        name = max(lists, key=lambda name: lists[name])
+        return _unpacking(row.file, name, f"a list of {lists[name]:,} objects")
+    return rows_in_columns(row)
+
+
+def rows_in_columns(row: Row) -> str:
+    """As `nested_rows`, where each value holds that of all rows: in a list, or by their numbers."""
+    columns = [
+        [*value.values()] if isinstance(value, dict) else value for value in row.values.values()
+    ]
+    if not columns or not all(isinstance(column, list) for column in columns):
+        return ""
+    lengths = {len(column) for column in columns}
+    plain = not any(isinstance(one, (list, dict)) for column in columns for one in column)
+    if not plain or len(lengths) > 1 or min(lengths) < 2:
+        return ""
+    return (
+        f". Its values are columns of {lengths.pop():,} rows: write an object a line, as pandas "
+        "does with to_json(FILE, orient='records', lines=True)."
+    )
+
+
+def _unpacking(file: Path | None, name: str, what: str) -> str:
+    """How to read rows that are in an object under a name, to go behind a sentence."""
+    source = "FILE" if file is None else str(file)
+    command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
+    return f". Its {name!r} is {what}: if these are the rows, write them by {command} > rows.jsonl"
 
 
 def first_sign(file: Path) -> str:
@@ -109,25 +207,40 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
         if alone:
             require_text(file, line)
         try:
-            values = json.loads(line.decode("utf-8-sig"))
+            values = read_value(line.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise BadInputError(
                 f"{where} is not UTF-8 text: byte {line[error.start]:#04x} at its offset "
                 f"{error.start}. Convert it, or leave it out."
             ) from None
+        except RepeatedKeyError as error:
+            raise BadInputError(f"{where}: {error}") from None
         except (ValueError, RecursionError) as error:
             if alone and (single := _single_object(file)) is not None:
                 yield single
                 return
+            if b"\0" in line:
+                raise BadInputError(_holes(where, line)) from None
             raise BadInputError(
-                f"{where} is not JSON: {_reason(error)}. Each line has to be an object."
+                f"{where} is not JSON: {_reason(error)}. Each line has to be an object"
+                f"{_nested_name(file) if alone else '.'}"
             ) from None
         alone = False
         if not isinstance(values, dict):
             raise BadInputError(
                 f"{where} holds a {type(values).__name__}; each line has to be an object"
             )
-        yield Row(values, where), len(line)
+        yield Row(values, where, file), len(line)
+
+
+def _nested_name(file: Path) -> str:
+    """What `nested_rows` says of a file that is too large to be read whole; or '.'."""
+    if file.stat().st_size <= LINE_BYTES:
+        return "."
+    with readable(file) as stream:
+        head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8)
+    found = _NESTED.match(head)
+    return "." if found is None else _unpacking(file, found[1].decode(), "a list of objects")
 
 
 def _single_object(file: Path) -> tuple[Row, int] | None:
@@ -137,10 +250,12 @@ def _single_object(file: Path) -> tuple[Row, int] | None:
         return None
     with readable(file) as stream:
         try:
-            values = json.loads(stream.read().decode("utf-8-sig"))
+            values = read_value(stream.read().decode("utf-8-sig"))
+        except RepeatedKeyError as error:
+            raise BadInputError(f"{file}: {error}") from None
         except (ValueError, RecursionError):
             return None
-    return (Row(values, str(file)), size) if isinstance(values, dict) else None
+    return (Row(values, str(file), file), size) if isinstance(values, dict) else None
 
 
 def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
@@ -177,7 +292,7 @@ class _Text:
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._scanner = json.JSONDecoder()
+        self._scanner = json.JSONDecoder(object_pairs_hook=_object)
         self._text, self._at, self._lines, self._read = "", 0, 1, 0
         self._ended = False
 
@@ -221,6 +336,8 @@ class _Text:
         while True:
             try:
                 found, end = self._scanner.raw_decode(self._text, self._at)
+            except RepeatedKeyError as error:
+                raise BadInputError(f"{where}, line {self.line()}: {error}") from None
             except (ValueError, RecursionError) as error:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):
@@ -243,6 +360,7 @@ def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, i
     try:
         table = parquet.ParquetFile(file)
         names = table.schema_arrow.names
+        _require_distinct(names, str(file))
         missing = next((name for name in columns or () if name not in names), None)
         if missing is not None:
             raise BadInputError(
@@ -276,6 +394,7 @@ def _table(
         if header is None:
             header = _COLA if _is_cola(row) else row
             if header is row:
+                _require_distinct(header, f"{file}, line {number}")
                 continue
         where = f"{file}, line {number}"
         if len(row) == len(header):
@@ -300,6 +419,7 @@ def _lines_of(file: Path) -> Iterator[str]:
                 )
             if not offset:
                 require_text(file, line)
+            require_whole(file, line, offset)
             mark = len(codecs.BOM_UTF8) if not offset and line.startswith(codecs.BOM_UTF8) else 0
             try:
                 yield line[mark:].decode()

@@ -164,6 +164,25 @@ def fingerprint(rows: Iterable[Row]) -> str:
     return digest.hexdigest()
 
 
+def nul_hints(rows: Iterable[Row]) -> list[str]:
+    """How many rows have NUL characters, and the first of them, in a sentence."""
+    found = [row.where for row in rows if _has_nul(row.values)]
+    if not found:
+        return []
+    return [
+        f"{len(found):,} rows have NUL characters, which mostly come of a file that was cut off or "
+        f"converted wrongly, and are learnt as they stand (first {found[0]})"
+    ]
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, str):
+        return "\0" in value
+    if isinstance(value, Mapping):
+        return any(map(_has_nul, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(_has_nul, value))
+
+
 def _content(row: Row) -> bytes:
     return json.dumps(dict(row.values), sort_keys=True, default=_plain).encode() + b"\n"
 

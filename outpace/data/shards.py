@@ -153,7 +153,7 @@ def _build(
         files = {name: file for writer in writers.values() for name, file in writer.files.items()}
         counts = {
             "specials": misread.specials, "unknown": misread.unknown,
-            "lost": dict(misread.lost.most_common(_SIGNS_KEPT)),
+            "lost": dict(misread.lost.most_common(_SIGNS_KEPT)), "nuls": misread.nuls,
         }  # fmt: skip
         index = Index.parse(
             {"dtype": dtype.str, "splits": splits, "files": files, "misread": counts}, INDEX

@@ -7,7 +7,14 @@ from itertools import chain
 from pathlib import Path
 
 from outpace.data.conversations import conversation_of, describe_form
-from outpace.data.row_files import Row, checked_text, read_rows, require_text
+from outpace.data.row_files import (
+    Row,
+    checked_text,
+    nested_rows,
+    read_rows,
+    require_text,
+    require_whole,
+)
 from outpace.data.sources import Source, open_dataset, readable
 from outpace.records.errors import BadInputError
 
@@ -49,6 +56,7 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
         while block := stream.read(PIECE_BYTES):
             if read == 0:
                 require_text(file, block)
+            require_whole(file, block, read)
             kept += _decoded(decoder, block, file, read)
             if read == 0:
                 kept = kept.removeprefix("\ufeff")  # the byte order mark is no text
@@ -118,7 +126,10 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
         if field not in row.values:
             there = ", ".join(map(repr, row.values)) or "no fields"
             raise BadInputError(f"{row.where} has no field {field!r}, but {there}{_remedy(row)}")
-        yield checked_text(row.values[field], row.where, field), consumed
+        text = row.values[field]
+        if isinstance(text, (list, dict)) and (rows := nested_rows(row)):
+            raise BadInputError(f"{row.where}: {field!r} is {type(text).__name__}, not text{rows}")
+        yield checked_text(text, row.where, field), consumed
 
 
 def _remedy(row: Row) -> str:
@@ -128,7 +139,7 @@ def _remedy(row: Row) -> str:
     try:
         conversation_of(row)
     except BadInputError:
-        return ". Name it with --text-field."
+        return nested_rows(row) or ". Name it with --text-field."
     return ". They are conversations: --task chat learns them."
 
 

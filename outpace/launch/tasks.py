@@ -18,7 +18,7 @@ from outpace.data.misread import unknown_hints
 from outpace.data.padded import MULTIPLE, PaddedDataset, Ragged, rounded, shape_multiple
 from outpace.data.paraphrases import COLUMNS, NAME, paraphrases
 from outpace.data.row_files import Row
-from outpace.data.rows import Table, fingerprint, held_out, read_tables, splits_of
+from outpace.data.rows import Table, fingerprint, held_out, nul_hints, read_tables, splits_of
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.classifier import known_labels, require_exportable
 from outpace.interop.models import OpenedModel
@@ -155,6 +155,7 @@ def read_source(settings: TrainSettings) -> Source:
     hints = [hint for table in (*tables, *others) for hint in table.hints]
     if left_out:
         hints.append(f"{left_out:,} lines have other columns than their header and were left out")
+    hints += nul_hints((*rows, *_rows(others)))
     if others:
         train, validation = rows, _rows(others)
     else:

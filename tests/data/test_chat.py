@@ -92,6 +92,21 @@ def test_usual_forms_mean_the_same(values):
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
         ({"prompt": "a", "completion": "b", "label": False}, "its answer is not wanted"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenised already.*into a .bin file"),
+        ({"data": [{"prompt": "a", "completion": "b"}]}, "Its 'data' is a list of 1 objects: if"),
+        ({"conversations": [{"messages": [], "id": 1}]}, "no role. Its 'conversations' is a list"),
+        ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "'prompt' is list.* columns of 2 rows"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": '[{"a": 1, "a": 2}]'}, "twice"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1,"a":2}'}}],
+                    }
+                ]
+            },
+            "line 1: in the arguments of a call an object has the key 'a' twice",
+        ),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": [{"content": "a"}]}, "has no role"),
         ({"prompt": "a", "completion": 3}, "'completion' is int '3', not text"),

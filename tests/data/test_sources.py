@@ -2,6 +2,7 @@ import csv
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -489,9 +490,86 @@ def test_text_of_two_bytes_a_character_is_refused(tmp_path, prepare, encoding, t
         prepare(tmp_path / name)
 
 
-def test_a_null_in_a_text_is_one_of_it(tmp_path, prepare, ids_of):
+def test_a_null_in_a_text_is_one_of_it_and_said(tmp_path, prepare, ids_of):
     (tmp_path / "x.txt").write_text(A + "\0" + B)
-    assert tokens(prepare(tmp_path / "x.txt")) == [ids_of(A + "\0" + B)]
+    found = prepare(tmp_path / "x.txt")
+    assert tokens(found) == [ids_of(A + "\0" + B)]
+    assert [hint for hint in found.hints if "x.txt has 1 NUL characters" in hint]
+    write_lines(tmp_path / "x.jsonl", {"text": A + "\0" + B})
+    for _ in range(2):  # the second time from the cache
+        assert "has 1 NUL characters" in prepare(tmp_path / "x.jsonl").hints[0]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv", "x.json"])
+def test_a_file_with_holes_is_refused_with_their_place(tmp_path, prepare, name):
+    """As a disk leaves a file whose end it had not written when its power was cut."""
+    rows = "".join(json.dumps({"text": f"{A} {n}"}) + "\n" for n in range(9))
+    whole = {"x.jsonl": rows, "x.csv": "text\n", "x.json": json.dumps([{"text": A}])}
+    head = whole.get(name, A * 60_000).encode()
+    (tmp_path / name).write_bytes(head + bytes(1 << 19))
+    with pytest.raises(BadInputError, match=r"NUL characters, the first at offset|, not '.x00'"):
+        prepare(tmp_path / name)
+    (tmp_path / name).write_bytes(bytes(1 << 19))
+    with pytest.raises(BadInputError, match="NUL characters, the first at offset 0: a copy or"):
+        prepare(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.jsonl"])
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("key", ["data", "rows", "train", "examples", "it's"])
+def test_rows_within_an_object_are_named_with_a_command_that_takes_them_out(
+    tmp_path, prepare, ids_of, name, indent, key
+):
+    path = tmp_path / name
+    path.write_text(json.dumps({"version": 1, key: [{"text": A}, {"text": B}]}, indent=indent))
+    with pytest.raises(BadInputError, match="is a list of 2 objects: if these are the rows") as no:
+        prepare(path)
+    command = str(no.value).partition("write them by ")[2]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert tokens(prepare(tmp_path / "rows.jsonl")) == [ids_of(A, B)]
+    if key == "data":
+        with pytest.raises(BadInputError, match=r"'data' is list, not text\. Its 'data' is a list"):
+            prepare(path, text_field="data")
+
+
+@pytest.mark.parametrize("values", [{"text": [A, B], "n": [1, 2]}, {"text": {"0": A, "1": B}}])
+def test_a_file_of_columns_is_named(tmp_path, prepare, values):
+    (tmp_path / "x.json").write_text(json.dumps(values))
+    with pytest.raises(BadInputError, match="values are columns of 2 rows: write an object a line"):
+        prepare(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        (
+            "x.jsonl",
+            '{"text": "a"}\n{"text": "b", "text": "c"}\n',
+            "line 2: an object has the key",
+        ),
+        ("x.json", '{"text": "b", "text": "c"}', "line 1: an object has the key 'text' twice"),
+        ("x.json", '{\n"text": "b",\n"text": "c"\n}', "x.json: an object has the key 'text' twice"),
+        (
+            "x.json",
+            '[{"text": "a"},\n{"text": "b", "text": "c"}]',
+            "item 2, line 2: .* twice",
+        ),
+        ("x.jsonl", '{"text": "a", "m": {"k": 1, "k": 2, "k": 3}}', "the key 'k' 3 times"),
+        ("x.csv", "text,n,text\na,1,b\n", "line 1: the header has the column 'text' twice"),
+        ("x.tsv", "text\tn\ttext\na\t1\tb\n", "line 1: the header has the column 'text' twice"),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(tmp_path, prepare, name, content, said):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(BadInputError, match=said):
+        prepare(tmp_path / name)
+
+
+def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(BadInputError, match="the header has the column 'text' twice"):
+        prepare(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import transformers
 from outpace.cli.main import main
 from outpace.data.paraphrases import paraphrases
 from outpace.data.tokenizer import train_tokenizer
-from outpace.launch import use
+from outpace.launch import tasks, use
 from outpace.launch.job import prepared, train
 from outpace.launch.materials import gather
 from outpace.records.errors import BadInputError
@@ -230,6 +230,18 @@ def test_base_adapter_and_merged_models_are_evaluated_on_conversations(home, cha
         assert found.loss == pytest.approx(final.loss, rel=1e-4)
         assert found.tokens == base.tokens
     assert abs(final.loss - base.loss) > 1e-3 * base.loss
+
+
+@pytest.mark.parametrize("task", ["chat", "classify"])
+def test_null_characters_in_rows_are_said(home, tmp_path, task):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    rows = rows if task == "chat" else [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+    spoilt = json.loads(json.dumps(rows[0]).replace('"a"', '"a\\u0000"'))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*rows * 4, spoilt)))
+    source = tasks.read_source(asked(home, task=task, data=[str(path)]))
+    (hint,) = source.hints
+    assert hint.startswith("1 rows have NUL characters") and f"line {4 * len(rows) + 1})" in hint
 
 
 def test_conversations_are_gone_on_with(home, chatted, capsys, monkeypatch):
