@@ -42,18 +42,42 @@ class Parser:
 
     def read(self, argv: list[str]) -> argparse.Namespace:
         """Parse. Raises BadInputError for what is unknown or missing; --help prints and exits 0."""
-        found, unknown = self.arguments.parse_known_args(argv)
-        if unknown:
-            word = unknown[0].split("=")[0]
-            flags = [flag for flag in self.arguments.flags() if flag.startswith("--")]
-            close = nearest(word, flags) if word.startswith("-") else _flagged(word, flags)
-            kind = "option" if word.startswith("-") else "argument"
-            raise BadInputError(
-                f"outpace {self.command} has no {kind} {word!r}.{close} "
-                f"See outpace {self.command} --help."
-            )
+        # First of all, since what argparse finds missing or wrong may only follow from it.
+        if (unknown := self._unknown_option(argv)) is not None:
+            self._refuse(unknown)
+        found, rest = self.arguments.parse_known_args(argv)
+        if rest:
+            self._refuse(rest[0])
         return found
 
+    def _refuse(self, unknown: str) -> NoReturn:
+        word = unknown.split("=")[0]
+        flags = [flag for flag in self.arguments.flags() if flag.startswith("--")]
+        close = nearest(word, flags) if word.startswith("-") else _flagged(word, flags)
+        kind = "option" if word.startswith("-") else "argument"
+        raise BadInputError(
+            f"outpace {self.command} has no {kind} {word!r}.{close} "
+            f"See outpace {self.command} --help."
+        )
+
+    def _unknown_option(self, argv: list[str]) -> str | None:
+        """The first word that can only be an option, and is none of these; None for --help."""
+        known = set(self.arguments.flags())
+        for word in argv:
+            name = word.split("=")[0]
+            if name in ("-h", "--help", "--"):
+                return None
+            # argparse takes a number for a value, and what has a blank.
+            is_value = name == "-" or " " in name or _NUMBER.fullmatch(word)
+            if not name.startswith("-") or is_value or name in known:
+                continue
+            if name.startswith("--") or name[:2] not in known:
+                return word
+        return None
+
+
+# As argparse has it (`_negative_number_matcher`), of any Python, and with an exponent.
+_NUMBER = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?", re.I)
 
 # The option that takes a file or folder, by how its name ends or by a file in it.
 _TAKEN_BY = {

@@ -22,6 +22,7 @@ from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, shown
 from outpace.records.model import ModelSpec
+from outpace.records.run import resume_command
 
 _RUN_FILE = "run.json"
 
@@ -121,7 +122,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
         raise BadInputError(
             f"the run {path} holds no finished model (in {model}). It is written when the run "
             "reaches its last step, and again from the newest checkpoint where it is missing: "
-            f"outpace train --resume --out {path}"
+            + resume_command(path)
         )
     require_small_files(model)
     read = remembered_config(model, cache_dir)

@@ -9,6 +9,7 @@ import xxhash
 
 from outpace.records.base import read_object, require_no_pointer, write_atomic
 from outpace.records.errors import BadInputError
+from outpace.records.run import resume_command
 
 CHECKSUMS_FILE = "checksums.json"
 _BLOCK_BYTES = 1 << 22
@@ -65,7 +66,7 @@ def _refuse(folder: Path, damage: str | None) -> None:
     if damage is None:
         return
     run = folder.parent
-    again = f"have it written again: outpace train --resume --out {run}"
+    again = f"have it written again: {resume_command(run)}"
     way = again if (run / "run.json").is_file() else "bring it back as it was"
     raise BadInputError(
         f"{damage}. Either it was damaged: {way}. Or you changed it on purpose: then remove "

@@ -13,7 +13,7 @@ from outpace.records.lines import CHECKSUM, describe_changes
 from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.memory import MemoryUse
 from outpace.records.past import State
-from outpace.records.run import Failure, RunRecord
+from outpace.records.run import Failure, RunRecord, resume_command
 from outpace.records.utilisation import Utilisation
 from outpace.report.steps import Steps, read_steps
 from outpace.train.run_dir import EVALS_FILE, METRICS_FILE, UTILISATION_FOLDER
@@ -87,7 +87,7 @@ def _evaluations(path: Path) -> Iterator[Evaluation]:
         if not isinstance(values, dict):
             raise BadInputError(
                 f"{path} is damaged: line {number} is no evaluation. Remove that line, or have it "
-                f"put aside: outpace train --resume --out {path.parent} keeps all others."
+                f"put aside: {resume_command(path.parent)} keeps all others."
             )
         values.pop(CHECKSUM, None)  # what does not fit it is said in `Run.changed`
         yield Evaluation.parse(values, str(path))

@@ -15,7 +15,7 @@ from rich.text import Text
 from outpace.experiment.past import Past, asked_settings, checkpoints
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
-from outpace.records.run import RunRecord
+from outpace.records.run import RunRecord, resume_command
 from outpace.records.units import show_bytes, show_count, show_number, show_seconds, show_share
 from outpace.report.document import in_words
 from outpace.report.narrow import Narrow
@@ -145,8 +145,7 @@ def _how_far(past: Past) -> str:
     metrics = past.folder / "metrics.jsonl"
     wrote = f"; last written {_stamp(metrics)} (UTC)" if metrics.is_file() else ""
     saved = checkpoints(past.folder)
-    command = shlex.join(["outpace", "train", "--resume", "--out", row.path])
-    again = f". It goes on with {command}" if saved else ""
+    again = f". It goes on with {resume_command(Path(row.path))}" if saved else ""
     return f"{steps}{wrote}; no process of this host trains it{again}"
 
 

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import PARTS, WARMUP_STEPS
+from outpace.records.run import resume_command
 from outpace.report.thin import Floats
 
 _NAMES = (
@@ -122,8 +123,8 @@ def _damaged(path: Path) -> BadInputError:
     first = next((number for number, line in enumerate(lines, 1) if not _is_step(line)), 1)
     return BadInputError(
         f"{path} is damaged: line {first} is no step of a run, which has {' and '.join(_NEEDED)} "
-        "as numbers. Remove that line, or have it put aside: outpace train --resume --out "
-        f"{path.parent} keeps all others."
+        f"as numbers. Remove that line, or have it put aside: {resume_command(path.parent)} keeps "
+        "all others."
     )
 
 

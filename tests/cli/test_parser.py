@@ -76,6 +76,37 @@ def test_bad_arguments_are_sentences(argv: list[str], said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--gpus", "8"], "outpace plan has no option '--gpus'"),
+        (["plan", "-m", "gpt2"], "outpace plan has no option '-m'"),
+        (["plan", "--nodes", "soon", "--gpus", "8"], "outpace plan has no option '--gpus'"),
+        (["generate", "--max_tokens", "9"], "outpace generate has no option '--max_tokens'"),
+        (["generate", "--max_tokens=a b"], "outpace generate has no option '--max_tokens'"),
+        (["estimate", "--machine_file", "x"], "outpace estimate has no option '--machine_file'"),
+        (["merge", "--output", "x"], "outpace merge has no option '--output'"),
+        (["network", "--gpus", "8"], "outpace network has no option '--gpus'"),
+        (["verify", "--procs", "2", "ddp"], "outpace verify has no option '--procs'"),
+        (["launch", "kubernetes", "--img", "x"], "outpace launch kubernetes has no option '--img'"),
+        (["plan"], "the following arguments are required: --model"),
+    ],
+)
+def test_an_unknown_option_is_named_before_what_is_missing(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["-0.5", "-4", "-a b"])
+def test_a_value_may_begin_with_a_dash(word):
+    found = Parser("paint", "Paints.")
+    found.arguments.add_argument("--shade")
+    assert found.read(["--shade", word]).shade == word
+    assert found.read(["--shade=--gloss"]).shade == "--gloss"
+    found.arguments.add_argument("rest", nargs="*")
+    assert found.read(["--", "--gloss"]).rest == ["--gloss"]
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [
         ("180", 180), ("3m", 180), ("3 min", 180), ("1h30m", 5400), ("2 hours", 7200), ("90s", 90),

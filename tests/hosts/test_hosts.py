@@ -130,7 +130,7 @@ def test_ctrl_c_saves_and_ends_it_everywhere(cluster, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert "--resume --out run" in errors, errors[-600:]
+    assert "outpace train --resume run" in errors, errors[-600:]
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert ended_everywhere(cluster, tmp_path)
 

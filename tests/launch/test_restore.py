@@ -157,7 +157,7 @@ def test_a_lost_model_is_written_again_from_the_checkpoint(
 ) -> None:
     before = contents(run)
     harm(run / "model")
-    assert f"--resume --out {run}" in said_by(capsys, 2, "eval", "--run", run)
+    assert f"outpace train --resume {run}" in said_by(capsys, 2, "eval", "--run", run)
     said = said_by(capsys, 0, "train", "--resume", f"--out={run}", "--json")
     assert json.loads(said[said.index("{\n") : said.rindex("}") + 1])["steps"] == 4
     again = ("run.json", "evals.jsonl", "utilisation/host-0.json")  # with other times
