@@ -1,7 +1,9 @@
 """Ranks of a user's own loop end with one sentence, where one of them refuses.
 
 The others wait for it in a collective, which fails when it has left. They find the sentence in the
-store where the ranks met.
+store where the ranks met. That is so on gloo, where a collective fails when a peer has gone. On
+NCCL it does not fail but waits until its watchdog ends the process, which then says nothing of the
+refusal: look for the sentence in the output of the rank that refused.
 """
 
 import atexit
@@ -9,39 +11,95 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from outpace.records.errors import BadInputError, OutpaceError
 
-_SENTENCE, _HEARD = "outpace/refusal", "outpace/refusal-heard"
-_WAIT_S, _LOOK_AGAIN_S = 10.0, 0.02
+_REFUSAL = "outpace/refusal"
+_WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 
 
 @contextmanager
 def refusing_together(world_size: int) -> Iterator[None]:
-    """Within, an error of outpace's on one rank becomes the error of all.
+    """Within, an error of outpace's on one rank becomes the error of all (see above for NCCL).
 
-    A rank that raises one waits, when its process ends, until the others have heard it.
+    A rank that raises one waits, when its process ends, until the others have heard it. One that
+    catches it and enters this again has dealt with it: others hear of it no more.
     """
     if world_size == 1:
         yield
         return
+    _withdraw()
     try:
         yield
     except OutpaceError as error:
         if not error.on_all_ranks:
             _tell(str(error), world_size)
         raise
-    except RuntimeError:  # of gloo, or of ranks that read each other's memory
+    except torch.OutOfMemoryError:  # this rank's own, whatever others have
+        raise
+    except RuntimeError as error:  # of gloo, or of ranks that read each other's memory
         sentence = _heard()
         if sentence is None:
             raise
         refusal = BadInputError(sentence)
         refusal.on_all_ranks = True
-        raise refusal from None
+        raise refusal from error
+
+
+class _Refusal:
+    """What this rank has refused, in the store, until it makes another call."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._count = 0
+        self._world_size = 0
+        self._entry = ""  # what the store has: who refused, a line, and the sentence
+        self._mine = ""
+
+    def tell(self, sentence: str, world_size: int) -> None:
+        """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
+        self._world_size = world_size
+        self._count += 1
+        self._mine = f"{dist.get_rank()}-{self._count}\n{sentence}"
+        self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
+        self._store.add(_heard_key(self._entry), 1)
+        if self._count == 1:
+            atexit.register(self._leave)
+
+    def withdraw(self) -> None:
+        """Forget what was refused in an earlier call."""
+        if not self._mine:
+            return
+        with suppress(RuntimeError):
+            self._store.compare_set(_REFUSAL, self._mine, "")
+        self._mine = ""
+
+    def _leave(self) -> None:
+        """Let the others' collectives fail, and keep the store until they have read why."""
+        if not self._mine:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        until_s, key = time.monotonic() + _WAIT_S, _heard_key(self._entry)
+        with suppress(RuntimeError):
+            while time.monotonic() < until_s and self._store.add(key, 0) < self._world_size:
+                time.sleep(_LOOK_AGAIN_S)
+
+
+def _heard_key(entry: str) -> str:
+    """Of the number of ranks that know of a refusal."""
+    return f"{_REFUSAL}-heard-{entry.partition(chr(10))[0]}"
+
+
+@lru_cache(maxsize=1)
+def _refusal_in(store: Store) -> _Refusal:
+    return _Refusal(store)
 
 
 def _store() -> Store | None:
@@ -49,24 +107,17 @@ def _store() -> Store | None:
     return found
 
 
+def _withdraw() -> None:
+    store = _store()
+    if store is not None:
+        _refusal_in(store).withdraw()
+
+
 def _tell(sentence: str, world_size: int) -> None:
     store = _store()
-    if store is None:
-        return
-    with suppress(RuntimeError):  # it is with a rank that has left
-        store.compare_set(_SENTENCE, "", sentence)
-        store.add(_HEARD, 1)
-        atexit.register(_leave, store, world_size)
-
-
-def _leave(store: Store, world_size: int) -> None:
-    """Let the others' collectives fail, and keep the store until they have read why."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    until_s = time.monotonic() + _WAIT_S
-    with suppress(RuntimeError):
-        while time.monotonic() < until_s and store.add(_HEARD, 0) < world_size:
-            time.sleep(_LOOK_AGAIN_S)
+    if store is not None:
+        with suppress(RuntimeError):  # it is with a rank that has left
+            _refusal_in(store).tell(sentence, world_size)
 
 
 def _heard() -> str | None:
@@ -74,9 +125,13 @@ def _heard() -> str | None:
     store = _store()
     if store is None:
         return None
+    until_s = time.monotonic() + _HEAR_S
     with suppress(RuntimeError):
-        store.wait([_SENTENCE], timedelta(seconds=1))
-        sentence = store.get(_SENTENCE).decode()
-        store.add(_HEARD, 1)
-        return sentence
+        store.wait([_REFUSAL], timedelta(seconds=_HEAR_S))
+        while not (entry := store.get(_REFUSAL).decode()):  # withdrawn
+            if time.monotonic() > until_s:
+                return None
+            time.sleep(_LOOK_AGAIN_S)
+        store.add(_heard_key(entry), 1)
+        return entry.partition("\n")[2]
     return None
