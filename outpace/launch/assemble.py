@@ -216,7 +216,8 @@ def assemble(
         return found
 
     tell(job.callbacks, "on_start", run_info(job, record, trained, start_step))
-    initial = _initial_evaluation(job, start_step, measure)
+    evaluate = partial(_initial_evaluation, job, start_step, measure)
+    initial = evaluate() if job.ranks.world_size > 1 else stop.unless_ended(evaluate)
     loop = Loop(
         settings=settings,
         stepper=stepper,

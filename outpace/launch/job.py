@@ -136,7 +136,7 @@ def prepared(
         stack.callback(lambda: tell(heard, "close"))
         if ahead is not None:
             stack.callback(ahead.end)
-        stop = stack.enter_context(StopSignal())
+        stop = stack.enter_context(StopSignal(partial(tell, heard, "on_hint")))
         settings = with_earlier_precision(settings)
         settings = with_axes_that_fit(settings, ranks, origins, partial(tell, heard, "on_hint"))
         if settings.device in ("auto", "cuda"):

@@ -3,12 +3,13 @@
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import count
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,18 +20,37 @@ from outpace.records.signals import ENDING, may_handle
 # The kernel, a terminal and a launcher can each deliver what a person meant as one signal.
 _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
+# Who asked to end and sees nothing end for so long is told what is waited for.
+_SAID_AFTER_S = 1.0
+_BEFORE_STEP_1 = "interrupted before the first step was done; nothing was trained"
+
+Result = TypeVar("Result")
+
+
+class _Ended(BaseException):
+    """Raised by a signal; a compiler takes any Exception for a failure of its own."""
+
+
+_WAITED_FOR = (
+    "asked to end: the step under way is finished first (the first one is compiled, which takes a "
+    "while), then a checkpoint is saved. A second signal, or Ctrl-C, ends at once without"
+)
 
 
 class StopSignal:
     """Signals that ask to end (`ENDING`) end a run in order; a second one ends it at once.
 
     Before the first step there is nothing to save, so the signal raises InterruptedRunError there.
-    Use as a context manager in the main thread; elsewhere signals are left alone.
+    Later `say` is told what is waited for, where that takes a while. Use as a context manager in
+    the main thread; elsewhere signals are left alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda sentence: None) -> None:
         self.requested = False
         self.stepping = False
+        self._raising = False
+        self._say = threading.Timer(_SAID_AFTER_S, say, (_WAITED_FOR,))
+        self._say.daemon = True
         self._first_s = 0.0
         self._previous: dict[int, Any] = {}
 
@@ -45,8 +65,24 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._say.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def unless_ended(self, work: Callable[[], Result]) -> Result:
+        """Do work that a signal may end at any place. Raises InterruptedRunError.
+
+        Of one process only: others would wait for it.
+        """
+        try:
+            self._raising = True
+            found = work()
+            self._raising = False
+        except _Ended:
+            raise InterruptedRunError(_BEFORE_STEP_1) from None
+        finally:
+            self._raising = False
+        return found
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
@@ -55,8 +91,11 @@ class StopSignal:
             return
         self.requested = True
         self._first_s = time.monotonic()
+        if self._raising:
+            raise _Ended
         if not self.stepping:
-            raise InterruptedRunError("interrupted before the first step; nothing was trained")
+            raise InterruptedRunError(_BEFORE_STEP_1)
+        self._say.start()
 
 
 @contextmanager

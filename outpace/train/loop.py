@@ -65,7 +65,7 @@ class Loop:
         ):
             try:
                 for step in range(self.start_step + 1, self.total_steps + 1):
-                    raw = self._step(step)
+                    raw = self._first_step() if step == self.start_step + 1 else self._step(step)
                     waiting.append(raw)
                     # A GPU computes behind: while it has work, earlier steps are accounted for.
                     self._settle(waiting, self.stepper.queue.steps_behind)
@@ -76,6 +76,13 @@ class Loop:
             except DivergedError as error:
                 raise self._diverged(error) from None
         self.checkpointer.settle()
+
+    def _first_step(self) -> RawStep:
+        """The first step, in which compilers work: by itself a process ends there at once."""
+        step = self.start_step + 1
+        if self.world_size > 1:
+            return self._step(step)
+        return self.stop.unless_ended(lambda: self._step(step))
 
     def _step(self, step: int) -> RawStep:
         settings = self.settings
