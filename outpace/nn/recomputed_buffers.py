@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from outpace.nn.fingerprint import fingerprint
 from outpace.records.errors import BadInputError
 
 _Place = tuple[nn.Module, str]
@@ -44,8 +45,9 @@ class BufferKeeper:
             versions = {place: (_held(place), _held(place)._version) for place in self._places}
             output = forward(*args, **kwargs)
             moved = {place for place, seen in versions.items() if _moved(place, *seen)}
-            self._note(moved)
-            before = {place: copies[place] for place in moved}
+            if self._moving is None:  # by more than versions say
+                moved |= {place for place, old in copies.items() if _differs(place, old)}
+            before = {place: copies[place] for place in self._note(moved)}
             return output
 
         return run
@@ -53,7 +55,8 @@ class BufferKeeper:
     def _to_copy(self) -> list[_Place]:
         return self._places if self._moving is None else list(self._moving)
 
-    def _note(self, moved: set[_Place]) -> None:
+    def _note(self, moved: set[_Place]) -> set[_Place]:
+        """All that have moved so far."""
         late = set() if self._moving is None else moved - self._moving
         if late:
             _, name = next(iter(late))
@@ -61,7 +64,9 @@ class BufferKeeper:
                 f"the forward of {self._kind} changes its buffer {name!r} now, which it did not in "
                 "its first call, and checkpointing would change it twice. Use checkpointing none."
             )
-        self._moving = (self._moving or set()) | moved
+        if self._moving is None:
+            self._moving = moved
+        return self._moving
 
     def _again(
         self, before: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
@@ -86,3 +91,7 @@ def _held(place: _Place) -> Tensor:
 
 def _moved(place: _Place, seen: Tensor, version: int) -> bool:
     return _held(place) is not seen or seen._version != version
+
+
+def _differs(place: _Place, old: Tensor) -> bool:
+    return fingerprint(_held(place)) != fingerprint(old)

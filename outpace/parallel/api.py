@@ -230,7 +230,8 @@ class Layout:
 
         The two totals are followed by the further sums that an objective with `sums` gives.
         """
-        self._make_buffers_equal()
+        if self.buffers is not None:
+            self.buffers.begin_evaluation()
         with given.cast():
             loss_sum, count, *sums = self.objective(batch)
         return totals_of(loss_sum, count, *sums)

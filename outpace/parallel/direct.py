@@ -212,8 +212,9 @@ class Neighbours:
         others = self._move()
         apart = next((rank for rank, kind in others.items() if kind != self._own.kind), None)
         if apart is not None:
+            one, other = sorted((apart, self._rank))
             raise BadInputError(
-                f"rank {apart} exchanges another part of the model than rank {self._rank}: one of "
+                f"rank {one} exchanges another part of the model than rank {other}: one of "
                 "them leaves what a block returns out of its loss, or calls blocks that the other "
                 "does not. Use strategy ddp or zero1, or take the model as one with blocks=[]."
             )

@@ -26,6 +26,7 @@ from outpace.parallel.api import Batch, Layout, Pass
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.plain import (
+    moves_buffers,
     random_state,
     restored,
     same_random_state,
@@ -83,9 +84,11 @@ class FirstBatch:
         self._left_out = _left_out(plan)
         self._synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
         self._plain: nn.Module | None = None
+        self._trained: list[nn.Module] = []
         if self._left_out is None:
             try:
                 self._plain = hollow(objective)
+                self._trained = list(objective.modules())
             except Exception as error:
                 self._left_out = f"the module cannot be copied ({type(error).__name__}: {error})"
 
@@ -103,10 +106,11 @@ class FirstBatch:
             return
         assert self._plain is not None
         plain, self._plain = self._plain, None
+        trained, self._trained = self._trained, []
         allowed = _allowed(self._plan, layout)
         cast = Pass(given.cast)
         with restored(layout.objective, device):
-            with filled(plain, layout, self._ranks) as names:
+            with filled(plain, layout, self._ranks) as names, standing_for(trained, plain):
                 reason, mine = self._run_plain(plain, names, passes, cast, device)
                 reason = _agreed(reason)
                 apart = 0.0 if reason else _agreed_number(self._cut_apart(plain, passes, cast))
@@ -173,9 +177,12 @@ class FirstBatch:
         begin = random_state(device)
         try:
             with restored(plain, device), without_dropout(plain), torch.enable_grad():
-                for piece in self._pieces(passes):
-                    with given.cast():
+                in_order = self._in_order(plain, passes, given, device)
+                for piece, mine in self._pieces(passes, in_order):
+                    with given.cast(), torch.set_grad_enabled(mine):
                         loss_sum, count, *_ = plain(piece)
+                    if not mine:
+                        continue
                     loss_sum.backward()
                     sums[:3] += torch.stack(
                         (
@@ -185,11 +192,8 @@ class FirstBatch:
                         )
                     )
                 drew = not same_random_state(begin, random_state(device))
-        except torch.OutOfMemoryError:
-            return "there is no memory for one process' forward and backward", sums
         except Exception as error:
-            said = str(error).strip().splitlines() or [""]
-            return f"a copy of the module fails ({type(error).__name__}: {said[0][:200]})", sums
+            return _failure(error), sums
         finally:
             for part, mode in modes.items():
                 part.training = mode
@@ -197,8 +201,24 @@ class FirstBatch:
             return "the module draws random numbers, dropout apart", sums
         return None, sums
 
-    def _pieces(self, passes: Sequence[Batch]) -> Iterator[Batch]:
-        """The micro-batches of this rank, as one process would take them."""
+    def _in_order(
+        self, plain: nn.Module, passes: Sequence[Batch], given: Pass, device: torch.device
+    ) -> bool:
+        """Whether a piece needs those before it, for buffers that move with each of them."""
+        if self._plan.world_size == self._plan.data_parallel:
+            return False  # each rank has all pieces of its samples anyway
+
+        def run() -> None:
+            with torch.no_grad(), given.cast():
+                plain(cut(passes[0], self._plan.pp_microbatches)[0])
+
+        return moves_buffers(plain, device, run)
+
+    def _pieces(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[Batch, bool]]:
+        """The micro-batches of this rank, as one process would take them, each with True.
+
+        `in_order`: among them those of ranks with the same samples, with False.
+        """
         plan, number = self._plan, 0
         alike = plan.world_size // plan.data_parallel  # ranks with the same samples
         place = self._ranks.rank % plan.tp if plan.tp > 1 else self._ranks.rank // (
@@ -207,8 +227,9 @@ class FirstBatch:
         for batch in passes:
             parts = cut(batch, plan.pp_microbatches) if plan.pp_microbatches > 1 else [batch]
             for part in parts:
-                if number % alike == place:
-                    yield part
+                mine = number % alike == place
+                if mine or in_order:
+                    yield part, mine
                 number += 1
 
     def _cut_apart(self, plain: nn.Module, passes: Sequence[Batch], given: Pass) -> float:
@@ -311,6 +332,14 @@ class FirstBatch:
         )
 
 
+def _failure(error: Exception) -> str:
+    """Why the plain forward and backward did not come to their end."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is no memory for one process' forward and backward"
+    said = str(error).strip().splitlines() or [""]
+    return f"a copy of the module fails ({type(error).__name__}: {said[0][:200]})"
+
+
 def _left_out(plan: Plan) -> str | None:
     """Why a plan cannot be looked at beforehand."""
     if plan.optimizer_in_backward:
@@ -386,6 +415,22 @@ def filled(plain: nn.Module, layout: Layout, ranks: Ranks) -> Iterator[list[str]
     finally:
         for register, name, tensor in before:
             register[name] = tensor
+
+
+@contextmanager
+def standing_for(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
+    """Meanwhile who refers to a part of the trained module, as a loss's closure, finds the copy's.
+
+    `trained` are the modules of which `plain` was copied, in order.
+    """
+    before = [vars(part) for part in trained]
+    try:
+        for part, copied in zip(trained, plain.modules(), strict=True):
+            object.__setattr__(part, "__dict__", vars(copied))
+        yield
+    finally:
+        for part, attributes in zip(trained, before, strict=True):
+            object.__setattr__(part, "__dict__", attributes)
 
 
 def _values(model: nn.Module, layout: Layout, ranks: Ranks) -> dict[int, Tensor]:

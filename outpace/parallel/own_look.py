@@ -247,28 +247,34 @@ class Look:
                         self._received_tensors(number)
         return found
 
-    def _received_tensors(self, number: int) -> list[Tensor]:
-        """A block's parameters and buffers, from the rank that runs it."""
+    def _received_tensors(self, number: int) -> list["_Held"]:
+        """A block's parameters and buffers, from the rank that runs it.
+
+        That one says which there are, for a forward may replace its buffers by others.
+        """
         source = self._owner(number)
-        held = _tensors_of(named_blocks(self._held, [self._names[number]])[0])
         if source == self._rank:
-            return [tensor for _, _, tensor in held]
-        stage = self._stages[len(self._parts) - 1]
-        block = named_blocks(stage.objective.model, [self._names[number]])[0]  # type: ignore[arg-type]
+            return _tensors_of(named_blocks(self._held, [self._names[number]])[0])
+        told: list[Any] = [None]
+        dist.recv_object_list(told, group=self._group, group_src=source)
         received = []
-        for _, _, like in _tensors_of(block):
-            tensor = torch.empty(like.shape, dtype=like.dtype, device=self._at)
+        for part, attribute, shape, dtype in told[0]:
+            tensor = torch.empty(shape, dtype=dtype, device=self._at)
             dist.recv(_bytes_of(tensor), group=self._group, group_src=source)
-            received.append(tensor)
+            received.append((part, attribute, tensor))
         return received
 
     def _lend(self) -> None:
         """Send the last stage's rank the blocks that this one has, in order."""
+        to = self._ranks_of[-1]
         for number, name in enumerate(self._names):
             if self._owner(number) == self._rank:
-                for _, _, tensor in _tensors_of(named_blocks(self._held, [name])[0]):
+                held = _tensors_of(named_blocks(self._held, [name])[0])
+                forms = [(part, attribute, t.shape, t.dtype) for part, attribute, t in held]
+                dist.send_object_list([forms], group=self._group, group_dst=to)
+                for _, _, tensor in held:
                     whole = tensor.detach().contiguous()
-                    dist.send(_bytes_of(whole), group=self._group, group_dst=self._ranks_of[-1])
+                    dist.send(_bytes_of(whole), group=self._group, group_dst=to)
 
     def _owner(self, number: int) -> int:
         stage = next(stage for stage, part in enumerate(self._parts) if number in part)
@@ -415,11 +421,14 @@ def _lent_in(totals: Tensor) -> str | None:
     return None
 
 
-def _tensors_of(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    """A block's parameters and buffers, each with its module and its name there."""
+_Held = tuple[str, str, Tensor]  # the name of a module in a block, an attribute's, and its value
+
+
+def _tensors_of(block: nn.Module) -> list[_Held]:
+    """A block's parameters and buffers."""
     return [
-        (part, name, tensor)
-        for part in block.modules()
+        (place, name, tensor)
+        for place, part in block.named_modules()
         for register in (part._parameters, part._buffers)
         for name, tensor in register.items()
         if tensor is not None
@@ -427,22 +436,29 @@ def _tensors_of(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 @contextmanager
-def _filled(name: str, parts: Mapping[str, nn.Module], tensors: Sequence[Tensor]) -> Iterator[None]:
+def _filled(name: str, parts: Mapping[str, nn.Module], lent: Sequence[_Held]) -> Iterator[None]:
     """Let a block of this name have these parameters and buffers for a while."""
-    block = next(iter(parts.values()))
-    places = _tensors_of(block)
-    for (part, attribute, old), tensor in zip(places, tensors, strict=True):
-        if attribute in part._parameters:
-            parameter = nn.Parameter(tensor.detach(), old.requires_grad)
-            parameter.lent_as = f"{name} ({attribute} of a {type(part).__name__})"  # type: ignore[attr-defined]
-            setattr(part, attribute, parameter)
-        else:
-            setattr(part, attribute, tensor)
+    inside = dict(next(iter(parts.values())).named_modules())
+    before = {part: dict(part._buffers) for part in inside.values()}
+    parameters: list[tuple[nn.Module, str, Any]] = []
+    for place, attribute, tensor in lent:
+        part = inside[place]
+        old = part._parameters.get(attribute)
+        if old is None:
+            part._buffers[attribute] = tensor
+            continue
+        parameter = nn.Parameter(tensor.detach(), old.requires_grad)
+        parameter.lent_as = f"{name} ({attribute} of a {type(part).__name__})"  # type: ignore[attr-defined]
+        parameters.append((part, attribute, old))
+        setattr(part, attribute, parameter)  # RNNs keep it at a second place
     try:
         yield
     finally:
-        for part, attribute, old in places:
+        for part, attribute, old in parameters:
             setattr(part, attribute, old)
+        for part, buffers in before.items():
+            part._buffers.clear()
+            part._buffers.update(buffers)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from outpace.nn.fingerprint import fingerprint
 from outpace.records.errors import BadInputError
 
 Key = tuple[str, str]  # a module's name and its attribute's
@@ -72,11 +73,11 @@ def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
 
 def _state(value: Any) -> tuple[Any, ...]:
     """What differs after a value was changed in place, as a list that was appended to."""
-    if isinstance(value, Tensor):
-        return (value, value._version)
-    if isinstance(value, list | tuple | dict):
-        leaves = tree_leaves(value)
-        return tuple((leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves)
+    if isinstance(value, Tensor | list | tuple | dict):
+        return tuple(
+            (leaf, leaf._version, fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
+            for leaf in tree_leaves(value)
+        )
     return ()
 
 
@@ -95,13 +96,8 @@ def changes(before: Snapshot, modules: Mapping[str, nn.Module]) -> list[Key]:
 
 def _alike(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     return len(old) == len(new) and all(
-        a is b or (isinstance(a, tuple) and a[0] is b[0] and a[1] == b[1]) or _equal(a, b)
-        for a, b in zip(old, new, strict=True)
+        a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True)
     )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return isinstance(a, int) and isinstance(b, int) and a == b
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outpace.nn.fingerprint import fingerprint
 from outpace.parallel.tensors import by_dtype, joined, spread
 
 _FIRST_STEPS = 2  # one of which may be a look at the first batch, which puts buffers back
@@ -28,24 +29,37 @@ class SharedBuffers:
         self._names = [name for name, _ in module.named_buffers()]
         self._shared: set[str] = set()
         self._steps = 0
-        self._trained = False  # since buffers were equal
-        self._seen = {name: (buffer, buffer._version) for name, buffer in self._held()}
+        self._trained = self._evaluated = False  # since buffers were equal
+        self._seen: dict[str, tuple[Tensor, int, int | None]] = {}
 
     def begin_step(self) -> None:
         """Before the forward of a step. Collective."""
-        if self._trained:
-            if self._steps <= _FIRST_STEPS:
+        if self._trained or self._evaluated:
+            if self._steps <= _FIRST_STEPS or self._evaluated:
                 self._agree()
             self._send()
-        self._trained = True
+        self._remember()
+        self._trained, self._evaluated = True, False
         self._steps += 1
 
-    def make_equal(self) -> None:
-        """Before an evaluation or a checkpoint. Collective."""
+    def begin_evaluation(self) -> None:
+        """Before the forward of an evaluation, which may change buffers, too. Collective."""
         if self._trained:
+            self.make_equal()
+        self._remember()
+        self._evaluated = True
+
+    def make_equal(self) -> None:
+        """Before a checkpoint. Collective."""
+        if self._trained or self._evaluated:
             self._agree()
             self._send()
-        self._trained = False
+        self._trained = self._evaluated = False
+
+    def _remember(self) -> None:
+        """Before the first forward: what buffers are, by which is seen whether any changes."""
+        if not self._seen:
+            self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._held()}
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers that were there at first."""
@@ -62,11 +76,14 @@ class SharedBuffers:
         flags = torch.zeros(len(self._names), dtype=torch.uint8)
         held = dict(self._held())
         for number, name in enumerate(self._names):
-            first, version = self._seen[name]
+            if name in self._shared:
+                continue
+            first, version, values = self._seen.get(name, (None, 0, None))
             buffer = held.get(name, first)
-            # What is not saved and made anew each time is a cache, of whatever length.
-            changed = buffer._version != version if buffer is first else name in saved
-            flags[number] = changed
+            if buffer is not None and buffer is first:
+                flags[number] = buffer._version != version or fingerprint(buffer) != values
+            else:  # what is not saved and made anew each time is a cache, of whatever length
+                flags[number] = name in saved
         flags = flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         flagged = zip(self._names, flags.tolist(), strict=True)

@@ -2,10 +2,11 @@
 
 python tests/parallel/forked.py 2 tests/parallel/own_pipeline_ranks.py CASE …
 
-A case is ENTRY:STRATEGY of `zoo.pipelines`; `all` is each of its MODULES. In fp32 over three steps
-of SGD with momentum and clipping: the loss and every gradient of each step, and the state after
-each, against one process that takes the micro-batches one after the other. Rank 0 prints by case
-how far they are apart, or what each rank refused.
+A case is ENTRY:STRATEGY of `zoo.pipelines`, or of what moves buffers in `zoo.data_parallel`; `all`
+is each of the former's MODULES. In fp32 over three steps of SGD with momentum and clipping: the
+loss and every gradient of each step, and the state after each, against one process that takes the
+micro-batches one after the other. Rank 0 prints by case how far they are apart, or what each rank
+refused.
 """
 
 import json
@@ -15,7 +16,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo import pipelines
+from zoo import data_parallel, pipelines
 
 import outpace
 from outpace.interop.own import OwnModel, OwnObjective
@@ -66,7 +67,8 @@ class Alone:
 
 def compare(case):
     name, strategy = case.split(":")
-    entry = next(one for one in (*pipelines.MODULES, *pipelines.REFUSED) if one.__name__ == name)
+    entries = (*pipelines.MODULES, *pipelines.REFUSED, *data_parallel.RUNNING)
+    entry = next(one for one in entries if one.__name__ == name)
     plan = plan_for(strategy)
     module, own_loss, draw = entry(3)
     alone = Alone(*entry(3)[:2], plan.pp_microbatches)

@@ -72,7 +72,7 @@ def test_groups_of_replicas_keep_the_order_of_all_ranks(on_ranks):
 @pytest.mark.gloo
 def test_buffers_are_those_of_rank_0_in_every_strategy(on_ranks):
     """Each step begins with them, as does an evaluation; recomputing moves none twice."""
-    named = "running_averages_in_the_forward"
+    named = "running_averages_in_the_forward buffers_moved_without_a_version"
     chosen = [*cases(named, "ddp ring zero1 zero2 zero3"), *cases(named, "zero3", "checkpointing")]
     chosen += cases("buffer_counts_calls", "ddp zero3", "checkpointing")
     assert_equal(on_ranks(2, RANKS, *chosen))

@@ -82,7 +82,8 @@ TRAPS = (
     "loss_by_closure:zb", "checkpoints_in_forward:1f1b", "reentrant_checkpoints_in_forward:gpipe",
     "reentrant_checkpoints_in_forward:zb", "checkpoints_over_several_blocks:zb",
     "blocks_that_transpose:zb", "blocks_that_return_dicts:zbv", "moving_buffer_in_stem:zb",
-    "own_loss_with_terms:gpipe",
+    "own_loss_with_terms:gpipe", "running_averages_in_the_forward:1f1b",
+    "buffers_moved_without_a_version:mp",
 )  # fmt: skip
 REFUSED = {
     "norm_of_all_parameters:gpipe": "the loss goes through all parameters",

@@ -1,0 +1,40 @@
+"""Whether a tensor's values are others than before, which its version does not always say.
+
+torch counts a tensor's changes in place in `_version`; but not what its fused batch normalisation
+does to running averages, nor what goes through `.data`.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+_PIECE = 1 << 18  # values at a time: 2 MiB of int64
+# Odd, so that to multiply by them loses nothing modulo 2^64; of splitmix64 (Steele, Lea and Flood,
+# "Fast splittable pseudorandom number generators", OOPSLA 2014), as signed numbers.
+_STEP, _MIX = -7046029254386353131, -4658895280553007687
+_LOW_HALF = (1 << 32) - 1
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> int | None:
+    """Another number for other values, but by a chance of about 2^-64.
+
+    The same for the same bits at the same places, whatever the strides. None where there are no
+    values (meta, fake tensors, what is being compiled) or they do not lie densely (sparse tensors).
+    """
+    hollow = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
+    if hollow or tensor.layout != torch.strided or tensor.is_quantized:
+        return None
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = values.reshape(-1).view(_INTEGERS[values.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, piece in enumerate(bits.split(_PIECE)):
+        begin = number * _PIECE + 1
+        place = torch.arange(begin, begin + len(piece), device=tensor.device)
+        mixed = (piece.long() ^ (place * _STEP)) * _MIX
+        mixed ^= (mixed >> 32) & _LOW_HALF
+        total += (mixed * _STEP).sum()
+    return int(total)
