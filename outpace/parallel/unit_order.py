@@ -6,15 +6,16 @@ another: the ranks hang, or take each other's parameters. Here every rank takes 
 exchanges of each unit that some rank calls, in one order for all: a unit that this rank passes over
 is gathered, and its backward run with no gradient, as if it had been called on nothing.
 
-The order is that in which the module has its units. The first pass tests it, in which ranks tell
-each other before each unit which one they come to; the lowest is next. Where all ranks called the
-same units in another order, or some of them several times, exchanges are left as the ranks call
-them; where ranks differed, and not in that order, they go on to tell each other.
+Ranks tell each other before each unit which one they come to, and the lowest is next, until a
+training pass has shown an order: that in which the module has its units, or one in which all ranks
+called all of them, some perhaps several times. From then on it is kept without telling. A pass of
+an evaluation shows nothing, for nothing is dropped in it.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,6 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.nn.torch_versions import all_gather_single, fsdp_param_groups
 from outpace.parallel.gradient_use import GradientUse
-
-Mode = Literal["ask", "sorted", "as called"]
 
 
 class UnitOrder:
@@ -39,7 +38,7 @@ class UnitOrder:
         self._units, self._group = list(units), group
         self._states = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]
         self._end = len(self._units)
-        self._mode: Mode = "ask"
+        self._sequence: list[int] | None = None  # of units in a pass, once an order is known
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
         self.used: set[Any] = set()  # parameters with a gradient on this rank in a step
         for state in (self._root_state, *self._states):
@@ -54,7 +53,7 @@ class UnitOrder:
     def _begin(self) -> None:
         self._asked: list[int] = []  # the units of this pass, of all ranks
         self._alike = True
-        self._next = 0
+        self._next = 0  # place in the sequence
         self._called: set[Any] = set()
         self._tokens: list[Tensor] = []
 
@@ -80,18 +79,19 @@ class UnitOrder:
         return enter
 
     def _enter(self, number: int, args: Any, kwargs: Any) -> None:
-        if self._mode == "ask":
+        if self._sequence is None:
             while self._ask(number) != number:
                 self._pass_over(self._asked[-1])
-        elif self._mode == "sorted":
-            if number < self._next:  # the units begin anew
-                self._pass_over_to(self._end)
+        else:
+            if number not in self._sequence[self._next :]:  # the units begin anew
+                self._pass_over_to(len(self._sequence))
                 self._next = 0
-            self._pass_over_to(number)
-            self._next = number + 1
+            place = self._sequence.index(number, self._next)
+            self._pass_over_to(place)
+            self._next = place + 1
         self._called.add(self._states[number])
         given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
-        if self._mode != "as called" and not any(one.requires_grad for one in given):
+        if not any(one.requires_grad for one in given):
             self._scatter_in_turn(number)
 
     def _scatter_in_turn(self, number: int) -> None:
@@ -106,20 +106,28 @@ class UnitOrder:
             self._tokens.append(token)
 
     def _finish(self) -> None:
-        if self._mode == "sorted":
-            self._pass_over_to(self._end)
-        if self._mode != "ask":
+        if self._sequence is not None:
+            self._pass_over_to(len(self._sequence))
             return
         while self._ask(self._end) != self._end:
             self._pass_over(self._asked[-1])
         self._asked.pop()
-        if all(one < other for one, other in zip(self._asked, self._asked[1:], strict=False)):
-            self._mode = "sorted"
-        elif self._alike:
-            self._mode = "as called"
+        if torch.is_grad_enabled():
+            self._sequence = self._shown()
 
-    def _pass_over_to(self, number: int) -> None:
-        for passed in range(self._next, number):
+    def _shown(self) -> list[int] | None:
+        """The order that this pass shows, in which every unit is; alike on all ranks."""
+        everyone = list(range(self._end))
+        ascending = all(one < other for one, other in pairwise(self._asked))
+        if ascending and (len(self._asked) > 1 or self._end == 1):
+            return everyone
+        if self._alike and set(self._asked) == set(everyone):
+            return self._asked
+        return None
+
+    def _pass_over_to(self, place: int) -> None:
+        assert self._sequence is not None
+        for passed in self._sequence[self._next : place]:
             self._pass_over(passed)
 
     def _ask(self, number: int) -> int:

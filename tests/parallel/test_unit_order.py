@@ -1,0 +1,94 @@
+"""ZeRO-3 of modules that call their blocks in another order, and drop some on some ranks later."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import outpace
+from outpace.launch.forked_job import run_forked
+from outpace.parallel.tensors import whole
+from outpace.records.plan import Plan
+
+pytestmark = pytest.mark.gloo
+
+
+class Ordered(nn.Module):
+    """Calls its blocks in `order`; where a sample says so, without those of it."""
+
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        dropped = [] if x[0, 0] < 1 or not self.training else [int(x[0, 0]) % 10]
+        for place, number in enumerate(self.order):
+            if place not in dropped:
+                x = x + torch.tanh(self.blocks[number](x))
+        return x
+
+
+def loss(module, x):
+    return module(x).square().mean()
+
+
+def batch(step, *marks):
+    """A global batch of a sample for each rank, of which `marks` say what it is to drop."""
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(step))
+    x[:, 0] = torch.tensor(marks)
+    return x
+
+
+STEPS = [(0, 0), (10, 0), (0, 12), (11, 12), (0, 0)]
+
+
+def train(order, rank):
+    torch.set_default_dtype(torch.float64)
+    alone = Ordered(order)
+    plan = Plan(strategy="zero3", dp_shard=2, micro_batch=1)
+    made = outpace.parallelize(
+        copy.deepcopy(alone), plan, loss=loss, blocks=[f"blocks.{n}" for n in range(3)], check="off"
+    )
+    made.evaluate(made.share(batch(9, 10, 0)))
+    for step, marks in enumerate(STEPS):
+        alone.zero_grad()
+        for sample in batch(step, *marks).split(1):
+            (loss(alone, sample) / 2).backward()
+        made.forward_backward(made.share(batch(step, *marks)))
+        wanted = {name: p.grad for name, p in alone.named_parameters()}
+        for name, parameter in made.named_parameters():
+            found = whole(parameter.grad)
+            torch.testing.assert_close(found, wanted[name], msg=f"{name} in step {step}")
+    order_of = made.layout._order
+    asked = []
+    order_of._ask = asked.append  # no pass needs to ask any more
+    made.forward_backward(made.share(batch(5, 10, 0)))
+    assert not asked and order_of._sequence == list(order)
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2, 0, 1, 2), (1, 1, 0, 2)])
+def test_blocks_in_any_order_may_be_dropped_by_one_rank(order, tmp_path):
+    ends = run_forked(2, lambda rank: train(order, rank), 60.0, tmp_path)
+    assert [end.said for end in ends] == [None, None]
+
+
+def evaluate_first(rank):
+    made = outpace.parallelize(
+        Ordered((2, 1, 0)),
+        Plan(strategy="zero3", dp_shard=2, micro_batch=1),
+        loss=loss,
+        blocks=[f"blocks.{n}" for n in range(3)],
+        check="off",
+    )
+    made.evaluate(made.share(batch(0, 0, 0)))
+    assert made.layout._order._sequence is None
+    made.forward_backward(made.share(batch(0, 10, 11)))  # ranks differ
+    assert made.layout._order._sequence is None
+
+
+def test_an_evaluation_settles_no_order(tmp_path):
+    ends = run_forked(2, evaluate_first, 60.0, tmp_path)
+    assert [end.said for end in ends] == [None, None]
