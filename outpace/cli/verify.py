@@ -1,6 +1,7 @@
 """`outpace verify`."""
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -39,7 +40,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     ranks = ranks_from(environ)
     module = _module_named(arguments.model, proved)
     if module is not None:
-        return _verify_module(module, arguments, asked, ranks)
+        return _verify_module(module, arguments, asked, ranks, proved)
     if ranks is None:
         from outpace.launch import local
 
@@ -93,7 +94,11 @@ def _module_named(model: str | None, proved: RunRecord | None) -> str | None:
 
 
 def _verify_module(
-    reference: str, arguments: argparse.Namespace, asked: str, ranks: Ranks | None
+    reference: str,
+    arguments: argparse.Namespace,
+    asked: str,
+    ranks: Ranks | None,
+    proved: RunRecord | None,
 ) -> int:
     """Prove strategies of a user's own module, in processes forked from this one."""
     if ranks is not None:
@@ -117,12 +122,16 @@ def _verify_module(
     opened = open_model(reference)
     assert opened.build is not None
     own = build_own(opened.build)
-    plans = _module_plans(arguments, asked)
+    plans = _module_plans(arguments, asked, proved)
+    given = [plan for plan in plans or () if isinstance(plan, Plan)]
+    nproc = arguments.nproc if proved is None else proved.plan.world_size
+    nproc = max((plan.world_size for plan in given), default=nproc)
+    per_pass = math.lcm(*(plan.data_parallel * plan.samples_per_pass for plan in given))
     certificate = verify_own(
         own,
-        trial_batches(own, arguments.nproc),
+        trial_batches(own, nproc, per_pass),
         plans=plans,
-        nproc=arguments.nproc,
+        nproc=nproc,
         time_limit_s=arguments.time_limit,
         name=reference,
     )
@@ -132,7 +141,9 @@ def _verify_module(
     return 0
 
 
-def _module_plans(arguments: argparse.Namespace, asked: str) -> Sequence[Plan | str] | None:
+def _module_plans(
+    arguments: argparse.Namespace, asked: str, proved: RunRecord | None
+) -> Sequence[Plan | str] | None:
     """What to prove: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
         raise BadInputError(
@@ -141,10 +152,10 @@ def _module_plans(arguments: argparse.Namespace, asked: str) -> Sequence[Plan | 
         )
     if arguments.plan is not None:
         return [PlanFile.load(arguments.plan, option="--plan ").plan]
-    if arguments.run is not None and asked == "all":
+    if proved is not None and asked == "all":
         from outpace.experiment.module_verify import plan_like
 
-        return [plan_like(RunRecord.load(arguments.run / "run.json").plan)]
+        return [plan_like(proved.plan)]
     return None if asked == "all" else list(chosen("--strategy", asked, STRATEGIES))
 
 

@@ -24,6 +24,7 @@ from outpace.nn.scratch import Scratch
 from outpace.nn.spread import is_spread, whole
 from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
+from outpace.parallel.api import divisor
 from outpace.parallel.batches import cut
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.own import lay_out, synchronise_statistics
@@ -62,11 +63,13 @@ class ModuleTrial:
     spoil: Spoil = lambda layout: None
 
     def begin(self) -> OwnObjective:
-        """The module with its loss, in the dtype of the trial; once in a process."""
+        """The module with its loss, in the dtype of the trial; once in a process.
+
+        In the modes of its parts: training, too, takes a module as it is given.
+        """
         if self.double:
             torch.set_default_dtype(torch.float64)  # of what the forward makes by itself
             to_float64(self.own.module)
-        self.own.module.train()
         return OwnObjective(self.own)
 
     def batch(self, step: int) -> Any:
@@ -123,7 +126,7 @@ def reference(trial: ModuleTrial, shares: int = 1, pieces: int = 1) -> Course:
             course.facts.narrow = bool(narrow.dtypes)
         gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
         for gradient in gradients.values():
-            gradient.div_(totals[1].clamp(min=1))
+            gradient.div_(divisor(totals[1]))
         kept = {name: gradient.clone() for name, gradient in gradients.items()}
         norm = nn.utils.clip_grad_norm_(named.values(), CLIP)
         optimizer.step()
@@ -167,7 +170,7 @@ def _step(
     totals: Tensor, gradients: dict[str, Tensor], norm: Tensor
 ) -> dict[str, dict[str, Tensor]]:
     return {
-        "loss": {"mean": totals[0] / totals[1], "targets": totals[1].clone()},
+        "loss": {"mean": totals[0] / divisor(totals[1]), "targets": totals[1].clone()},
         "gradient": gradients,
         "norm": {"before clipping": norm},
     }
@@ -178,12 +181,14 @@ class Found:
     """What a rank has to say: of its own tensors, and as one of all ranks.
 
     `whole` and `cut` are the differences from the two references, by (kind, name, step); `held`
-    are the gradients that this rank has in the first step.
+    are the gradients that this rank has in the first step. `unmatched` says why a tensor cannot be
+    compared with one process's.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
     cut: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
     notes: dict[tuple[str, str, int], str] = field(default_factory=dict)
+    unmatched: dict[tuple[str, str, int], str] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
 
 
@@ -333,6 +338,8 @@ class PlannedRun:
         scales = _scales(wanted, self._floor)
         for name, tensor in tensors.items():
             noted[kind, name, step] = _relative(tensor, wanted.get(name), scales, name)
+            if which == "whole" and noted[kind, name, step] is None:
+                self.found.unmatched[kind, name, step] = _mismatch(tensor, wanted.get(name))
             if which == "whole" and kind == "gradient" and noted[kind, name, step]:
                 explained = _explain(name, tensor, wanted)
                 if explained is not None:
@@ -381,6 +388,18 @@ def _relative(
     if math.isnan(worst):
         return math.inf
     return worst / scale if scale else math.inf
+
+
+MISSING = "is missing, and is there in one process"
+
+
+def _mismatch(tensor: Tensor, known: Tensor | None) -> str:
+    """Why a tensor cannot be compared with one process's."""
+    if known is None:
+        return "is there, and is not in one process"
+    if known.numel() and not tensor.numel():
+        return MISSING
+    return f"has shape {tuple(tensor.shape)}, and {tuple(known.shape)} in one process"
 
 
 def _explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:

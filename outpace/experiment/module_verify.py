@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.module_parity import (
+    MISSING,
     STEPS,
     Course,
     Found,
@@ -95,7 +96,8 @@ def verify(
     processes; None: every strategy that takes a module of one's own.
 
     Runs on the CPU of this host, in processes forked from this one, which have `time_limit_s` for
-    each plan. `module` stays as it is. Compared are loss, gradients, their norm, and weights and
+    each plan. `module` stays as it is, and is trained in the mode in which it is, as by
+    `outpace.parallelize`. Compared are loss, gradients, their norm, and weights and
     buffers after three steps of SGD with momentum, also after a resume: in float64 where the
     module computes in it. Raises BadInputError; what differs is in the certificate.
     """
@@ -121,8 +123,6 @@ def verify_own(
     _check(own.module)
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
-    if own.module.training is False:
-        own.module.train()
     own = _host_copy(own)
     asked, skipped = _plans(plans, nproc, samples)
     double = len(own_dtypes(own.module)) == 1 and min(_bytes(own.module)) > 2
@@ -241,9 +241,13 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
 
 
 def plan_like(plan: Plan) -> Plan:
-    """A run's plan without what rounds more, or is not in the trial."""
+    """A run's plan without what rounds more, or is not in the trial.
+
+    With micro-batches of at most two samples, for the global batch of a trial is small.
+    """
     changed = {"precision": "fp32", "compile": False, "compress_gradients": "none",
-               "optimizer": "sgd", "optimizer_in_backward": False}  # fmt: skip
+               "optimizer": "sgd", "optimizer_in_backward": False,
+               "micro_batch": min(plan.micro_batch, 2)}  # fmt: skip
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
 
@@ -293,6 +297,8 @@ class _Bench:
                 notes.append(f"in its own dtypes ({', '.join(names)})")
         if has_dropout(self._trial.own.module):
             notes.append("without dropout")
+        if not self._trial.own.module.training:
+            notes.append("in evaluation mode, as it was given; call module.train() for the other")
         self._floor = allowed.floor
         return allowed, notes
 
@@ -418,9 +424,11 @@ def _verdict(
 ) -> Verdict:
     whole = _worst(one.whole for one in found)
     cut = _worst(one.cut for one in found)
+    unmatched = {key: why for one in found for key, why in one.unmatched.items()}
     held = set().union(*(one.held for one in found[:world]))
     for name in set(course.steps[0]["gradient"]) - held:
         whole["gradient", name, 1] = cut["gradient", name, 1] = None
+        unmatched["gradient", name, 1] = MISSING
     wrong = {key: off for key, off in whole.items() if not _within(off, allowed)}
     by_cut = {key for key in wrong if key in cut and _within(cut[key], allowed)}
     faults = {key: off for key, off in wrong.items() if key not in by_cut}
@@ -446,9 +454,9 @@ def _verdict(
         TensorDifference(kind=k, name=n, step=s, relative=named[k, n, s])
         for k, n, s in listed[:_MOST_NAMED]
     )
-    cause = _likely_cause(plan, listed, named, notes) if faults else CUT
+    cause = _likely_cause(plan, listed, unmatched, notes) if faults else CUT
     kind, name, step = listed[0]
-    how = _off(named[listed[0]])
+    how = unmatched.get(listed[0]) or _off(named[listed[0]])
     reason = f"{kind} {name} (step {step}) {how}"
     others = len(listed) - 1
     reason += f", and {others} more" if others else ""
@@ -462,13 +470,15 @@ CUT = (
     "One process that cuts the batch alike computes the same, so the loss is no mean over samples, "
     "or parts use what others of the batch are (BatchNorm, running averages, negatives of the same "
     "batch, a mean over targets of which some are padding). Return (sum, count) from the loss, or "
-    "use sync_batchnorm=True; where neither helps it is as with any data-parallel training"
+    "use sync_batchnorm=True. Where neither helps, any data-parallel training differs from one "
+    "process's here: accept that, and train with --check off (check='off' of parallelize), or use "
+    "a strategy that does not cut the batch (single, mp)"
 )
 
 
 def _off(relative: float | None) -> str:
     if relative is None:
-        return "is missing, or is not in one process"
+        return MISSING
     if relative == float("inf"):
         return "is not a number, or not zero as in one process"
     return f"is off by {relative:.2g} of its scale"
@@ -505,7 +515,7 @@ def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, in
 def _likely_cause(
     plan: Plan,
     listed: Sequence[tuple[str, str, int]],
-    off: Mapping[tuple[str, str, int], float | None],
+    unmatched: Mapping[tuple[str, str, int], str],
     notes: Mapping[tuple[str, str, int], str],
 ) -> str:
     kind = listed[0][0]
@@ -521,9 +531,12 @@ def _likely_cause(
             "blocks leave on themselves, or parameters"
         )
     if kind == "gradient":
-        lost = [key[1] for key in listed if key[0] == "gradient" and off[key] is None]
+        apart = [key for key in listed if key[0] == "gradient" and key in unmatched]
+        lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
-            return f"No rank has a gradient of {_some(lost)}, or only one of the two has"
+            return f"No rank has a gradient of {_some(lost)}, and one process has"
+        if apart:
+            return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
         if explained is not None:
             return f"The gradient of {explained}"
         return "Gradients of ranks are not added up as one process would have them"

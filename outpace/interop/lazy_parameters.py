@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
+from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.records.errors import BadInputError
 
 if TYPE_CHECKING:
@@ -43,15 +44,10 @@ def _run(own: "OwnModel") -> str | None:
     from outpace.interop.own_objective import OwnObjective
 
     assert own.dataset is not None
-    modes = {part: part.training for part in own.module.modules()}
-    own.module.eval()
     try:
         samples = [own.dataset[number] for number in range(min(_SAMPLES, len(own.dataset)))]  # type: ignore[arg-type]
-        with torch.no_grad():
+        with evaluation_mode(own.module), torch.no_grad():
             OwnObjective(own)(default_collate(samples))
     except Exception as error:
         return f"a batch of its dataset fails in it ({type(error).__name__}: {error})"
-    finally:
-        for part in own.module.modules():
-            part.training = modes.get(part, True)
     return None

@@ -1,5 +1,6 @@
 """What is planned for: the outline of any model that can be named."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,10 @@ def _require_tokens(module: Any) -> int:
     return vocab
 
 
-def trial_batches(own: Any, ranks: int) -> Callable[[int], Any]:
+def trial_batches(own: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
     """Small global batches of a user's model for `ranks` processes, by the step from 1.
+
+    Of a number of samples that `ranks` and `multiple` divide.
 
     Of its data set, or of random tokens, of which the ends of samples are padding, unevenly.
     """
@@ -148,7 +151,7 @@ def trial_batches(own: Any, ranks: int) -> Callable[[int], Any]:
     from outpace.nn.loss import IGNORED
 
     samples = max(_TRIAL_SAMPLES, 4 * ranks)
-    samples += -samples % ranks
+    samples += -samples % math.lcm(ranks, multiple)
     if own.dataset is not None:
         return lambda step: _samples_of(own.dataset, (step - 1) * samples, samples)
     vocab = _require_tokens(own.module)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from outpace.nn.cache import KVCache
+from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
@@ -80,13 +81,8 @@ def _choose(
 @contextmanager
 def _quiet(model: Transformer) -> Iterator[None]:
     """No dropout, no gradients, and no compilation for lengths that change at each token."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        model.train(training)
+    with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def _check(

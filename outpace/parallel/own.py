@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from outpace.interop.own import OwnModel, OwnObjective, build_own
+from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.levers import apply_levers
 from outpace.nn.scratch import Scratch
 from outpace.parallel import apply
@@ -115,7 +116,7 @@ class Parallelized:
     def evaluate(self, batch: Batch) -> Tensor:
         """As `forward_backward`, without gradients, and with the model in evaluation mode."""
         with refusing_together(self._ranks.world_size):
-            with _evaluating(self.layout.objective), torch.no_grad():
+            with evaluation_mode(self.layout.objective), torch.no_grad():
                 parts = self._passes(batch)
                 sums = [self.layout.evaluate(part, Pass(self._cast)) for part in parts]
                 totals = self._summed(torch.stack(sums).sum(0))
@@ -161,18 +162,6 @@ class Parallelized:
         if self.plan.precision != "bf16":
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards each part is in its own again."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def parallelize(

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.records.errors import BadInputError
 
 _aten = torch.ops.aten
@@ -118,7 +119,7 @@ def _recorded(module: nn.Module, inputs: Any, fake: Any) -> Forward:
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
             stack.enter_context(torch.device("meta"))
         if fake is None:
-            copied.eval()
+            stack.enter_context(evaluation_mode(copied))  # it may be the user's
         else:
             inputs = tree_map_only(Tensor, fake.from_tensor, inputs)
             stack.enter_context(fake)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from outpace.nn.compilation import without_compilation
+from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.mixed import Mixed
 from outpace.parallel import Layout, Pass
 from outpace.parallel.api import divisor
@@ -33,13 +34,12 @@ def evaluate(
     totals = torch.zeros(2 + len(names), dtype=torch.float64)
     found: list[torch.Tensor] = []
     began_s = time.perf_counter()
-    was_training = layout.objective.training
-    layout.objective.eval()
-    with torch.no_grad(), without_compilation(layout.objective):
+    objective = layout.objective
+    with evaluation_mode(objective), torch.no_grad(), without_compilation(objective):
         for batches in steps:
             for batch in batches:
                 found.append(layout.evaluate(batch, Pass(mixed.cast)))
-    layout.objective.train(was_training)
+    layout.free_gathered()
     for part in found:  # not before: reading one would wait for the device
         totals[: len(part)] += part.cpu()  # a rank without the output has two zeros
     if group is not None:

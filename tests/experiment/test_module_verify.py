@@ -16,6 +16,8 @@ from outpace.interop.own import OwnModel
 from outpace.parallel.own import refused_strategy
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan, PlanFile
+from outpace.records.run import RunRecord
 
 pytestmark = pytest.mark.gloo
 
@@ -189,7 +191,79 @@ def contrast(module, batch):
 def test_where_only_the_cut_differs_the_cure_is_named():
     verdict = verdict_of(Stack(), "zero3", loss=contrast)
     assert not verdict.passed and "(sum, count)" in verdict.reason
+    assert "accept that, and train with --check off" in verdict.reason
     assert verdict.differences[0].kind == "loss"
+
+
+def weighted(module, given):
+    inputs, targets, weights = given
+    off = (module(inputs) - targets).square().mean((1, 2))
+    return (off * weights).sum(), weights.sum()
+
+
+def test_weights_may_sum_to_less_than_one():
+    verdict = verdict_of(
+        Stack(), "ddp", weighted, given=lambda step: (*batch(step), torch.full((8,), 0.05))
+    )
+    assert verdict.passed, verdict.reason
+
+
+def test_a_module_is_compared_in_the_modes_of_its_parts_and_stays_in_them():
+    module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+    module.train()[1].eval()
+
+    def given(step):
+        drawn = torch.Generator().manual_seed(step)
+        return torch.randn(8, 5, generator=drawn), torch.randn(8, 3, generator=drawn)
+
+    # In training mode the running averages would be those of a process that cuts the batch alike.
+    verdict = verdict_of(module, "ddp", given=given)
+    assert verdict.passed and verdict.cause is None
+    assert [part.training for part in module] == [True, False, True, True]
+    certificate = outpace.verify(module.eval(), loss=squares, batch=given, plans="ddp")
+    assert certificate.passed and "in evaluation mode, as it was given" in certificate.notes[-1]
+    assert not any(part.training for part in module.modules())
+
+
+def lose_it_altogether(layout):
+    whole_step = layout.gradients
+
+    def gradients(batches, given):
+        totals = whole_step(batches, given)
+        dict(layout.named_parameters())["head.bias"].grad = None
+        return totals
+
+    layout.gradients = gradients
+
+
+def add_one(layout):
+    whole_step = layout.gradients
+
+    def gradients(batches, given):
+        totals = whole_step(batches, given)
+        parameter = dict(layout.named_parameters())["spare"]
+        parameter.grad = torch.ones_like(parameter)
+        return totals
+
+    layout.gradients = gradients
+
+
+class Spare(Stack):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lose_it_altogether, "gradient head.bias (step 1) is missing, and is there in one process"),
+        (add_one, "gradient spare (step 1) is there, and is not in one process"),
+    ],
+)
+def test_a_gradient_that_only_one_of_the_two_has_is_said_to_be_where(fault, words):
+    [verdict] = verify_own(OwnModel(Spare(), squares), batch, plans=["ddp"], spoil=fault).verdicts
+    assert words in verdict.reason
 
 
 class Hanging(Stack):
@@ -288,6 +362,31 @@ def test_the_command_proves_a_file_and_keeps_a_certificate(tmp_path, capfd):
     assert "(sum, count)" in " ".join(out.split())
     code, _, err = verify("nothing", "--strategy", "ddp")
     assert code == 2 and "no function 'nothing'" in err
+
+
+def test_a_run_is_proved_whatever_its_micro_batch_is(tmp_path, capfd):
+    file, kept = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(FILE)
+    code = main(
+        ["train", "--model", f"{file}:build", "--out", str(kept), "--device", "cpu", "--steps", "1",
+         "--micro-batch", "16", "--global-batch", "16", "--precision", "fp32"]
+    )  # fmt: skip
+    assert code == 0, capfd.readouterr().err
+    trained = RunRecord.load(kept / "run.json")
+    plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=16)
+    trained.model_copy(update={"plan": plan}).save(kept / "run.json")
+    code = main(["verify", "--run", str(kept), "--nproc", "3"])
+    assert code == 0, capfd.readouterr().err
+    certificate = Certificate.load(kept / "certificate.json")
+    assert certificate.passed and certificate.processes == 2
+    PlanFile.of(plan, None, None).save(tmp_path / "plan.json")
+    out = tmp_path / "certificate.json"
+    code = main(
+        ["verify", "--model", f"{file}:build", "--plan", str(tmp_path / "plan.json"),
+         "--out", str(out)]
+    )  # fmt: skip
+    assert code == 0, capfd.readouterr().err
+    assert Certificate.load(out).global_batch == 32  # the plan is proved as it is
 
 
 def test_every_strategy_is_taken_or_refused_with_a_reason():
