@@ -1,5 +1,6 @@
 """Tokens in memory-mapped files, read as one long array."""
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,6 +24,9 @@ _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
 _HEADER_BYTES = 1024
 _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
+# Of a mapped file, what may count as this process's memory: the kernel keeps it at hand anyway.
+_RESIDENT_BYTES = 32 << 20
+_FAULT_BYTES = 2 << 20  # at most mapped with a page that is read: a huge page
 
 
 class Mapped:
@@ -31,13 +35,30 @@ class Mapped:
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
         # A plain array: slices of a memmap cost several times as much to make.
-        self.ids: Array = np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset))
+        mapped = np.memmap(path, dtype=dtype, mode="r", offset=offset)
+        base: object = mapped.base
+        self._map = base if isinstance(base, mmap.mmap) else None
+        self.ids: Array = np.asarray(mapped)
+        self._read_bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Mapped, (self.path, self._dtype, self._offset)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def part(self, offset: int, count: int) -> Array:
+        """Ids from the file's pages; those of before may be let go, so that few stay resident.
+
+        Else a training would come to hold the whole file, as its peak of memory says.
+        """
+        found = self.ids[offset : offset + count]
+        self._read_bytes += found.nbytes + _FAULT_BYTES
+        if self._read_bytes > _RESIDENT_BYTES and self._map is not None:
+            if hasattr(self._map, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
+                self._map.madvise(mmap.MADV_DONTNEED)
+            self._read_bytes = 0
+        return found
 
     def loaded(self, offset: int, count: int) -> Array:
         """Ids read into memory of their own: what is mapped counts as this process's memory."""
@@ -73,7 +94,7 @@ class Stream:
             offset = begin + filled - (int(self.ends[shard - 1]) if shard else 0)
             left = count - filled
             ids = self.shards[shard]
-            part = ids.ids[offset : offset + left] if mapped else ids.loaded(offset, left)
+            part = ids.part(offset, left) if mapped else ids.loaded(offset, left)
             found[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1

@@ -148,9 +148,30 @@ def test_looking_through_all_ids_keeps_none_of_the_file_in_memory(tmp_path, prep
     (np.arange(20 << 20) % 50_000).astype("<u2").tofile(path)
     corpus = prepare(path, tokenizer=None)
     assert corpus.vocab_needed == 50_000
+    assert resident_bytes(path) < 8 << 20, "of 40 MiB; the first MiB are looked at"
+
+
+def resident_bytes(path):
+    """How much of a mapped file counts as this process's memory."""
     entries = Path("/proc/self/smaps").read_text().split(str(path))[1:]
-    resident_kb = [int(entry.split("Rss:")[1].split()[0]) for entry in entries]
-    assert resident_kb and sum(resident_kb) < 8 << 10, "of 40 MiB; the first MiB are looked at"
+    assert entries, "it is mapped"
+    return sum(int(entry.split("Rss:")[1].split()[0]) << 10 for entry in entries)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
+def test_samples_from_all_over_a_file_keep_little_of_it_in_memory(tmp_path, prepare):
+    """Peak memory would be the file's size, though the kernel can take its pages back."""
+    path = tmp_path / "x.bin"
+    ids = (np.arange(40 << 20) % 50_000).astype("<u2")
+    ids.tofile(path)
+    (stream,) = prepare(path, tokenizer=None).streams
+    peak = 0
+    for number, begin in enumerate(range(0, len(ids), 1 << 14)):
+        found = stream.read(begin, 1025 if begin + 1025 <= len(ids) else len(ids) - begin)
+        assert found[0] == ids[begin] and found[-1] == ids[begin + len(found) - 1]
+        if number % 100 == 0:
+            peak = max(peak, resident_bytes(path))
+    assert 1 << 20 < peak < 24 << 20, "of 80 MiB"
 
 
 HEADER = {"<u2": (20240520, 1), "<u4": (20240801, 7)}
