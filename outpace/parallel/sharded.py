@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outpace.nn.levers import find_blocks
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.argument_lists import keep_argument_lists
 from outpace.parallel.blocks import blocks_of
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.parallel.offload import group_of_one, policy
@@ -45,6 +46,8 @@ class OwnSharded(Sharded):
         assert dist.group.WORLD is not None
         self._order = UnitOrder(objective, units, dist.group.WORLD)
         self._use: GradientUse | None = None
+        for unit in units:
+            keep_argument_lists(unit)
 
     def give_whole(self) -> None:
         """Let the loss go through whole parameters. When `averages` is set."""

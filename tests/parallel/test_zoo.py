@@ -22,7 +22,8 @@ SOON = {
     "bert_with_unused_pooler": "ddp,hsdp",
     "state_space": "zero1",
     "parameters_not_contiguous": "mp",
-    "lists_as_arguments": "zero3",
+    "lists_as_arguments": "hsdp",
+    "state_as_argument": "zero3",
     "running_averages_in_the_forward": "1f1b",
     "resnet": "ddp",
 }

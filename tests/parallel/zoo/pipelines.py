@@ -353,6 +353,28 @@ def lists_as_arguments(seed: int) -> Entry:
     return _built(seed, lambda: _Collects(_AppendsToArgument)), loss, _vectors
 
 
+class _ReadsState(_Block):
+    def forward(self, x: Tensor, *, state: dict[str, Any]) -> Tensor:
+        out: Tensor = super().forward(x + 0.1 * sum(state["past"]))
+        state["past"].append(out)
+        state["calls"] = state.get("calls", 0) + 1
+        return out / state["calls"]
+
+
+class _Dense(_Stack):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        state: dict[str, Any] = {"past": [x]}
+        for layer in self.layers:
+            x = layer(x, state=state)
+        return self.head(x + sum(state["past"]) / state["calls"])
+
+
+def state_as_argument(seed: int) -> Entry:
+    """Blocks read and extend a dict, and a list in it, that they are given by name."""
+    return _built(seed, lambda: _Dense(_ReadsState)), _squares, _vectors
+
+
 class _Hooked(_Stack):
     """Collects what layers inside of blocks return by hooks, as transformers' routers."""
 
@@ -409,6 +431,7 @@ MODULES = (
 REFUSED = (
     norm_of_all_parameters,
     lists_as_arguments,
+    state_as_argument,
     hooks_inside_of_blocks,
     faint_hooks_inside_of_blocks,
     lists_of_lists,

@@ -1,0 +1,53 @@
+"""Lists and dicts that a user's forward hands to blocks are the caller's own, under `fully_shard`.
+
+Its hooks build the arguments of a unit anew, around inputs that have a gradient: what a block
+appends to a list that it is given would be lost to the caller.
+"""
+
+from typing import Any
+
+from torch import nn
+
+
+def keep_argument_lists(unit: nn.Module) -> None:
+    """Let a unit of `fully_shard`, which has its hooks, work on the lists and dicts it is given."""
+    given: list[tuple[Any, Any]] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[:] = [(args, kwargs)]
+
+    def put_back(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not given:
+            return None
+        first, named = given.pop()
+        if not any(_is_container(one) for one in (*first, *named.values())):
+            return None
+        if len(first) != len(args) or set(named) != set(kwargs):  # by hooks of the user's
+            return None
+        return (
+            tuple(_refilled(old, new) for old, new in zip(first, args, strict=True)),
+            {name: _refilled(named[name], new) for name, new in kwargs.items()},
+        )
+
+    unit.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
+    unit.register_forward_pre_hook(put_back, with_kwargs=True)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict)
+
+
+def _refilled(old: Any, new: Any) -> Any:
+    """The old list or dict, with what is in the new one."""
+    if old is new or type(old) is not type(new):
+        return new
+    if isinstance(old, list) and len(old) == len(new):
+        old[:] = [_refilled(a, b) for a, b in zip(old, new, strict=True)]
+        return old
+    if isinstance(old, dict) and old.keys() == new.keys():
+        for key, value in new.items():
+            old[key] = _refilled(old[key], value)
+        return old
+    if type(old) is tuple and len(old) == len(new):
+        return tuple(_refilled(a, b) for a, b in zip(old, new, strict=True))
+    return new
