@@ -265,7 +265,7 @@ def _lay_out(
     if own is not None:
         synchronise_statistics(own, plan)
         if job.settings.check == "on" and plan.world_size > 1:
-            first = FirstBatch(objective, plan, job.ranks, say, by_command=True)
+            first = FirstBatch(objective, plan, job.ranks, say, by_command=True, blocks=own.blocks)
         apply_own_levers(own, plan, scratch, say)
     else:
         apply_levers(objective.model, plan, scratch=scratch, on_failure=say)  # type: ignore[arg-type]

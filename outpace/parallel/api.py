@@ -170,6 +170,12 @@ class Layout:
     def go_on(self, start_step: int) -> None:
         """Called once, before the first step of this process: `start_step` are done already."""
 
+    def learn_forms(self, batch: Batch, given: Pass) -> None:
+        """Find out what is kept of a first batch, before a look that puts back what it changes.
+
+        Collective. Nothing in most layouts.
+        """
+
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """Forward and backward of this rank's micro-batches of one step.
 

@@ -8,6 +8,8 @@ from outpace.nn.levers import find_blocks
 from outpace.parallel.api import Request
 from outpace.records.errors import BadInputError, nearest
 
+Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
+
 
 def blocks_of(request: Request) -> list[nn.Module]:
     """The blocks of a request's model. Raises BadInputError for unknown names, or none found."""
@@ -29,7 +31,7 @@ def found_blocks(model: nn.Module) -> list[nn.Module]:
         ) from None
 
 
-def flat(blocks: Sequence[str] | Sequence[Sequence[str]]) -> list[str]:
+def flat(blocks: Blocks) -> list[str]:
     """The names, stage after stage where they are given by stages."""
     return [name for part in blocks for name in ([part] if isinstance(part, str) else part)]
 

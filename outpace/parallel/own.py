@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from outpace.parallel import apply
 from outpace.parallel.api import Batch, Layout, Pass, Request, divisor
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
-from outpace.parallel.blocks import flat, named_blocks
+from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.leaving import leave_after_gloo
 from outpace.parallel.offload import place_optimizer
@@ -31,7 +31,6 @@ from outpace.records.optimizers import SCALED, WEIGHTS
 from outpace.records.plan import AXES, Plan
 from outpace.records.ranks import Ranks
 
-Blocks = Sequence[str] | Sequence[Sequence[str]]
 Loss = Callable[[nn.Module, Any], Any]
 
 _REFUSED = {
@@ -214,7 +213,7 @@ def parallelize(
         synchronise_statistics(own, plan)
         first = None
         if check == "on" and plan.world_size > 1:
-            first = FirstBatch(objective, plan, ranks, _warn, by_command=False)
+            first = FirstBatch(objective, plan, ranks, _warn, by_command=False, blocks=blocks)
         layout = lay_out(objective, own, plan, ranks, device, scratch)
     return Parallelized(layout, plan, ranks, device, scratch, first)
 

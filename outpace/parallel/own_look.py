@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from outpace.parallel.api import Batch, Pass
 from outpace.parallel.blocks import named_blocks
+from outpace.parallel.module_state import preserved
 from outpace.parallel.own_checkpoints import without_reentry
 from outpace.parallel.own_stage import Message, OwnStage
-from outpace.parallel.own_values import Key, restored
+from outpace.parallel.own_values import Key
 from outpace.records.errors import BadInputError
 
 _DTYPES = (
@@ -92,13 +93,11 @@ class Look:
     @contextmanager
     def _apart_from_training(self) -> Iterator[None]:
         """What is done within changes nothing of the model, nor draws of its random numbers."""
-        devices = [self._at] if self._at.type == "cuda" else []
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(torch.no_grad())
             stack.enter_context(without_reentry(always=True))
             for stage in self._stages.values():
-                stack.enter_context(restored(stage.objective))
+                stack.enter_context(preserved(stage.objective, self._at))
             yield
 
     def _pass_on(

@@ -161,6 +161,10 @@ class OwnPipeline(Spread):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
 
+    def learn_forms(self, batch: Batch, given: Pass) -> None:
+        """As Layout's: the schedule's, and which buffers are each stage's own."""
+        self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], given)
+
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """As `Layout.gradients`; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
@@ -241,9 +245,11 @@ class OwnPipeline(Spread):
                 output = receive(self._at, self._group, ranks[number - 1])
             assert not isinstance(output, Tensor)
             stage.records = True
-            with given.cast():
-                output = stage.run(batch, output)
-            stage.records = False
+            try:
+                with given.cast():
+                    output = stage.run(batch, output)
+            finally:
+                stage.records = False
             if isinstance(output, Tensor):
                 return output.double()
             if ranks[number + 1] != self._rank:

@@ -12,12 +12,14 @@ stages return: whatever a stage cannot know shows at once, in a look at the firs
 
 import copy
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -247,6 +249,8 @@ class OwnStage(nn.Module):
     def _seed(self, number: int) -> None:
         if self._looks:
             torch.manual_seed(number)
+            random.seed(number)
+            np.random.seed(number)
 
     def _message(self, leaving: Leaving, received: Message | None) -> Message:
         found = split(leaving.output)

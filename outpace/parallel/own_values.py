@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -98,38 +97,6 @@ def _alike(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     return len(old) == len(new) and all(
         a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True)
     )
-
-
-@contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
-    """Afterwards a module's attributes and buffers, and lists and dicts in them, are as before."""
-    parts = list(module.modules())
-    attributes = [dict(vars(part)) for part in parts]
-    buffers = [dict(part._buffers) for part in parts]
-    values = {id(b): b.clone() for some in buffers for b in some.values() if b is not None}
-    contents = [
-        (value, type(value)(value))
-        for some in attributes
-        for name, value in some.items()
-        if name not in _INTERNAL and type(value) in (list, dict, set)
-    ]
-    try:
-        yield
-    finally:
-        for part, attributes_before, buffers_before in zip(parts, attributes, buffers, strict=True):
-            for name in set(vars(part)) - set(attributes_before):
-                object.__delattr__(part, name)
-            vars(part).update(attributes_before)
-            part._buffers.clear()
-            part._buffers.update(buffers_before)
-        with torch.no_grad():
-            for some in buffers:
-                for buffer in some.values():
-                    if buffer is not None and not buffer.is_meta:
-                        buffer.copy_(values[id(buffer)])
-        for value, content in contents:
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 class Reads:

@@ -1,7 +1,7 @@
 """The plain forward and backward of a user's module, against which strategies are compared."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from outpace.nn.fingerprint import fingerprint
 
 # Functions that return their first argument where nothing is dropped.
 _DROPS = {
@@ -106,48 +104,6 @@ def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
     numpy_same = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     tensors = zip(one[2:], other[2:], strict=True)
     return one[0] == other[0] and numpy_same and all(torch.equal(a, b) for a, b in tensors)
-
-
-@contextmanager
-def restored(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards buffers and generators are as they were before, and no parameter has a gradient.
-
-    Buffers that are exchanged for others in the meantime are put back, too.
-    """
-    kept = [
-        (part, name, buffer, buffer._version, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    drawn = random_state(device)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for part, name, buffer, version, values in kept:
-                # Else SharedBuffers would take it for one that moves.
-                if buffer._version != version or fingerprint(buffer) != fingerprint(values):
-                    buffer.copy_(values)
-                part._buffers[name] = buffer
-        set_random_state(drawn, device)
-        for parameter in module.parameters():
-            parameter.grad = None
-
-
-def moves_buffers(module: nn.Module, device: torch.device, run: Callable[[], None]) -> bool:
-    """Whether `run` changes any of a module's buffers, which are put back."""
-    held = [(part._buffers, name, buffer) for part in module.modules()
-            for name, buffer in part._buffers.items() if buffer is not None]  # fmt: skip
-    if not held:
-        return False
-    before = [(buffer._version, fingerprint(buffer)) for _, _, buffer in held]
-    with restored(module, device):
-        run()
-        return any(
-            register.get(name) is not buffer or (buffer._version, fingerprint(buffer)) != seen
-            for (register, name, buffer), seen in zip(held, before, strict=True)
-        )
 
 
 class NarrowResults(TorchDispatchMode):

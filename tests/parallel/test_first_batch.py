@@ -7,7 +7,9 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
 from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
 
 pytestmark = pytest.mark.gloo
 
@@ -61,11 +64,12 @@ def global_batch():
     return torch.randn(*shape, 5, generator=drawn), torch.randn(*shape, 3, generator=drawn)
 
 
-def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, **options):
+def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, change=None, **options):
     """What each of two ranks said in a first step: warnings, the loss or the refusal, and more."""
 
     def act(rank):
         plan = plan_for_module(strategy, 2, SAMPLES)
+        plan = Plan.model_validate({**plan.model_dump(), **(change or {})})
         said = {}
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always", UserWarning)
@@ -74,6 +78,7 @@ def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, **option
                 spoil(model.layout)
             torch.manual_seed(7)
             random.seed(7)
+            np.random.seed(7)
             state = torch.get_rng_state()
             before = {n: b.clone() for n, b in model.layout.model.named_buffers()}
             given = model.layout.gradients
@@ -112,6 +117,88 @@ def test_what_is_right_is_passed_and_nothing_is_moved(tmp_path, strategy):
 def test_it_is_left_out_on_demand(tmp_path):
     for said in looked_at(tmp_path, "ddp", check="off"):
         assert said["passes"] == 1
+
+
+class Remembering(Stack):
+    """Keeps a counter, a list, a tensor, an object and generators, all of which its loss sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.history, self.aux = 0, [], None
+        self.total = torch.zeros(())
+        self.inner = SimpleNamespace(calls=0, seen={"last": 0.0})
+        self.drawn = random.Random(3)
+
+    def forward(self, x):
+        self.calls += 1
+        self.history.append(x.mean())
+        self.total += 1
+        self.inner.calls += 1
+        self.inner.seen["last"] += 1.0
+        made = super().forward(x) * self.calls * self.total * self.inner.seen["last"]
+        self.aux = made.square().mean()
+        return made * len(self.history) * self.inner.calls * self.drawn.random()
+
+
+class Drawing(Stack):
+    """Draws from Python's and NumPy's generators, as stochastic depth may."""
+
+    def forward(self, x):
+        return super().forward(x) * (random.random() + np.random.rand())
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [(Remembering, "ddp"), (Remembering, "zero3"), (Drawing, "zero2"), (Drawing, "gpipe")],
+)
+def test_the_first_loss_is_the_one_without_a_look(tmp_path, make, strategy):
+    found = []
+    for check in ("on", "off"):
+        folder = tmp_path / check
+        folder.mkdir()
+        said = looked_at(folder, strategy, make, check=check)
+        found.append([one["loss"] for one in said])
+    assert found[0] == found[1]
+
+
+class Narrow(Stack):
+    """Its BatchNorm takes no single sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.head(self.norm(self.stem(x[:, 0]))).unsqueeze(1)
+
+
+def first_entry(module, batch):
+    return (module(batch[0]) - batch[1][:, :1]).square().mean()
+
+
+def test_halves_that_the_module_refuses_are_no_reason_to_end(tmp_path):
+    """A micro-batch of 2 samples is cut in two by the look alone."""
+    for said in looked_at(tmp_path, "ddp", Narrow, first_entry):
+        assert "loss" in said and said["passes"] == 2 and said["restored"]
+        assert said["warnings"] == []
+
+
+class Loose(nn.Module):
+    """Blocks that are in no list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_what_recomputes_is_what_the_user_names(tmp_path):
+    change = {"checkpointing": "full"}
+    for said in looked_at(tmp_path, "ddp", Loose, change=change, blocks=["a", "b"]):
+        assert said["warnings"] == [] and said["passes"] == 2
 
 
 def lose_a_gradient(layout):
