@@ -80,15 +80,15 @@ def run_forked(
     ]
     try:
         failed_s: float | None = None
-        while any(fork.poll() is None for fork in forks):
+        while None in (codes := [_poll(fork) for fork in forks]):
             now_s = time.monotonic()
-            if failed_s is None and any(fork.poll() for fork in forks):
+            if failed_s is None and any(codes):
                 failed_s = now_s
             if now_s > until_s or (failed_s is not None and now_s > failed_s + _GRACE_S):
                 break
             time.sleep(_LOOK_AGAIN_S)
     finally:
-        ended = [fork.poll() for fork in forks]
+        ended = [_poll(fork) for fork in forks]
         for fork in forks:
             _end(fork)
         if not frozen:
@@ -96,14 +96,30 @@ def run_forked(
     return [_end_of(rank, code, folder) for rank, code in enumerate(ended)]
 
 
+def _poll(fork: Fork) -> int | None:
+    """As `Fork.poll`; nothing is left of what a rank has started once it has ended.
+
+    Its group is killed before the rank is reaped: afterwards the id may be another group's.
+    """
+    if fork.returncode is None:
+        seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if seen is not None:
+            _kill_group(fork)
+    return fork.poll()
+
+
 def _end(fork: Fork) -> None:
     """Leave nothing of a rank, nor of what it started."""
+    if _poll(fork) is None:
+        _kill_group(fork)
+        with suppress(OSError):
+            os.kill(fork.pid, signal.SIGKILL)  # it may have no group yet
+        fork.wait(10.0)
+
+
+def _kill_group(fork: Fork) -> None:
     with suppress(OSError):
         os.killpg(fork.pid, signal.SIGKILL)
-    if fork.poll() is None:
-        with suppress(OSError):
-            os.kill(fork.pid, signal.SIGKILL)
-        fork.wait(10.0)
 
 
 def _end_of(rank: int, code: int | None, folder: Path) -> RankEnd:

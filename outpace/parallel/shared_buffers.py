@@ -99,7 +99,9 @@ class SharedBuffers:
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Give all ranks rank 0's. Collective."""
+        """Give all ranks rank 0's. Collective where some are shared."""
+        if not self._shared:  # to walk over all modules takes time in each step
+            return
         held = [_as_numbers(b) for name, b in self._held() if name in self._shared and b.numel()]
         for alike in by_dtype(held):
             message = joined(alike)

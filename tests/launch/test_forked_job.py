@@ -1,0 +1,43 @@
+"""A forked job leaves nothing behind, and kills no group that is not its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from outpace.launch.forked_job import run_forked
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux"),
+]
+
+
+def test_a_group_is_killed_while_its_rank_has_its_id(tmp_path, monkeypatch):
+    killed, kill = [], os.killpg
+
+    def killpg(group, signum):
+        killed.append((group, psutil.pid_exists(group)))
+        kill(group, signum)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+
+    def act(rank):
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / f"child-{rank.ranks.rank}").write_text(str(child.pid))
+        if rank.ranks.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ends = run_forked(2, act, 60.0, tmp_path)
+    assert ends[1].exit_code == -signal.SIGKILL
+    assert len(killed) == 2 and all(alive for _, alive in killed)
+    for rank in (0, 1):
+        child = int((tmp_path / f"child-{rank}").read_text())
+        until_s = time.monotonic() + 10.0
+        while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
