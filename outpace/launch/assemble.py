@@ -65,6 +65,7 @@ from outpace.train.evaluate import evaluate
 from outpace.train.guards import COLLECT_EVERY, StopSignal
 from outpace.train.loggers import Logged, make_loggers
 from outpace.train.loop import Loop
+from outpace.train.memory import reset_peak_memory
 from outpace.train.profile import memory_history, profiler
 from outpace.train.run_dir import MetricsWriter
 from outpace.train.step import Stepper
@@ -237,7 +238,7 @@ def assemble(
         # Unknown code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
         at=job.doing.at,
-        look=None if first is None else partial(_look, first, layout, mixed),
+        look=None if first is None else partial(_look, first, layout, mixed, device),
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,
@@ -283,9 +284,12 @@ def _lay_out(
     return layout, first
 
 
-def _look(first: FirstBatch, layout: Layout, mixed: Mixed, batches: list[Any]) -> None:
-    """Compare the first global batch with the plain module. Collective."""
+def _look(
+    first: FirstBatch, layout: Layout, mixed: Mixed, device: torch.device, batches: list[Any]
+) -> None:
+    """Compare the first global batch with the plain module. Peaks of memory begin after it."""
     first.look(layout, batches, Pass(mixed.cast))
+    reset_peak_memory(device)
 
 
 def _dropout(job: Job) -> float:

@@ -9,7 +9,7 @@ gradients, which nobody has to hold. Weights and generators stay as they are, bu
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -106,12 +106,12 @@ class FirstBatch:
         Leaves no gradients, and buffers and generators as they were.
         """
         reason = _agreed(self._left_out)
-        device = layout._device()
         if reason is None:
-            reason = _agreed(self._too_large(layout, device))
+            reason = _agreed(self._too_large(layout)) or self._on_no_rank(layout)
         if reason is not None:
             self._tell_left_out(reason)
             return
+        device = layout._device()
         assert self._plain is not None
         plain, self._plain = self._plain, None
         trained, self._trained = self._trained, []
@@ -140,12 +140,21 @@ class FirstBatch:
         if apart > (_CUT_MATTERS[_HALF] if rounded else _CUT_MATTERS[allowed]):
             self._say(self._about_cut(apart))
 
-    def _too_large(self, layout: Layout, device: torch.device) -> str | None:
+    def _on_no_rank(self, layout: Layout) -> str | None:
+        """Which of the module's tensors no rank has; None where there is none. Collective."""
+        assert self._plain is not None
+        model, held = _model(self._plain), set().union(*_holders(_held(layout), self._ranks))
+        named = (*model.named_parameters(), *model.named_buffers())
+        lost = [name for name, _ in named if name not in held]
+        return f"no rank has {_some(lost)} of the module" if lost else None
+
+    def _too_large(self, layout: Layout) -> str | None:
         """Why there is no room for the weights that this rank does not have; None where there is.
 
         Of gradients there is never more than one at a time.
         """
         assert self._plain is not None
+        device = layout._device()
         held = {n for n, p in layout.named_parameters() if not is_spread(p)}
         lacking = [p for n, p in _model(self._plain).named_parameters() if n not in held]
         needed = sum(p.nbytes for p in lacking)
@@ -154,8 +163,7 @@ class FirstBatch:
             return None
         return (
             f"one process would hold {show_bytes(needed)} of other ranks' weights, and a rank has "
-            f"{show_bytes(int(free))} free. Prove a smaller module of the same code with outpace "
-            "verify"
+            f"{show_bytes(int(free))} free"
         )
 
     def _run_plain(
@@ -322,8 +330,14 @@ class FirstBatch:
     def _tell_left_out(self, reason: str) -> None:
         self._say(
             f"strategy {self._plan.strategy} was not compared with the plain module before the "
-            f"first step: {reason}."
+            f"first step: {reason}. To see that they are equal, if need be of a smaller module "
+            f"of the same code, use {self._verify()}."
         )
+
+    def _verify(self) -> str:
+        if self._by_command:
+            return "outpace verify --model FILE.py:FUNCTION"
+        return "outpace.verify(module, loss=…, batch=…)"
 
     def _refusal(self, what: str, cause: str) -> str:
         return (
@@ -455,10 +469,8 @@ def standing_for(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[Non
 def _values(model: nn.Module, layout: Layout, ranks: Ranks) -> dict[int, Tensor]:
     """Whole values for each parameter and buffer of a hollow model, by `id`. Collective."""
     device = layout._device()
-    held: dict[str, Tensor] = {n: p.detach() for n, p in layout.named_parameters()}
-    held |= {n: b.detach() for n, b in layout.model.named_buffers()}
-    said: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(said, set(held))
+    held = _held(layout)
+    said = _holders(held, ranks)
     values = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         owners = [rank for rank, has in enumerate(said) if name in has]
@@ -466,6 +478,19 @@ def _values(model: nn.Module, layout: Layout, ranks: Ranks) -> dict[int, Tensor]
         owner = owners[0] if owners else None
         values[id(tensor)] = _whole_of(tensor, held.get(name), owner, on_all, device)
     return values
+
+
+def _held(layout: Layout) -> dict[str, Tensor]:
+    """This rank's parameters and buffers."""
+    held: dict[str, Tensor] = {n: p.detach() for n, p in layout.named_parameters()}
+    return held | {n: b.detach() for n, b in layout.model.named_buffers()}
+
+
+def _holders(held: Iterable[str], ranks: Ranks) -> list[set[str]]:
+    """The names that each rank has. Collective."""
+    said: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(said, set(held))
+    return said
 
 
 def _whole_of(
@@ -479,8 +504,7 @@ def _whole_of(
         return whole(mine)
     if on_all and mine is not None:
         return mine
-    if owner is None:
-        raise RuntimeError("a tensor of the module is on no rank")
+    assert owner is not None  # a look is left out else
     values = mine if mine is not None else torch.empty_like(hollow_tensor, device=device)
     values = values.contiguous()
     dist.broadcast(values, owner)
@@ -569,8 +593,8 @@ class _Comparison:
             number = self._names.index(shown)
             ratio = self._products[number] / plain[number] if plain[number] else math.inf
             return (
-                f"the gradient of {_some(off)} is another ({shown}: {ratio:.4g} times, along a "
-                "random direction)",
+                f"the gradient of {_some(off)} is another (that of {shown} is {ratio:.4g} × the "
+                "plain module's)",
                 "Ranks add up what does not belong together, or leave out a part.",
             )
         return None

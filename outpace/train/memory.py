@@ -3,6 +3,8 @@
 import ctypes
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
@@ -22,6 +24,21 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let `peak_memory_bytes` begin again, where the system can; what is not in use is given back.
+
+    A CPU's is reset by Linux alone.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu":
+        with suppress(BadInputError):
+            CacheFreer(device).free()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # see proc(5)
 
 
 class CacheFreer:

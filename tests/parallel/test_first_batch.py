@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from torch import nn
 import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
+from outpace.parallel.api import Layout, Pass
+from outpace.parallel.first_batch import FirstBatch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
@@ -256,7 +259,7 @@ def with_term(module, batch):
     ("fault", "make", "loss", "words"),
     [
         (lose_a_gradient, Stack, squares, "blocks.1.linear.weight has no gradient"),
-        (double_a_gradient, Stack, squares, "blocks.1.linear.weight: 2 times"),
+        (double_a_gradient, Stack, squares, "blocks.1.linear.weight is 2 × the plain module's"),
         (drop_a_term, Stack, with_term, "the loss is"),
         (swap_in_the_layout, Scaled, squares, "the loss is"),
     ],
@@ -303,6 +306,24 @@ def test_what_cannot_be_looked_at_is_said(tmp_path):
     first, _ = looked_at(tmp_path, "ddp", Uncopied)
     [said] = first["warnings"]
     assert "was not compared with the plain module" in said and "cannot be copied" in said
+    assert "outpace.verify(module" in said
+
+
+def test_what_no_rank_has_is_named(tmp_path):
+    def act(rank):
+        said = []
+        objective = nn.Module()
+        objective.model = Stack()
+        plan = plan_for_module("ddp", 2, SAMPLES)
+        first = FirstBatch(objective, plan, rank.ranks, said.append, by_command=True)
+        objective.model.head = nn.Identity()
+        first.look(Layout(objective), [], Pass(nullcontext))
+        (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
+
+    ends = run_forked(2, act, 60.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+    [said] = json.loads((tmp_path / "0.json").read_text())
+    assert "no rank has head.weight, head.bias" in said and "outpace verify --model" in said
 
 
 def test_when_one_rank_refuses_all_end_with_its_sentence(tmp_path):
@@ -362,18 +383,21 @@ def wrong():
 def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(tmp_path):
     (tmp_path / "mine.py").write_text(FILE)
 
-    def train(function, strategy, *more):
+    def train(function, strategy, size=2):
         words = ["train", f"--model={tmp_path}/mine.py:{function}", f"--strategy={strategy}",
                  "--steps=2", "--global-batch=8", "--micro-batch=2", "--precision=fp32",
-                 f"--out={tmp_path}/{function}-{strategy}", *more]  # fmt: skip
+                 f"--out={tmp_path}/{function}-{strategy}"]  # fmt: skip
         return subprocess.run(
-            [sys.executable, Path(__file__).with_name("forked.py"), "2", "outpace", *words],
+            [sys.executable, Path(__file__).with_name("forked.py"), str(size), "outpace", *words],
             capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
 
     done = train("build", "1f1b")  # which finds no repeated blocks by itself
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout and "tokens/s" not in done.stdout
+    done = train("build", "ps", 3)
+    assert done.returncode == 0, done.stderr
+    assert "parameter servers" in done.stdout + done.stderr
     done = train("wrong", "ddp")
     assert done.returncode == 2 and "strategy ddp does not compute what your module" in done.stderr
     assert "--check off" in done.stderr and "Traceback" not in done.stderr

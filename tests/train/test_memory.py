@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outpace.records.errors import BadInputError
-from outpace.train.memory import CacheFreer
+from outpace.train.memory import CacheFreer, peak_memory_bytes, reset_peak_memory
 
 CPU = torch.device("cpu")
 PIECES, PIECE_BYTES = 2000, 60_000  # too small for glibc to give back by itself
@@ -47,3 +47,12 @@ def test_reserved_memory_is_given_back_on_cuda():
     del tensor
     freer.free()
     assert freer.take() >= 1 << 28
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_peaks_begin_again_where_the_system_can():
+    large = torch.ones(64, 1 << 20)
+    before = peak_memory_bytes(CPU)
+    del large
+    reset_peak_memory(CPU)
+    assert peak_memory_bytes(CPU) < before - (200 << 20)
