@@ -58,7 +58,7 @@ class SharedBuffers:
 
     def _remember(self) -> None:
         """Before the first forward: what buffers are, by which is seen whether any changes."""
-        if not self._seen:
+        if self._names and not self._seen:
             self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._held()}
 
     def _held(self) -> Iterator[tuple[str, Tensor]]:
