@@ -377,6 +377,15 @@ def growing(module, batch):
 
 def wrong():
     return {**build(), "loss": growing}
+
+def large_at_first(module, batch):
+    calls.append(1)
+    if len(calls) == 1:
+        torch.ones(100 << 20)
+    return squares(module, batch)
+
+def large():
+    return {**build(), "loss": large_at_first}
 """
 
 
@@ -398,6 +407,13 @@ def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(tmp_pat
     done = train("build", "ps", 3)
     assert done.returncode == 0, done.stderr
     assert "parameter servers" in done.stdout + done.stderr
+    peaks = []
+    for function in ("build", "large"):  # by 400 MiB, which the look alone takes
+        done = train(function, "ddp")
+        assert done.returncode == 0, done.stderr
+        rows = (tmp_path / f"{function}-ddp" / "metrics.jsonl").read_text().splitlines()
+        peaks.append(max(json.loads(row).get("peak_memory_bytes") or 0 for row in rows))
+    assert 0 < peaks[1] < peaks[0] + (200 << 20)
     done = train("wrong", "ddp")
     assert done.returncode == 2 and "strategy ddp does not compute what your module" in done.stderr
     assert "--check off" in done.stderr and "Traceback" not in done.stderr
