@@ -57,7 +57,8 @@ class _Refusal:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._count = 0
+        self._call, self._dealt_with = 0, 0  # all ranks make the same calls
+        self._registered = False
         self._world_size = 0
         self._entry = ""  # what the store has: who refused, a line, and the sentence
         self._mine = ""
@@ -65,20 +66,27 @@ class _Refusal:
     def tell(self, sentence: str, world_size: int) -> None:
         """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
         self._world_size = world_size
-        self._count += 1
-        self._mine = f"{dist.get_rank()}-{self._count}\n{sentence}"
+        self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
         self._store.add(_heard_key(self._entry), 1)
-        if self._count == 1:
+        if not self._registered:
             atexit.register(self._leave)
+        self._registered = True
 
     def withdraw(self) -> None:
-        """Forget what was refused in an earlier call."""
+        """Begin a call: forget what was refused in an earlier one."""
+        self._call += 1
         if not self._mine:
             return
+        self._dealt_with = self._call - 1
         with suppress(RuntimeError):
             self._store.compare_set(_REFUSAL, self._mine, "")
         self._mine = ""
+
+    def is_new(self, entry: str) -> bool:
+        """Whether it is of a call that this rank has not refused, too, and dealt with."""
+        call = entry.partition("\n")[0].rpartition("-")[2]
+        return call.isdigit() and int(call) > self._dealt_with
 
     def _leave(self) -> None:
         """Let the others' collectives fail, and keep the store until they have read why."""
@@ -128,7 +136,7 @@ def _heard() -> str | None:
     until_s = time.monotonic() + _HEAR_S
     with suppress(RuntimeError):
         store.wait([_REFUSAL], timedelta(seconds=_HEAR_S))
-        while not (entry := store.get(_REFUSAL).decode()):  # withdrawn
+        while not _refusal_in(store).is_new(entry := store.get(_REFUSAL).decode()):
             if time.monotonic() > until_s:
                 return None
             time.sleep(_LOOK_AGAIN_S)
