@@ -348,18 +348,19 @@ class FirstBatch:
     def _about_cut(self, apart: float) -> str:
         where = " in what build returns" if self._by_command else ""
         cure = (
-            "return (sum, count) from the loss, where it is a mean over something other than "
-            "samples, such as targets that are not padding; "
+            "return (sum, count) from the loss where it is a mean over something other than "
+            "samples, such as targets that are not padding, or use "
         )
         cure += (
             "larger micro-batches, since statistics are those of all ranks already"
             if self._synchronised
-            else f"sync_batchnorm=True{where}, where the module has BatchNorm"
+            else f"sync_batchnorm=True{where} where the module has BatchNorm"
         )
         return (
-            f"the loss of a batch is {apart:.2g} of itself other when the batch is cut in two, as "
-            "ranks and micro-batches cut it: it is no mean over samples, or samples see each "
-            f"other. One process over the whole batch trains otherwise. The cure: {cure}"
+            f"the loss of the first batch changes by {100 * apart:.2g} % when the batch is cut in "
+            "two, as ranks and micro-batches cut it, so one process over the whole batch would "
+            "train otherwise: the loss is no mean over samples, or samples see each other. To "
+            f"train the same, {cure}"
         )
 
 
