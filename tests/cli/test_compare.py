@@ -255,7 +255,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     shown = " ".join(capsys.readouterr().out.split())
     assert "not made in turn" in shown and "Losses agree on all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
-    assert "in these two runs (too few steps" in shown and "per M" in shown
+    assert "in these two runs (of too few steps" in shown and "per M" in shown
     (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment
     assert stored.experiment.common["nproc"] == 2  # what trains the same again, and no more
     assert not {"out", "measure_only", "sample_tokens"} & stored.experiment.common.keys()

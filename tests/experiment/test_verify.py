@@ -29,7 +29,8 @@ def do(*arguments):
 def test_every_strategy_equals_one_process(tmp_path, on_ranks):
     kept = tmp_path / "certificate.json"
     certificate = on_ranks(2, "outpace", "verify", "--json", "--out", kept)
-    assert json.loads(kept.read_text()) == certificate
+    written = json.loads(kept.read_text())
+    assert written.pop("xxh3_128") and written == certificate
     verdicts = {verdict["strategy"]: verdict for verdict in certificate["verdicts"]}
     skipped = certificate["skipped"]
     assert set(skipped) <= {"horovod"}
