@@ -46,7 +46,7 @@ def fill(
     _take_memory(layout.objective, device)
     wide: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():
-        part = _part_of(value_of(name), parameter)
+        part = part_of(value_of(name), parameter)
         here = local(parameter)
         here.copy_(part)
         if keeps_wide and here.itemsize == 2 and parameter.requires_grad:
@@ -63,12 +63,12 @@ def parts_of(layout: Layout, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, parameter in layout.named_parameters():
         if name in values:
-            part = _part_of(values[name], parameter)
+            part = part_of(values[name], parameter)
             found[name] = part.clone() if is_spread(parameter) else part
     return found
 
 
-def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     """The part of a whole tensor that this rank has of a parameter."""
     if not is_spread(parameter):
         return whole

@@ -18,7 +18,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
 
 from outpace.nn.levers import apply_checkpointing
 from outpace.nn.spread import is_spread, local, whole
@@ -26,6 +25,7 @@ from outpace.parallel.api import Batch, Layout, Pass
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
+from outpace.parallel.fill import part_of
 from outpace.parallel.module_state import moves_buffers, preserved
 from outpace.parallel.plain import (
     random_state,
@@ -312,13 +312,7 @@ class FirstBatch:
             held_by = sum(name in one for one in said)
             share = copies(parameter.grad, self._ranks.world_size)
             alike = share if is_spread(parameter.grad) else held_by
-            vector = _vector(name, parameter)
-            if is_spread(parameter):
-                vector = local(
-                    distribute_tensor(
-                        vector, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
-                )
+            vector = part_of(_vector(name, parameter), parameter)
             gradient = local(parameter.grad)
             sums[0, number] = _product(gradient, vector) / alike
             sums[1, number] = _square(gradient) / alike
