@@ -137,7 +137,9 @@ class LowAdamW(OwnDtypes):
 
     def _part(self, parameter: nn.Parameter, group: dict[str, Any]) -> "_Part":
         state = self.state[parameter]
-        weight, gradient = local(parameter), local(parameter.grad)  # type: ignore[arg-type]
+        # Whether it requires gradients, which parts together do not, is a reason to compile anew.
+        weight = local(parameter).detach()
+        gradient = local(parameter.grad)  # type: ignore[arg-type]
         moments = tuple(self._moment(state, name) for name in MOMENTS)
         return _Part(parameter, state["step"], weight, gradient, moments)
 

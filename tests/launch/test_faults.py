@@ -124,7 +124,7 @@ def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
     code, _, errors = run(*words, "--max-restarts", 1, "--out", "run", cwd=tmp_path)
     assert code == 1, errors
     assert "rank 1 failed: RuntimeError: a broken fan. Going on from the last checkpoint" in errors
-    assert "It has begun again 1 times, which is all that --max-restarts 1 allows" in errors
+    assert "It has begun again 1 time, which is all that --max-restarts 1 allows" in errors
     code, _, errors = run(
         *TINY, "--nproc", 2, "--tp", 3, "--max-restarts", 3, "--out", "no", cwd=tmp_path
     )
