@@ -150,10 +150,10 @@ def test_a_resumed_run_is_the_same_one_in_wandb(tmp_path, monkeypatch):
     log(tmp_path, "wandb")
     log(tmp_path, "wandb", start_step=2, steps=((3, 2.4),))
     names = [path.name for path in folder.glob("offline-run-*")]
-    assert len({name.rpartition("-")[2] for name in names}) == 1
+    assert len({name.split("-")[3] for name in names}) == 1
     log(tmp_path, "wandb")  # begun anew
     names = [path.name for path in folder.glob("offline-run-*")]
-    assert len({name.rpartition("-")[2] for name in names}) == 2
+    assert len({name.split("-")[3] for name in names}) == 2
 
 
 def test_a_logger_that_is_not_installed_is_refused_with_what_to_install(monkeypatch):
