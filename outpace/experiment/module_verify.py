@@ -42,7 +42,7 @@ from outpace.parallel.plain import has_dropout
 from outpace.probe.machine import identify
 from outpace.probe.versions import commit, versions
 from outpace.records.certificate import Certificate, TensorDifference, Verdict
-from outpace.records.errors import BadInputError, nearest
+from outpace.records.errors import BadInputError, first_names, nearest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
 from outpace.records.ranks import Ranks
@@ -441,7 +441,7 @@ def _verdict(
     if not wrong:
         return _make(plan, allowed, worst=worst, worst_key=worst_key)
     if not faults and all(kind.startswith("buffer") for kind, _, _ in wrong):
-        moved = _some(sorted({name for _, name, _ in wrong}))
+        moved = first_names(sorted({name for _, name, _ in wrong}))
         numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
         cause = (
             f"Buffers that move with each forward ({moved}) are those of a process that cuts the "
@@ -534,7 +534,7 @@ def _likely_cause(
         apart = [key for key in listed if key[0] == "gradient" and key in unmatched]
         lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
-            return f"No rank has a gradient of {_some(lost)}, and one process has"
+            return f"No rank has a gradient of {first_names(lost)}, and one process has"
         if apart:
             return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
         if explained is not None:
@@ -548,11 +548,6 @@ def _likely_cause(
             "more than once"
         )
     return f"Gradients are right; {kind} is not: what is stepped, or clipped, is not all there is"
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def _make(

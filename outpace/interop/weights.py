@@ -20,7 +20,7 @@ from outpace.interop.config import CONFIG_FILE, read_config
 from outpace.interop.names import Naming, group, naming
 from outpace.nn.transformer import Transformer
 from outpace.records.checksums import require_readable
-from outpace.records.errors import BadInputError, clipped, shown
+from outpace.records.errors import BadInputError, clipped, first_names, shown
 from outpace.records.model import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -187,7 +187,7 @@ def _check(
         elif tensor.dtype not in _FLOATS:
             wrong.append(f"{tensor.name} is stored as {tensor.dtype}, not as floating point")
     sentences = [
-        f"{directory}: {what}: {_some(names)}."
+        f"{directory}: {what}: {first_names(names, _SHOWN)}."
         for what, names in (
             ("missing tensors", missing),
             ("tensors that do not fit config.json", wrong),
@@ -346,13 +346,15 @@ def _shards(index: Path) -> list[Path]:
         raise BadInputError(f"{index} is corrupt: it has no weight_map of files") from None
     outside = [shown(name) for name in names if Path(str(name)).name != name]
     if outside:
-        raise BadInputError(f"{index} names files outside of its directory: {_some(outside)}")
+        raise BadInputError(
+            f"{index} names files outside of its directory: {first_names(outside, _SHOWN)}"
+        )
     there = {path.name for path in index.parent.iterdir() if path.is_file()}
     absent = [clipped(name) for name in names if name not in there]
     if absent:
         raise BadInputError(
             f"{index} names {len(names)} files, but {len(absent)} of them are not there: "
-            f"{_some(absent)}. Fetch the model again."
+            f"{first_names(absent, _SHOWN)}. Fetch the model again."
         )
     return [index.parent / name for name in names]
 
@@ -408,11 +410,6 @@ def _unsafe(path: Path, said: str) -> str:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _show(shape: tuple[int, ...]) -> str:

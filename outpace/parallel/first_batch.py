@@ -34,7 +34,7 @@ from outpace.parallel.plain import (
     without_dropout,
 )
 from outpace.parallel.tensors import copies, hollow
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
@@ -59,7 +59,6 @@ _SINGLE = _Allowed(1e-4, 0.02, 1e-2)
 _HALF = _Allowed(0.005, 0.2, 0.1)
 _CUT_MATTERS = {_DOUBLE: 1e-9, _SINGLE: 1e-5, _HALF: 1e-2}
 _MOST_OF_FREE = 0.8
-_NAMED = 3
 
 WAYS_OUT = {
     True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
@@ -146,7 +145,7 @@ class FirstBatch:
         model, held = _model(self._plain), set().union(*_holders(_held(layout), self._ranks))
         named = (*model.named_parameters(), *model.named_buffers())
         lost = [name for name, _ in named if name not in held]
-        return f"no rank has {_some(lost)} of the module" if lost else None
+        return f"no rank has {first_names(lost)} of the module" if lost else None
 
     def _too_large(self, layout: Layout) -> str | None:
         """Why there is no room for the weights that this rank does not have; None where there is.
@@ -579,7 +578,7 @@ class _Comparison:
                 (off if self._sizes[number] else lost).append(name)
         if lost:
             return (
-                f"{_some(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
+                f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
                 "Ranks that do not use a parameter leave it out, or what it is used for is not "
                 "handed on.",
             )
@@ -588,13 +587,8 @@ class _Comparison:
             number = self._names.index(shown)
             ratio = self._products[number] / plain[number] if plain[number] else math.inf
             return (
-                f"the gradient of {_some(off)} is another (that of {shown} is {ratio:.4g} × the "
-                "plain module's)",
+                f"the gradient of {first_names(off)} is another (that of {shown} is {ratio:.4g} × "
+                "the plain module's)",
                 "Ranks add up what does not belong together, or leave out a part.",
             )
         return None
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

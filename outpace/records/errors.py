@@ -6,7 +6,7 @@ prints the message alone, with no traceback, and ends with the error's `exit_cod
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outpace.records.aliases import meant_by
 
@@ -86,6 +86,12 @@ def shown(value: object) -> str:
         return clipped(repr(value))
     except (RecursionError, ValueError):  # nested as deep as Python goes; of too many digits
         return f"a {type(value).__name__} that is too large to show"
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """The first of several names for a sentence: "a, b, c and 40 more"."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest_of(word: str, choices: Iterable[str], shown: int = 6) -> str:

@@ -51,7 +51,10 @@ def runs_table(rows: Sequence[PastRun]) -> RenderableType:
              for row in rows]  # fmt: skip
     states = [Text(when(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
               for row in rows]  # fmt: skip
-    whats = [", ".join([_what(row), *own]) for row, own in zip(rows, _own(rows), strict=True)]
+    whats = [
+        ", ".join([_what(row), *own])
+        for row, own in zip(rows, _differing_settings(rows), strict=True)
+    ]
     names = [Text(row.path, style="bold").append(f"\n{what}", style="not bold dim")
              for row, what in zip(rows, whats, strict=True)]  # fmt: skip
     figures: dict[str, Sequence[str | Text]] = {
@@ -90,7 +93,7 @@ def _what(row: PastRun) -> str:
     return f"{words}: {wrong}" if wrong else words
 
 
-def _own(rows: Sequence[PastRun]) -> list[list[str]]:
+def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
     """Of each run the settings that were given and that not all of these runs have alike."""
     known = [row.asked for row in rows if row.model is not None]
     names = {name for asked in known for name in asked} - _SHOWN
