@@ -22,6 +22,7 @@ import time
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,12 @@ def tests(folders: tuple[str, ...] = FOLDERS) -> dict[str, Any]:
                 sys.executable, "-m", "pytest", f"tests/{folder}", "-q", "-m", "not slow",
                 "-p", "no:cacheprovider", "--timeout=900", f"--junitxml={told}",
             ]  # fmt: skip
+            # What pytest prints, tracebacks too, is for whoever waits; stdout is for results.
             done = subprocess.run(
-                command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+                command, cwd=ROOT, env=environment(), stdout=sys.stderr.fileno(), check=False
             )
-            found[folder] = counted(told) if told.exists() else {"failures": [last_words(done)]}
+            ended = {"failures": [f"pytest ended with exit code {done.returncode}"]}
+            found[folder] = counted(told) if told.exists() else ended
             found[folder]["passed"] = done.returncode == 0
     return found
 
@@ -231,12 +234,14 @@ def main() -> int:
     unknown = set(chosen) - set(PARTS)
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+    # Before the first part, since each part's result is a change to a file of the checkout.
+    started = {"torch": VERSION, "python": platform.python_version(), **circumstances()}
+    if arguments.recorded_as is not None:
+        started["command"] = arguments.recorded_as.split()
     wrong_parts = []
     for name in chosen:
         began = time.perf_counter()
-        about = {"torch": VERSION, "python": platform.python_version(), **circumstances()}
-        if arguments.recorded_as is not None:
-            about["command"] = arguments.recorded_as.split()
+        about = {**started, "date": datetime.now(UTC).isoformat(timespec="seconds")}
         part = PARTS[name]()
         wrong = failed(part)
         wrong_parts += wrong

@@ -37,6 +37,23 @@ def test_parts_are_recorded_one_by_one_for_each_torch_and_python(module, tmp_pat
     assert entry["imports"] is None and list(entry["recorded"]) == ["verify"]
 
 
+def test_the_results_of_one_part_are_no_uncommitted_change_of_the_next(
+    module, monkeypatch, tmp_path
+):
+    path = tmp_path / "found.json"
+
+    def circumstances():  # as git says it: changed as soon as a result is written
+        return {**ABOUT, "uncommitted_changes": path.exists()}
+
+    monkeypatch.setattr(module, "circumstances", circumstances)
+    monkeypatch.setattr(module, "PARTS", {"imports": lambda: IMPORTS, "tests": lambda: TESTS})
+    monkeypatch.setattr("sys.argv", ["torch_versions.py", f"--out={path}"])
+    assert module.main() == 1  # a module could not be imported
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert [one["uncommitted_changes"] for one in entry["recorded"].values()] == [False, False]
+    assert all(one["date"] > ABOUT["date"] for one in entry["recorded"].values())
+
+
 def test_what_failed_is_found_in_every_part(module):
     assert module.failed(IMPORTS) == IMPORTS["failures"]
     assert module.failed(TESTS) == [] == module.failed(None)
