@@ -22,8 +22,14 @@ import torch.distributed as dist
 from outpace.launch.exit_deadline import ExitDeadline
 from outpace.launch.group import Groups
 from outpace.launch.standing import process_state, standing
-from outpace.records.errors import EXIT_STANDSTILL, OutpaceError
+from outpace.records.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STANDSTILL,
+    InterruptedRunError,
+    OutpaceError,
+)
 from outpace.records.standstill import Standing, Standstill
+from outpace.train.guards import NOTHING_TRAINED, StopSignal
 
 _LISTEN_S = 0.5
 # Several times as long, so that a rank that waits for a core is not taken for dead.
@@ -49,6 +55,10 @@ _FAILED = "failed by itself: "
 _OVER = (_GONE, _UNSEEN, _FAILED)
 _STORE_LOST = f"the host where all meet {_UNSEEN}"
 _VERDICT, _ASKS, _FOUND = "alive/verdict", "alive/asks", "alive/found"
+# That a signal has ended a rank before the first step was done, and how many ranks know of it.
+_INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
+# A rank that is interrupted there ends by itself in this time, or is ended.
+_INTERRUPTED_S = 4.0
 # gloo raises plain RuntimeErrors, as DDP does of what its hook raised; where a connection failed,
 # they name one of these.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
@@ -89,7 +99,11 @@ class Doing:
 
 @contextmanager
 def watched(
-    groups: Groups, doing: Doing, timeout_s: float = 300.0, deadline: ExitDeadline | None = None
+    groups: Groups,
+    doing: Doing,
+    timeout_s: float = 300.0,
+    deadline: ExitDeadline | None = None,
+    stop: StopSignal | None = None,
 ) -> Iterator[None]:
     """While ranks communicate: every rank says in the store how it stands when one asks.
 
@@ -97,8 +111,12 @@ def watched(
     it without a limit of their own: while a checkpoint is saved, or rank 0 does something for all.
     The process is ended through `deadline` then, for nothing else interrupts that waiting.
 
+    Where a signal ends a rank before its first step is done (`stop`), all others end as well, those
+    that compile or wait in a collective, too.
+
     Raises RankLostError in place of the backend's error where a rank is gone, or does not come to
-    what the others wait for; it names that rank and what was being done. Any other error stays what
+    what the others wait for; it names that rank and what was being done. Raises InterruptedRunError
+    in its place where a signal has ended that rank. Any other error stays what
     it is. The time limit of the process groups, `timeout_s`, bounds the waiting. NCCL's path never
     ran, for lack of a machine with two GPUs: there the waiting is
     `outpace.probe.ranks_clock.ended`'s, and NCCL's watchdog ends
@@ -106,7 +124,7 @@ def watched(
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
-    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident(), deadline)
+    watcher = _Watcher(groups, doing, timeout_s, threading.get_ident(), deadline, stop)
     watcher.start()
     try:
         yield
@@ -115,6 +133,8 @@ def watched(
         # Of CUDA, and others that are no failure of communication, the class says so.
         if not lost and type(error) is not RuntimeError:
             raise
+        if watcher.is_interrupted():
+            raise InterruptedRunError(NOTHING_TRAINED) from None
         why = next(iter(_SOURCE.sub("", str(error)).strip().splitlines()), type(error).__name__)
         verdict = watcher.verdict(lost, why)
         if verdict is None:
@@ -149,6 +169,9 @@ class _Watcher:
     timeout_s: float
     trains: int  # the thread
     deadline: ExitDeadline
+    stop: StopSignal | None = None
+    interrupted: bool = False
+    hearing: threading.Lock = field(default_factory=threading.Lock)
     failed: str | None = None
     looked_at: str | None = None  # what was being done when this rank looked around
     answered: int = 0  # so many times all were asked how they stand
@@ -191,7 +214,10 @@ class _Watcher:
                 elif self.beats.missed(store):
                     self._look_for_lost(store)
                 self._heed_verdict(store)
+                self._heed_interruption(store)
                 self.store_silent_s = 0.0
+            self._heed_interruption(store)
+            self._await_knowing(store)
             self.beats.end(store)
 
     def _watch_store(self) -> None:
@@ -216,6 +242,40 @@ class _Watcher:
         self.verdict_s = self.verdict_s + _LISTEN_S if store.check([_VERDICT]) else 0.0
         if self.verdict_s > self.timeout_s:
             self._end(str(store.get(_VERDICT).decode()))
+
+    def _heed_interruption(self, store: Any) -> None:
+        """Tell all that a signal ends this rank before its first step is done, or hear of it."""
+        if self.stop is None or len(self.everyone) == 1:
+            return
+        with self.hearing:
+            if self.interrupted:
+                return
+            if self.stop.ends_before_step_1():
+                store.set(_INTERRUPTED, "1")
+            elif not store.check([_INTERRUPTED]):
+                return
+            self.interrupted = True
+            store.add(_KNOWING, 1)
+        if self.stop.interrupt():
+            self.deadline.start(NOTHING_TRAINED, EXIT_INTERRUPTED, _INTERRUPTED_S)
+
+    def _await_knowing(self, store: Any) -> None:
+        """Let rank 0, which may have the store, leave when all know that they are interrupted."""
+        until_s = time.monotonic() + _LOOK_S
+        while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
+            if store.add(_KNOWING, 0) >= len(self.everyone):
+                return
+            time.sleep(0.05)
+
+    def is_interrupted(self) -> bool:
+        """Whether a signal has ended another rank before its first step was done."""
+
+        def hear() -> None:
+            with suppress(RuntimeError):
+                self._heed_interruption(self.groups.store)
+
+        _within(hear, _LOOK_S)
+        return self.interrupted
 
     def _end(self, verdict: str) -> None:
         lost = RankLostError(f"{self.doing.what}: {verdict}", _is_standing(verdict))

@@ -174,7 +174,7 @@ def prepared(
             process_groups(ranks, device, settings.comm_timeout_s, restart, backend)
         )
         doing = Doing("the preparation")
-        with watched(groups, doing, settings.comm_timeout_s, deadline), guard:
+        with watched(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
             spec, seq_len = materials.spec, materials.seq_len

@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
 # Who asked to end and sees nothing end for so long is told what is waited for.
 _SAID_AFTER_S = 1.0
-_BEFORE_STEP_1 = "interrupted before the first step was done; nothing was trained"
+NOTHING_TRAINED = "interrupted before the first step was done; nothing was trained"
 
 Result = TypeVar("Result")
 
@@ -32,17 +32,55 @@ class _Ended(BaseException):
 
 
 _WAITED_FOR = (
-    "asked to end: the step under way is finished first (the first one is compiled, which takes a "
-    "while), then a checkpoint is saved. A second signal, or Ctrl-C, ends at once without"
+    "asked to end: the step under way is finished first, then a checkpoint is saved. A second "
+    "signal, or Ctrl-C, ends at once without"
 )
+
+
+class _Arrivals:
+    """Signals that reach the process within this context, handled by Python or not yet.
+
+    The kernel's handler writes their numbers into a pipe. Where a program has such a pipe itself
+    (asyncio), or outside of the main thread, none are noted.
+    """
+
+    def __init__(self) -> None:
+        self._pipe: tuple[int, int] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "_Arrivals":
+        with suppress(ValueError):
+            before = signal.set_wakeup_fd(-1)
+            if before != -1:
+                signal.set_wakeup_fd(before)
+                return self
+            self._pipe = os.pipe()
+            for end in self._pipe:
+                os.set_blocking(end, False)
+            signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._pipe is not None:
+                signal.set_wakeup_fd(-1)
+                for end in self._pipe:
+                    os.close(end)
+                self._pipe = None
+
+    def any(self) -> bool:
+        """Whether one that asks to end came since this was asked last."""
+        with self._lock, suppress(BlockingIOError):
+            return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
+        return False
 
 
 class StopSignal:
     """Signals that ask to end (`ENDING`) end a run in order; a second one ends it at once.
 
-    Before the first step there is nothing to save, so the signal raises InterruptedRunError there.
-    Later `say` is told what is waited for, where that takes a while. Use as a context manager in
-    the main thread; elsewhere signals are left alone.
+    Until the first step is done there is nothing to save, so the signal raises
+    InterruptedRunError. Later `say` is told what is waited for, where that takes a while. Use as a
+    context manager in the main thread; elsewhere signals are left alone.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -53,8 +91,12 @@ class StopSignal:
         self._say.daemon = True
         self._first_s = 0.0
         self._previous: dict[int, Any] = {}
+        self._thread = threading.get_ident()
+        self._arrivals = _Arrivals()
+        self._ended = False
 
     def __enter__(self) -> "StopSignal":
+        self._thread = threading.get_ident()
         try:
             for number in ENDING:
                 # A background job of a shell has SIGINT ignored, and is still to be heard.
@@ -68,33 +110,65 @@ class StopSignal:
         self._say.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._previous = {}
 
     def unless_ended(self, work: Callable[[], Result]) -> Result:
-        """Do work that a signal may end at any place. Raises InterruptedRunError.
+        """Do the first step, which a signal may end at any place. Raises InterruptedRunError.
 
-        Of one process only: others would wait for it.
+        What fails after the signal is that as well: other ranks leave the step, too.
         """
         try:
-            self._raising = True
-            found = work()
-            self._raising = False
+            with self._arrivals:
+                self._raising = True
+                if self.requested:  # just now
+                    self._end(_Ended())
+                found = work()
+                self._raising = False
         except _Ended:
-            raise InterruptedRunError(_BEFORE_STEP_1) from None
+            raise InterruptedRunError(NOTHING_TRAINED) from None
+        except Exception:
+            if self._ended:
+                raise InterruptedRunError(NOTHING_TRAINED) from None
+            raise
         finally:
             self._raising = False
         return found
 
+    def ends_before_step_1(self) -> bool:
+        """Whether a signal ends this process before its first step is done. Any thread may ask.
+
+        Within the step also while the main thread waits in a library, which handles no signal
+        until then.
+        """
+        return self._ended or (self._raising and self._arrivals.any())
+
+    def interrupt(self) -> bool:
+        """End the main thread before its first step is done, as a signal would.
+
+        For another thread, which knows that a signal has ended another rank. False where signals
+        are left alone.
+        """
+        if not self._previous:
+            return False
+        if not self.requested and (self._raising or not self.stepping):
+            signal.pthread_kill(self._thread, signal.SIGTERM)
+        return True
+
+    def _end(self, error: BaseException) -> NoReturn:
+        self._ended = True
+        raise error
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()  # another signal may be handled within this call, not below
         if self.requested:
-            if time.monotonic() - self._first_s > _SAME_SIGNAL_S:
+            if now_s - self._first_s > _SAME_SIGNAL_S:
                 os._exit(128 + number)
             return
-        self.requested = True
-        self._first_s = time.monotonic()
+        self.requested, self._first_s = True, now_s
         if self._raising:
-            raise _Ended
+            self._end(_Ended())
         if not self.stepping:
-            raise InterruptedRunError(_BEFORE_STEP_1)
+            self._end(InterruptedRunError(NOTHING_TRAINED))
         self._say.start()
 
 

@@ -65,7 +65,8 @@ class Loop:
         ):
             try:
                 for step in range(self.start_step + 1, self.total_steps + 1):
-                    raw = self._first_step() if step == self.start_step + 1 else self._step(step)
+                    first = step == self.start_step + 1
+                    raw = self._first_step() if first else self._step(step)
                     waiting.append(raw)
                     # A GPU computes behind: while it has work, earlier steps are accounted for.
                     self._settle(waiting, self.stepper.queue.steps_behind)
@@ -78,11 +79,8 @@ class Loop:
         self.checkpointer.settle()
 
     def _first_step(self) -> RawStep:
-        """The first step, in which compilers work: by itself a process ends there at once."""
-        step = self.start_step + 1
-        if self.world_size > 1:
-            return self._step(step)
-        return self.stop.unless_ended(lambda: self._step(step))
+        """The first step, in which compilers work: a signal ends it at once."""
+        return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
 
     def _step(self, step: int) -> RawStep:
         settings = self.settings

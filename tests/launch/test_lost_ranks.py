@@ -255,3 +255,56 @@ def test_a_signal_is_heard_while_a_rank_waits_for_the_others(tmp_path, words):
     process.send_signal(signal.SIGTERM)
     ((code, said),) = end_in_time([process])
     assert code == 75 and "nothing was trained" in said, said
+
+
+# A forward on rank 1 that stands for a compiler at work; rank 0 waits for it in a collective.
+WAITING = """
+import os, time
+import torch
+
+class Waiting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and type(x) is torch.Tensor and os.environ["RANK"] == "1":
+            open("waits", "w").close()
+            time.sleep(600)
+        return self.inner(x)
+
+def build():
+    return Waiting(), lambda module, x: module(x).square().mean(), [torch.ones(4)] * 16
+"""
+
+
+@pytest.mark.parametrize(
+    "victims", [pytest.param((0,), id="waits in a collective"),
+                pytest.param((1,), id="works", marks=pytest.mark.slow),
+                pytest.param((0, 1), id="both", marks=pytest.mark.slow),
+                pytest.param((), id="the launcher", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_signal_within_the_first_step_ends_all_ranks(tmp_path, victims):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    words = ("train", "--model", "waiting.py:build", "--global-batch", 4, "--steps", 2,
+             "--precision", "fp32", "--threads", 1, "--device", "cpu", "--strategy", "ddp",
+             "--comm-timeout-s", 600, "--out", "run")  # fmt: skip
+    if victims:
+        processes = start_ranks(*words, cwd=tmp_path)
+        told = [processes[victim] for victim in victims]
+    else:
+        told = processes = [start(*words, "--nproc", 2, cwd=tmp_path)]
+    try:
+        until_s = time.monotonic() + LIMIT_S
+        while not (tmp_path / "waits").exists() and time.monotonic() < until_s:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        time.sleep(1.5)  # rank 0 has come to the collective
+        for process in told:
+            process.send_signal(signal.SIGTERM)
+    finally:
+        ended = end_in_time(processes)
+    for code, _ in ended:
+        assert code == 75, ended
+    assert "nothing was trained" in ended[0][1] and "Traceback" not in ended[0][1], ended
+    assert not (tmp_path / "run").exists()

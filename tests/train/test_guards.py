@@ -1,7 +1,10 @@
 """The same bits each time, on a GPU where that is asked for, and signals that end a run."""
 
+import hashlib
+import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -66,6 +69,63 @@ def test_a_signal_ends_one_process_within_a_compiler():
         assert stop.unless_ended(lambda: "done") == "done"
         signal.raise_signal(signal.SIGTERM)  # of a later step: it is finished
         assert stop.requested
+
+
+def test_a_signal_that_comes_within_the_handler_of_another_is_the_same(monkeypatch):
+    real, left = time.monotonic, [1]
+
+    def monotonic():
+        if left:
+            left.pop()
+            signal.raise_signal(signal.SIGTERM)
+        return real()
+
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended at once with {code}"))
+    monkeypatch.setattr("outpace.train.guards.time.monotonic", monotonic)
+    with StopSignal() as stop:
+        stop.stepping = True
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested and not left
+
+
+def test_another_thread_knows_of_a_signal_that_python_has_not_handled():
+    """The main thread is in a library, as a rank that waits in a collective is."""
+    known, over = [], threading.Event()
+
+    def look():
+        time.sleep(0.2)  # until it is in there
+        os.kill(os.getpid(), signal.SIGTERM)  # the kernel delivers it in a moment
+        while not over.is_set() and not stop.ends_before_step_1():
+            time.sleep(0.001)
+        known.append((stop.requested, over.is_set()))
+
+    def work():
+        thread.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)
+        over.set()
+
+    thread = threading.Thread(target=look)
+    with StopSignal() as stop:
+        stop.stepping = True
+        with pytest.raises(InterruptedRunError, match="nothing was trained"):
+            stop.unless_ended(work)
+        thread.join()
+        assert known == [(False, False)] and stop.ends_before_step_1()
+
+
+def test_what_fails_after_a_signal_within_the_first_step_is_an_interruption():
+    def fail_later():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            raise RuntimeError("Connection closed by peer") from None
+
+    with StopSignal() as stop:
+        stop.stepping = True
+        with pytest.raises(InterruptedRunError, match="nothing was trained"):
+            stop.unless_ended(fail_later)
+    with StopSignal() as stop, pytest.raises(ZeroDivisionError):
+        stop.unless_ended(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("at", ["first step", "initial evaluation", "second step"])
