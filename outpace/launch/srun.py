@@ -6,6 +6,7 @@ too, and is no rank: only what srun starts has those of a step.
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from outpace.launch.host_list import expand
 from outpace.records.errors import BadInputError
@@ -13,15 +14,18 @@ from outpace.records.errors import BadInputError
 # Below what systems give out by themselves (from 32768), above what services use.
 _PORTS = range(15000, 30000)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
+_WITH_VALUE = ("--rcfile", "--init-file")  # bash(1)
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE and so on of a task; empty outside of a step of several tasks.
 
-    Raises BadInputError where srun has left something out.
+    Empty also in a shell that has a terminal of srun's, where `--nproc` starts ranks. Raises
+    BadInputError where srun has left something out.
     """
-    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return {}  # `srun --pty bash`: a shell, in which --nproc starts ranks
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
+        return {}
     needed = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE",
               "SLURM_STEP_NODELIST", "SLURM_JOB_ID")  # fmt: skip
     missing = [name for name in needed if not environ.get(name)]
@@ -45,6 +49,30 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environ.get("MASTER_ADDR") or next(expand(environ["SLURM_STEP_NODELIST"])),
         "MASTER_PORT": environ.get("MASTER_PORT") or _port(environ),
     }
+
+
+def _in_shell(environ: Mapping[str, str]) -> bool:
+    """Whether a person types into the shell that srun has started as this task.
+
+    `srun --pty -n 4 bash` gives task 0 the terminal, and nobody types into the other three shells.
+    One that runs a script does so in every task.
+    """
+    if not environ.get("SLURM_PTY_PORT"):
+        return False
+    try:
+        text = Path("/proc", environ["SLURM_TASK_PID"], "cmdline").read_text(errors="replace")
+    except (KeyError, OSError, ValueError):
+        return False
+    name, *words = text.split("\0")[:-1] or [""]
+    if name.rpartition("/")[2].removeprefix("-") not in _SHELLS:
+        return False
+    while words:
+        word = words.pop(0)
+        if word in _WITH_VALUE:
+            del words[:1]
+        elif not word.startswith("-") or (not word.startswith("--") and "c" in word):
+            return False  # a script, or a command
+    return True
 
 
 def _counts(text: str) -> Iterator[int]:

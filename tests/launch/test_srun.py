@@ -1,5 +1,9 @@
 """Ranks from the variables that srun sets for each task."""
 
+import subprocess
+import time
+from pathlib import Path
+
 import pytest
 
 from outpace.launch.environment import meeting_url, ranks_from
@@ -58,6 +62,29 @@ def test_a_shell_of_one_task_and_a_batch_script_are_no_ranks() -> None:
     batch = {"SLURM_JOB_ID": "712", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert ranks_from(batch) is None
     assert meeting_url(batch) == "env://"
+
+
+def test_a_shell_that_has_the_terminal_of_several_tasks_is_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "script.sh").write_text("read line")
+
+    def ranks(*words: str, **environ: str) -> Ranks | None:
+        task = subprocess.Popen(words, stdin=subprocess.PIPE)
+        try:
+            while not Path(f"/proc/{task.pid}/cmdline").read_bytes():
+                time.sleep(0.001)  # the kernel is about to write it
+            of_task = {**STEP, "SLURM_PTY_PORT": "4711", "SLURM_TASK_PID": str(task.pid)}
+            return ranks_from({**of_task, **environ})
+        finally:
+            task.communicate()
+
+    assert ranks("bash", "--norc") is None
+    assert ranks("bash", "--rcfile", "/dev/null", "-l") is None
+    rank = Ranks(rank=9, local_rank=1, world_size=11, local_world_size=3)
+    assert ranks("bash", str(tmp_path / "script.sh")) == rank
+    assert ranks("bash", "-lc", "read line") == rank
+    assert ranks("cat") == rank
+    assert ranks("bash", SLURM_PTY_PORT="") == rank
+    assert ranks("bash", SLURM_TASK_PID="0") == rank  # of another namespace of processes
 
 
 def test_torchrun_under_srun_is_nearer() -> None:
