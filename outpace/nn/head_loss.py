@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from outpace.nn.compilation import with_own_code
 from outpace.nn.low_loss import IGNORED
-from outpace.nn.torch_versions import add_wide_product
+from outpace.nn.torch_versions import add_wide_product, compiler_reads_before_it_writes
 from outpace.records.errors import error_summary
 
 PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
@@ -75,10 +75,14 @@ class Passes:
 
 def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """To be compiled: one kernel that reads the logits once, and one for the targets'."""
+    return _log_sum_exp(logits_NP, vocab), _own(logits_NP, columns_N)
+
+
+def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
     wide_NP = _only(_wide(logits_NP), vocab, -torch.inf)
     largest_N1 = wide_NP.amax(1, keepdim=True)
     sums_N1 = (wide_NP - largest_N1).exp().sum(1, keepdim=True)  # a pattern of Inductor's
-    return (largest_N1 + sums_N1.log()).squeeze(1), _own(logits_NP, columns_N)
+    return (largest_N1 + sums_N1.log()).squeeze(1)
 
 
 def _gradient(
@@ -94,10 +98,12 @@ def _gradient(
 
 
 def _loss_and_gradient(
-    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
+    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int, own_N: Tensor | None = None
 ) -> Tensor:
-    """To be compiled: both of the above."""
-    lse_N, own_N = _scores(logits_NP, columns_N, vocab)
+    """To be compiled: both of the above. `own_N` are the targets' logits, where they are known."""
+    if own_N is None:
+        own_N = _own(logits_NP, columns_N)
+    lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
     _gradient(logits_NP, lse_N, columns_N, counts_N.to(lse_N.dtype), vocab)
     return loss
@@ -142,11 +148,12 @@ def _eager_gradient(
 
 
 def _eager_loss_and_gradient(
-    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
+    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int, own_N: Tensor | None = None
 ) -> Tensor:
     """With one softmax and no second exp: log Σ exp is the largest logit less its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
-    own_N = _own(logits_NP, columns_N)
+    if own_N is None:
+        own_N = _own(logits_NP, columns_N)
     loss = own_N.new_zeros(())
     for rows in _blocks(logits_NP):
         largest_R, at_R = logits_NP[rows].max(1)
@@ -220,11 +227,25 @@ def _is_limit(error: Exception) -> bool:
 
 def compiled_passes() -> Passes:
     """Passes that torch.compile compiles at their first calls; making them loads the compiler."""
+    both = CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient)
     return Passes(
         CompiledPass(_scores, EAGER.scores),
         CompiledPass(_gradient, EAGER.gradient),
-        CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient),
+        both if compiler_reads_before_it_writes() else _with_targets_logits_first(both),
     )
+
+
+def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
+    """Take the targets' logits in a kernel of their own, before compiled code writes over them."""
+
+    def loss_and_gradient(
+        logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
+    ) -> Tensor:
+        own_N = _own(logits_NP, columns_N)
+        loss: Tensor = compiled(logits_NP, columns_N, counts_N, vocab, own_N)
+        return loss
+
+    return loss_and_gradient
 
 
 def padded_width(vocab: int) -> int:

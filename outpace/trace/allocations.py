@@ -24,7 +24,7 @@ class Allocations:
         self.peak_bytes = 0
         self.left_bytes = 0
         self._told: list[tuple[int, int, int]] = []
-        self._profile = torch.profiler.profile(profile_memory=True)
+        self._profile = torch.profiler.profile(profile_memory=True, acc_events=True)
 
     def __enter__(self) -> Self:
         with _quiet():

@@ -38,6 +38,7 @@ def profiler(
         schedule=schedule(wait=wait, warmup=warm, active=shown, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
+        acc_events=True,  # of the one cycle; torch 2.11 warns that others would be lost
     ) as running:
         yield running.step
 

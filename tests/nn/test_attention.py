@@ -131,7 +131,8 @@ def test_is_taken_in_bf16_on_a_cpu_and_not_with_dropout():
     def operators(dtype, dropout):
         operands = _heads(1, 2, 2, 8, 8, 4, dtype)
         sees = visibility(8, 8, True, None, None, None, CPU)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, acc_events=True) as seen:
             suited_attention(*operands, sees, dropout)
         return "outpace::attention" in {event.key for event in seen.key_averages()}
 

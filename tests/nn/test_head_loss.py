@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.nn import head_loss
+from outpace.nn import head_loss, torch_versions
 from outpace.nn.head_loss import EAGER, CompiledPass, chunk_rows, compiled_passes, padded_width
 from outpace.nn.loss import LanguageModelObjective, linear_loss_sum
 from outpace.nn.transformer import Transformer
@@ -91,6 +91,18 @@ def test_compiled_passes_give_the_eager_ones_numbers(compiled, dtype):
             assert error(loss, eager) < 1e-6
             for ours, theirs in zip(grads, eager_grads, strict=True):
                 assert error(ours, theirs) < (1e-6 if dtype is None else 1e-3)
+
+
+def test_targets_logits_are_read_before_a_compiler_that_writes_first(monkeypatch):
+    """On torch 2.11 the compiled gather itself would find the gradient where logits were."""
+    monkeypatch.setattr(torch_versions, "torch_release", lambda: (2, 11))
+    operands, targets = operands_of()
+    passes = compiled_passes()
+    with torch.profiler.profile(acc_events=True) as profile:
+        loss = loss_of(operands, targets, "chunked", None, passes)
+    gathers = [event for event in profile.events() if event.name == "aten::gather"]
+    assert len(gathers) == 3  # one for each chunk, none of them within compiled code
+    assert error(loss, loss_of(operands, targets, "chunked", None)) < 1e-6
 
 
 def test_large_negative_logits_stay_finite(compiled):
@@ -195,7 +207,7 @@ def test_a_frozen_head_has_no_product_for_its_gradient(kind):
 
 def allocations(work):
     """The sizes of what is allocated."""
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         work()
     events = profile.profiler.kineto_results.experimental_event_tree()
     return [event.extra_fields.alloc_size for event in _flat(events) if event.name == "[memory]"]

@@ -189,7 +189,7 @@ class _Largest(TorchDispatchMode):
 def _largest_allocation(objective, batch, dtype):
     """Bytes of the largest allocation of a forward and backward, from the allocator's events."""
     with (
-        torch.profiler.profile(profile_memory=True) as profile,
+        torch.profiler.profile(profile_memory=True, acc_events=True) as profile,
         torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None),
     ):
         objective(batch)[0].backward()
@@ -234,7 +234,7 @@ def test_in_bf16_on_a_cpu_no_tensor_holds_all_logits_in_fp32():
     (hidden, weight), targets = _operands(rows=2048, width=8, vocab=4099)
 
     def allocated(kind):
-        with torch.profiler.profile(profile_memory=True) as profile:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             linear_loss_sum(hidden, weight, None, targets, kind, torch.bfloat16).backward()
         events = _flat(profile.profiler.kineto_results.experimental_event_tree())
         sizes = [e.extra_fields.alloc_size for e in events if e.name == "[memory]"]
@@ -288,7 +288,7 @@ def test_a_frozen_head_gets_no_gradient_in_bf16_on_a_cpu():
     loss = linear_loss_sum(hidden, frozen, bias.detach(), targets, "auto", torch.bfloat16)
     (grad,) = torch.autograd.grad(loss, [hidden])
     assert torch.equal(grad, exact)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         loss = linear_loss_sum(hidden, frozen, bias, targets, "auto", torch.bfloat16)
         grads = torch.autograd.grad(loss, [hidden, bias])
     assert torch.equal(grads[0], exact) and torch.equal(grads[1], bias_exact)

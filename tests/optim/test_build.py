@@ -167,7 +167,7 @@ def test_batches_of_matrices_are_few_products():
     optimizer = Muon(groups, lr=1e-2, betas=(0.9, 0.95), together=True)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         optimizer.step()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["aten::bmm"] + counts["aten::baddbmm"] == 15

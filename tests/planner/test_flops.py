@@ -141,7 +141,7 @@ def _profiled(loss_kind):
     hidden = torch.randn(1100, 16, requires_grad=True)
     weight = torch.randn(40, 16, requires_grad=True)
     targets = torch.zeros(1100, dtype=torch.int64)
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         linear_loss_sum(hidden, weight, None, targets, loss_kind).backward()
     first_factor = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}
     flops = 0
