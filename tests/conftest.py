@@ -49,7 +49,15 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests started by a launcher of any kind are not its ranks."""
     for name in list(os.environ):
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or name.startswith(
-            ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "HOROVOD_", "SLURM_")
+            (
+                "TORCHELASTIC_",
+                "OMPI_COMM_WORLD_",
+                "HOROVOD_",
+                "SLURM_",
+                "PMI_",
+                "PMIX_",
+                "MPI_LOCAL",
+            )
         ):
             monkeypatch.delenv(name)
 

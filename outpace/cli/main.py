@@ -211,7 +211,9 @@ def _fail(
         # The launcher speaks for all ranks, so that a person reads each message once. It would
         # stop the other ranks at the first exit code that is not 0: those still saving must not be.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
-    rank = _rank(environ)
+    from outpace.launch.environment import rank_name
+
+    rank = rank_name(environ)
     # What only one rank fails at nobody else says, but torchrun, of what is in the error file.
     silent = rank != "0" and (on_all_ranks or environ.get("TORCHELASTIC_ERROR_FILE"))
     if not silent and "--handed-over" not in arguments:
@@ -223,13 +225,6 @@ def _fail(
     if "--json" in arguments and rank == "0":
         print(json.dumps({"error": message, "exit_code": exit_code}))
     return exit_code
-
-
-def _rank(environ: Mapping[str, str]) -> str:
-    """This process's rank by its launcher's variables; "0" outside of one."""
-    task = "SLURM_PROCID" if environ.get("SLURM_STEP_NUM_TASKS") else ""
-    names = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", task)
-    return next((environ[name] for name in names if environ.get(name)), "0")
 
 
 def _same_on_all_ranks(error: OutpaceError) -> bool:

@@ -40,7 +40,21 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    # mvapich.cse.ohio-state.edu, MVAPICH2 user guide, "Environment variables"
+    Launcher(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
 )
+# Of MPICH and Intel MPI (src/pm/hydra of MPICH), and of Cray's PALS and others that follow PMI.
+_HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PMI = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+# By these other launchers say a process's rank, but not among how many: PMIx (prun), aprun, PALS
+# and flux.
+_RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 _LAST_PORT = 65535
 
@@ -48,7 +62,7 @@ _SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """The ranks that torchrun, or a launcher like it, Open MPI, horovodrun or srun has set.
+    """The ranks that torchrun, or a launcher like it, an MPI, horovodrun or srun has set.
 
     None outside of one. Raises BadInputError when they contradict each other, are no numbers, or
     leave open which processes share a host or where they meet.
@@ -56,8 +70,28 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
     for launcher in _LAUNCHERS:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):
             return _read(launcher, environ)
-    of_srun = srun.variables(environ)
-    return _read(_SRUN, of_srun) if of_srun else None
+    of_pmi = environ.get("PMI_SIZE", "1") != "1"
+    if of_pmi and environ.get(_HYDRA.local_world_size):  # which srun may have started, host by host
+        return _read(_HYDRA, environ)
+    if environ.get("SLURM_STEP_NUM_TASKS"):  # srun has PMI's variables as well
+        of_srun = srun.variables(environ)
+        return _read(_SRUN, of_srun) if of_srun else None
+    if of_pmi:
+        return _read(_PMI, environ)
+    _require_alone(environ)
+    return None
+
+
+def _require_alone(environ: Mapping[str, str]) -> None:
+    """Refuse a process that is one of several, of which nobody says how many there are."""
+    for name in _RANK_ALONE:
+        if environ.get(name, "0") != "0":
+            raise BadInputError(
+                f"environment: {name} = {environ[name]!r}: this is one of several processes, and "
+                "each would train by itself. Let your launcher start `torchrun` once on each host, "
+                "or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT for each process."
+            )
 
 
 def meeting_url(environ: Mapping[str, str]) -> str:
@@ -119,6 +153,8 @@ def _require_meeting_point(launcher: Launcher, environ: Mapping[str, str]) -> No
     how = "as torchrun does"
     if launcher.name == "Open MPI":
         how = "with mpirun -x MASTER_ADDR=… -x MASTER_PORT=29500 …"
+    elif launcher in (_HYDRA, _PMI):
+        how = "with mpiexec -genv MASTER_ADDR … -genv MASTER_PORT 29500 …, or exported before it"
     elif launcher.name == "horovodrun":
         how = "before horovodrun, which passes them on"
     raise BadInputError(
@@ -135,6 +171,15 @@ def require_port(text: str) -> None:
             f"environment: MASTER_PORT = {text!r} is no port: those go from 1 to {_LAST_PORT}. Set "
             "it to one that is free on rank 0's host, the same on all ranks."
         )
+
+
+def rank_name(environ: Mapping[str, str]) -> str:
+    """This process's rank as a variable has it, whatever others lack; "0" outside of a launcher."""
+    names = [launcher.rank for launcher in (*_LAUNCHERS, _HYDRA)]
+    if environ.get("SLURM_STEP_NUM_TASKS"):
+        names.append("SLURM_PROCID")
+    names += _RANK_ALONE
+    return next((environ[name] for name in names if environ.get(name)), "0")
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

@@ -30,7 +30,8 @@ SETTINGS = (
 # By which NCCL, and any other program, sends over InfiniBand and RoCE.
 VERBS_LIBRARY = "libibverbs.so.1"
 _LOCAL = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-          ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"))  # fmt: skip
+          ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+          ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"))  # fmt: skip
 
 
 def gather(

@@ -220,6 +220,7 @@ def test_only_rank_0_speaks_and_every_rank_leaves_its_message(
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, "rank 1: "),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}, "rank 3: "),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4"}, "rank 3: "),
         ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, "rank 2: "),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, ""),  # a batch script is no rank
     ],

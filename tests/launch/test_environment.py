@@ -35,6 +35,50 @@ def test_what_open_mpi_and_horovodrun_set_is_read() -> None:
     assert ranks_from({**horovod, **MEETING}) == FIFTH
 
 
+# As MPICH 5.0's mpiexec sets them; where hosts are SLURM's, srun starts one proxy of it on each.
+HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SRUN = {
+    "SLURM_JOB_ID": "712", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+}  # fmt: skip
+
+
+def test_what_other_mpis_set_is_read() -> None:
+    assert ranks_from({**HYDRA, **MEETING}) == FIFTH
+    assert ranks_from({**HYDRA, **SRUN, **MEETING}) == FIFTH
+    mvapich = {name.replace("OMPI", "MV2"): value for name, value in OPEN_MPI.items()}
+    assert ranks_from({**mvapich, **MEETING}) == FIFTH
+    cray = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+    assert ranks_from({**cray, "PALS_RANKID": "5", **MEETING}) == FIFTH
+    assert ranks_from({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1"}) is None
+
+
+def test_what_srun_sets_for_mpis_as_well_is_srun_s() -> None:
+    second = Ranks(rank=1, world_size=2, local_rank=0, local_world_size=1)
+    assert ranks_from({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2", "PMIX_RANK": "1"}) == second
+    shell = {**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMI_SIZE": "1"}
+    assert ranks_from({**shell, "PMI_RANK": "0", "PMIX_RANK": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            "not PMI_LOCAL_RANK and PMI_LOCAL_SIZE, so it is open",
+        ),
+        (HYDRA, "not MASTER_ADDR and MASTER_PORT.* with mpiexec -genv MASTER_ADDR"),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK = '3': this is one of several processes"),
+        ({"ALPS_APP_PE": "1"}, "ALPS_APP_PE = '1'"),
+    ],
+)
+def test_no_process_of_several_trains_by_itself(environ: dict[str, str], said: str) -> None:
+    """Each would write a run of its own, and none would say so."""
+    with pytest.raises(BadInputError, match=said):
+        ranks_from(environ)
+
+
 def test_torchrun_under_mpirun_is_nearer() -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1", **OPEN_MPI}
     assert ranks_from(environ) == Ranks()
