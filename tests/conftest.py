@@ -3,11 +3,12 @@
 import gc
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +84,29 @@ def on_ranks() -> Callable[..., Any]:
         return json.loads(done.stdout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def runnable() -> Callable[[Iterable[str]], list[str]]:
+    """`runnable(["mlp:zb", "1f1b@2→zbv@2"])`: the cases that this torch can run on a CPU.
+
+    Zero-bubble schedules need torch 2.13. Where no case is left, the test is skipped, and says why.
+    """
+
+    def keep(cases: Iterable[str]) -> list[str]:
+        import torch
+
+        from outpace.parallel import why_not
+        from outpace.records.ranks import Ranks
+
+        def lacking(case: str) -> str | None:
+            words = set(re.split("[:@→+]", case)) - {"horovod"}
+            found = (why_not(word, Ranks(), torch.device("cpu")) for word in words)  # type: ignore[arg-type]
+            return next(filter(None, found), None)
+
+        reasons = {case: lacking(case) for case in cases}
+        if all(reasons.values()):
+            pytest.skip("; ".join(sorted({why for why in reasons.values() if why})))
+        return [case for case, why in reasons.items() if why is None]
+
+    return keep

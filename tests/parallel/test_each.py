@@ -22,7 +22,8 @@ NEEDS = {"horovod": "horovod"}
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategies", [CROSSED, get_args(Strategy)], ids=["crossed", "all"])
-def test_training_without_options_works_under_the_strategy(tmp_path, strategies):
+def test_training_without_options_works_under_the_strategy(tmp_path, strategies, runnable):
+    strategies = runnable(strategies)
     done = subprocess.run(
         [sys.executable, str(EACH), str(tmp_path), *strategies],
         capture_output=True, text=True, timeout=1700, check=False,

@@ -13,8 +13,8 @@ RANKS = Path(__file__).with_name("fill_ranks.py")
 
 
 @pytest.mark.gloo
-def test_parts_filled_later_are_those_of_a_whole_model(on_ranks):
-    plans = [plan_for(strategy, 4, "fp32") for strategy in sorted(SPREADS)]
+def test_parts_filled_later_are_those_of_a_whole_model(on_ranks, runnable):
+    plans = [plan_for(strategy, 4, "fp32") for strategy in runnable(sorted(SPREADS))]
     plans += [plan.model_copy(update={"lora_rank": 2}) for plan in plans]
     spec = tiny_spec(plans)
     said = json.dumps([plan.model_dump(mode="json") for plan in plans])

@@ -47,8 +47,8 @@ def check(found):
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_an_overflow_on_one_rank_is_a_skipped_step_on_all():
-    strategies = ("dp", "ps", "servers", "ddp", "zero3", "gpipe", "zbv", "tp")
+def test_an_overflow_on_one_rank_is_a_skipped_step_on_all(runnable):
+    strategies = runnable(("dp", "ps", "servers", "ddp", "zero3", "gpipe", "zbv", "tp"))
     found = tried("overflow", *strategies)
     assert [line["strategy"] for line in found] == list(strategies)
     for line in found:

@@ -33,8 +33,8 @@ KINDS = {"gradient", "norm", "loss", "state", "evaluation"}
     ],
     ids=lambda cases: cases[0].partition(":")[0],
 )
-def test_modules_of_others_equal_one_process(cases, on_ranks):
-    for case, found in on_ranks(2, RANKS, *cases).items():
+def test_modules_of_others_equal_one_process(cases, on_ranks, runnable):
+    for case, found in on_ranks(2, RANKS, *runnable(cases)).items():
         assert set(found["worst"]) == KINDS
         wrong = {kind: worst for kind, worst in found["worst"].items() if not worst <= 1e-9}
         assert not wrong, case

@@ -103,8 +103,8 @@ STRATEGIES = ("mp", "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "d
         *(pytest.param([f"all:{one}"], marks=pytest.mark.slow, id=one) for one in STRATEGIES),
     ],
 )
-def test_modules_with_a_trap_equal_one_process_in_pipelines(cases, on_ranks):
-    for case, (first, *others) in on_ranks(2, RANKS, *cases).items():
+def test_modules_with_a_trap_equal_one_process_in_pipelines(cases, on_ranks, runnable):
+    for case, (first, *others) in on_ranks(2, RANKS, *runnable(cases)).items():
         assert set(first["worst"]) == RIGHT, (case, first)
         for one in (first, *others):
             wrong = {kind: worst for kind, worst in one["worst"].items() if not worst <= 1e-6}
@@ -112,7 +112,7 @@ def test_modules_with_a_trap_equal_one_process_in_pipelines(cases, on_ranks):
 
 
 @pytest.mark.gloo
-def test_what_does_not_travel_is_refused_by_every_rank(on_ranks):
-    for case, told in on_ranks(2, RANKS, *REFUSED).items():
+def test_what_does_not_travel_is_refused_by_every_rank(on_ranks, runnable):
+    for case, told in on_ranks(2, RANKS, *runnable(REFUSED)).items():
         for one in told:
             assert re.search(REFUSED[case], one.get("refused", "")), (case, one)

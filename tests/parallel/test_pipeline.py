@@ -52,8 +52,9 @@ def alone(text, tmp_path_factory):
 @pytest.mark.parametrize(
     ("before", "after"), [("single", "1f1b"), ("zbv", "single")], ids=["into", "out of"]
 )
-def test_a_run_goes_on_in_a_pipeline_and_out_of_one(text, tmp_path, alone, before, after):
+def test_a_run_goes_on_in_a_pipeline_and_out_of_one(text, tmp_path, alone, before, after, runnable):
     """The tied embedding is on two ranks under 1f1b, and twice on one under zbv."""
+    runnable([f"{before}→{after}"])
     losses, one = alone
     two = tmp_path / "two"
     for steps, strategy, more in ((2, before, []), (4, after, ["--resume"])):
