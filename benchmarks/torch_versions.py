@@ -1,12 +1,13 @@
 """Whether outpace works with the torch and the Python that run this; `scripts/test-torch` does.
 
     python benchmarks/torch_versions.py [--only imports,verify,trainings,tests] [--quick]
+    python benchmarks/torch_versions.py --only tests/optim,tests/train
 
 Imports every module, proves every strategy on four processes, trains each kind of model, and runs
-the tests of the packages that torch's versions differ for. Nothing needs to be installed but what
-outpace depends on. Each part's result goes into results/torch_versions.json as it comes, one entry
-for each torch and Python, with the commit that it is of. A part that is left out stays as it was
-recorded before, and is null where it never was. Exits 1 where something failed.
+the tests of the packages that torch's versions differ for. Needs what outpace depends on, and for
+the tests what these load. Each part's result goes into results/torch_versions.json as it comes, one
+entry for each torch and Python, with the commit that it is of. A part that is left out stays as it
+was recorded before, and is null where it never was. Exits 1 where something failed.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,24 +133,21 @@ def train(options: list[str]) -> dict[str, Any]:
     return {"initial_loss": first, "final_loss": last, "failures": failures, "passed": passed}
 
 
-def tests(folders: tuple[str, ...] = FOLDERS) -> dict[str, Any]:
-    """The tests of some packages, each folder in a pytest of its own."""
-    found = {}
-    for folder in folders:
-        with tempfile.TemporaryDirectory() as place:
-            told = Path(place, "junit.xml")
-            command = [
-                sys.executable, "-m", "pytest", f"tests/{folder}", "-q", "-m", "not slow",
-                "-p", "no:cacheprovider", "--timeout=900", f"--junitxml={told}",
-            ]  # fmt: skip
-            # What pytest prints, tracebacks too, is for whoever waits; stdout is for results.
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment(), stdout=sys.stderr.fileno(), check=False
-            )
-            ended = {"failures": [f"pytest ended with exit code {done.returncode}"]}
-            found[folder] = counted(told) if told.exists() else ended
-            found[folder]["passed"] = done.returncode == 0
-    return found
+def tests(folder: str) -> dict[str, Any]:
+    """The tests of a package."""
+    with tempfile.TemporaryDirectory() as place:
+        told = Path(place, "junit.xml")
+        command = [
+            sys.executable, "-m", "pytest", f"tests/{folder}", "-q", "-m", "not slow",
+            "-p", "no:cacheprovider", "--timeout=900", f"--junitxml={told}",
+        ]  # fmt: skip
+        # What pytest prints, tracebacks too, is for whoever waits; stdout is for results.
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), stdout=sys.stderr.fileno(), check=False
+        )
+        ended = {"failures": [f"pytest ended with exit code {done.returncode}"]}
+        found = counted(told) if told.exists() else ended
+    return {**found, "passed": done.returncode == 0}
 
 
 def counted(told: Path) -> dict[str, Any]:
@@ -186,7 +185,7 @@ PARTS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "imports": imports,
     "verify": verify,
     "trainings": trainings,
-    "tests": tests,
+    **{f"tests/{folder}": partial(tests, folder) for folder in FOLDERS},
 }
 
 
@@ -195,15 +194,19 @@ def record(name: str, part: Mapping[str, Any], about: Mapping[str, Any], path: P
 
     Parts of an entry with other versions of packages are forgotten.
     """
+    name, _, folder = name.partition("/")
     entries = json.loads(path.read_text())["entries"] if path.exists() else []
     before = next((one for one in entries if _key(one) == _key(about)), None)
-    parts = dict.fromkeys(PARTS)
+    parts: dict[str, Any] = dict.fromkeys(one.partition("/")[0] for one in PARTS)
     if before is not None and before["versions"] == about["versions"]:
-        parts |= {name: before[name] for name in PARTS}
+        parts |= {one: before[one] for one in parts}
         parts["recorded"] = before["recorded"]
+    if folder:
+        part = {**(parts[name] or {}), folder: part}
     recorded = {word: about[word] for word in ("date", "commit", "uncommitted_changes", "command")}
     of = {word: about[word] for word in ("torch", "python", "versions", "machine")}
-    entry = {**of, **parts, name: part, "recorded": {**parts.get("recorded", {}), name: recorded}}
+    what = f"{name}/{folder}" if folder else name
+    entry = {**of, **parts, name: part, "recorded": {**parts.get("recorded", {}), what: recorded}}
     ordered = sorted([*(one for one in entries if one is not before), entry], key=_key)
     document = {"benchmark": "torch_versions", "entries": ordered}
     path.write_text(json.dumps(document, indent=1) + "\n")
@@ -225,15 +228,18 @@ def failed(part: Mapping[str, Any] | None) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
+    parser.add_argument("--only", help="parts, comma-separated; tests/nn for those of a package")
     parser.add_argument("--quick", action="store_true", help="all but the tests")
     parser.add_argument("--recorded-as", help="the command to record", default=None)
     parser.add_argument("--out", type=Path, default=RESULT, help="the file of results")
     arguments = parser.parse_args()
-    chosen = QUICK if arguments.quick else tuple(arguments.only.split(","))
-    unknown = set(chosen) - set(PARTS)
+    asked = arguments.only.split(",") if arguments.only else PARTS
+    found = {one: [name for name in PARTS if one in (name, name.partition("/")[0])]
+             for one in (QUICK if arguments.quick else asked)}  # fmt: skip
+    unknown = [one for one, names in found.items() if not names]
     if unknown:
-        parser.error(f"--only {', '.join(sorted(unknown))}: the parts are {', '.join(PARTS)}")
+        parser.error(f"--only {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
+    chosen = [name for names in found.values() for name in names]
     # Before the first part, since each part's result is a change to a file of the checkout.
     started = {"torch": VERSION, "python": platform.python_version(), **circumstances()}
     if arguments.recorded_as is not None:

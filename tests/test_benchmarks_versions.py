@@ -25,12 +25,17 @@ def module(monkeypatch):
 def test_parts_are_recorded_one_by_one_for_each_torch_and_python(module, tmp_path):
     path = tmp_path / "found.json"
     module.record("imports", IMPORTS, ABOUT, path)
-    module.record("tests", TESTS, {**ABOUT, "commit": "def"}, path)
-    module.record("tests", TESTS, {**ABOUT, "torch": "2.9.1+cpu"}, path)
+    module.record("tests/nn", TESTS["nn"], {**ABOUT, "commit": "def"}, path)
+    module.record("tests/nn", TESTS["nn"], {**ABOUT, "torch": "2.9.1+cpu"}, path)
     older, entry = json.loads(path.read_text())["entries"]
     assert older["torch"] == "2.9.1+cpu" and older["imports"] is None  # 2.9 is before 2.11
     assert (entry["imports"], entry["tests"], entry["verify"]) == (IMPORTS, TESTS, None)
     assert [one["commit"] for one in entry["recorded"].values()] == ["abc", "def"]
+
+    module.record("tests/optim", TESTS["nn"], ABOUT, path)
+    entry = json.loads(path.read_text())["entries"][1]
+    assert entry["tests"] == {**TESTS, "optim": TESTS["nn"]}
+    assert list(entry["recorded"]) == ["imports", "tests/nn", "tests/optim"]
 
     module.record("verify", {"passed": True}, {**ABOUT, "versions": {"transformers": "6"}}, path)
     entry = json.loads(path.read_text())["entries"][1]
@@ -46,8 +51,10 @@ def test_the_results_of_one_part_are_no_uncommitted_change_of_the_next(
         return {**ABOUT, "uncommitted_changes": path.exists()}
 
     monkeypatch.setattr(module, "circumstances", circumstances)
-    monkeypatch.setattr(module, "PARTS", {"imports": lambda: IMPORTS, "tests": lambda: TESTS})
-    monkeypatch.setattr("sys.argv", ["torch_versions.py", f"--out={path}"])
+    monkeypatch.setattr(module, "PARTS", {
+        "imports": lambda: IMPORTS, "verify": lambda: {}, "tests/nn": lambda: TESTS["nn"]
+    })  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["torch_versions.py", f"--out={path}", "--only=imports,tests"])
     assert module.main() == 1  # a module could not be imported
     (entry,) = json.loads(path.read_text())["entries"]
     assert [one["uncommitted_changes"] for one in entry["recorded"].values()] == [False, False]
@@ -65,7 +72,7 @@ def test_the_table_says_what_did_not_run_and_what_failed(module, tmp_path):
 
     path = tmp_path / "found.json"
     module.record("imports", IMPORTS, ABOUT, path)
-    module.record("tests", TESTS, ABOUT, path)
+    module.record("tests/nn", TESTS["nn"], ABOUT, path)
     shown = torch_versions(json.loads(path.read_text()))
     row = "| 2.11.0+cu130 | 3.12.1 | 5.17.0 | 3 of 4 | not run | not run | 7 of 7 (nn) |"
     assert row in shown
