@@ -211,14 +211,14 @@ def assemble(
     loader = _loader(job, job.materials.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
 
-    def measure(step: int) -> Evaluation | None:
-        found = _evaluate(job, layout, mixed, step)
+    def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
+        found = _evaluate(job, layout, mixed, step, stop if heeds_stop else None)
         stepper.free_cache()
         return found
 
     tell(job.callbacks, "on_start", run_info(job, record, trained, start_step))
     evaluate = partial(_initial_evaluation, job, start_step, measure)
-    initial = evaluate() if job.ranks.world_size > 1 else stop.unless_ended(evaluate)
+    initial = stop.unless_ended(evaluate)
     loop = Loop(
         settings=settings,
         stepper=stepper,
@@ -227,7 +227,7 @@ def assemble(
         steps=iter(loader),
         ledger=_ledger(job, progress, trained),
         checkpointer=checkpointer,
-        evaluate=measure,
+        evaluate=partial(measure, heeds_stop=True),
         callbacks=job.callbacks,
         stop=stop,
         random_rank=job.plan.random_rank(job.ranks.rank),
@@ -461,7 +461,9 @@ def _loader(
     )
 
 
-def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation | None:
+def _evaluate(
+    job: Job, layout: Layout, mixed: Mixed, step: int, stop: StopSignal | None
+) -> Evaluation | None:
     """The held-out loss, and a task's metrics; None where there is no held-out data, or no wish.
 
     Of outpace's own data each sample is used once, whatever the global batch and the ranks are; of
@@ -487,6 +489,7 @@ def _evaluate(job: Job, layout: Layout, mixed: Mixed, step: int) -> Evaluation |
             mixed=mixed,
             device=job.device,
             group=job.groups.control,
+            stop=None if stop is None else lambda: stop.requested,
         )
     finally:
         loader.close()

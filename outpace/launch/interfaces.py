@@ -41,9 +41,25 @@ def require_interfaces(environ: Mapping[str, str]) -> None:
         )
 
 
+def require_address(address: str) -> None:
+    """Raises BadInputError where no interface of this host has an address that ranks need."""
+    there = psutil.net_if_addrs()
+    if not any(one.address == address for found in there.values() for one in found):
+        raise BadInputError(
+            f"this host has no network interface with the address {address}, at which ranks on it "
+            f"meet (it has {', '.join(sorted(there)) or 'none'}). In a network namespace of its "
+            "own, as of `unshare --net` and many sandboxes, the loopback is down at first: `ip "
+            "link set lo up`, as root there, or start outside of it."
+        )
+
+
 @contextmanager
 def staying_on(address: str) -> Iterator[frozenset[str]]:
-    """Meanwhile groups are made on this address's interface; yields variables set for that."""
+    """Meanwhile groups are made on this address's interface; yields variables set for that.
+
+    Raises BadInputError where there is no such interface.
+    """
+    require_address(address)
     own = variables_for(address, os.environ)
     os.environ.update(own)
     try:

@@ -38,7 +38,7 @@ from outpace.launch.resolve import (
 )
 from outpace.launch.tasks import check_task
 from outpace.launch.tracing import Tracer
-from outpace.nn.compilation import compiler_cache
+from outpace.nn.compilation import compiler_cache, disabled_by
 from outpace.nn.fp8 import require_fp8
 from outpace.nn.mixed import fp32_products
 from outpace.parallel import why_not
@@ -147,6 +147,7 @@ def prepared(
         threads = set_threads(settings.threads, usable_cores(), ranks.local_world_size, os.environ)
         machine = identify(find_accelerator)
         plan = resolve_plan(settings, ranks, device, machine, own_model=model is not None)
+        plan = _as_far_as_torch_compiles(settings, plan, heard)
         if device.type == "cpu" and settings.memory_limit is None and not plan.empty_cache:
             keep_freed(os.environ)
         guard = Guard(ranks, device, end)
@@ -231,6 +232,25 @@ def prepared(
 def _tidy_with(guard: Guard, message: str) -> None:
     """Tidy up as the guard would then: what there is to tidy changes."""
     guard.tidy(message)
+
+
+def _as_far_as_torch_compiles(
+    settings: TrainSettings, plan: Plan, heard: Sequence[Callback]
+) -> Plan:
+    """The plan, which is not compiled where the environment turns torch.compile off.
+
+    Raises BadInputError where it was to be compiled.
+    """
+    variable = disabled_by(os.environ) if plan.compile else None
+    if variable is None:
+        return plan
+    if settings.compile:
+        raise BadInputError(
+            f"--compile, but the environment has {variable}, with which torch compiles nothing. "
+            "Unset it, or train with --no-compile."
+        )
+    tell(heard, "on_hint", f"compile: no, as the environment has {variable}")
+    return plan.model_copy(update={"compile": False})
 
 
 def _with_compile(

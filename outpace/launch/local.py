@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from outpace.launch.forked import Begin, forking
-from outpace.launch.interfaces import LOOPBACK
+from outpace.launch.interfaces import LOOPBACK, require_address
 from outpace.launch.parent_watch import child_environment
 from outpace.records.errors import (
     EXIT_INTERRUPTED,
@@ -131,6 +131,8 @@ def run_ranks(
     meeting: Meeting = _ALONE,
 ) -> Ended:
     """As `start`, of this host's ranks; how they ended is returned."""
+    if meeting is _ALONE:
+        require_address(LOOPBACK)  # where torch's store would be looked for during a minute
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch

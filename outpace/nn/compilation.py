@@ -10,7 +10,7 @@ batches gain is less than compiling takes.
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import update_wrapper
 from pathlib import Path
@@ -96,6 +96,14 @@ class CompiledForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of the module's copy."""
         return copy.deepcopy(self._forward, memo)
+
+
+def disabled_by(environ: Mapping[str, str]) -> str | None:
+    """The variable by which torch.compile does nothing, as it is set; None where it compiles."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if environ.get(name) == "1":
+            return f"{name}=1"
+    return None
 
 
 def compile_forwards(

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,13 @@ from outpace.parallel.api import divisor
 from outpace.records.measurement import Evaluation
 from outpace.train.step import Batch
 
+# Ranks ask each other so often whether a signal came: seldom enough not to be seen in the time.
+_ASK_EVERY = 8
+
+
+class EvaluationStopped(Exception):  # noqa: N818  # not an error, on any rank
+    """A rank was asked to stop; nothing was measured, on any rank."""
+
 
 def evaluate(
     layout: Layout,
@@ -24,11 +31,13 @@ def evaluate(
     mixed: Mixed,
     device: torch.device,
     group: dist.ProcessGroup | None,
+    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Mean loss per target over `steps` (lists of this rank's micro-batches), all ranks' together.
 
     With the metrics of an objective that has some. Dropout is off. Each rank must pass its own
-    share and the same number of steps.
+    share and the same number of steps. Raises EvaluationStopped on all ranks where `stop` says on
+    one of them that it is to end.
     """
     names: Sequence[str] = getattr(layout.objective, "sums", ())
     totals = torch.zeros(2 + len(names), dtype=torch.float64)
@@ -36,9 +45,12 @@ def evaluate(
     began_s = time.perf_counter()
     objective = layout.objective
     with evaluation_mode(objective), torch.no_grad(), without_compilation(objective):
-        for batches in steps:
+        for number, batches in enumerate(steps, 1):
             for batch in batches:
                 found.append(layout.evaluate(batch, Pass(mixed.cast)))
+            if stop is not None and number % _ASK_EVERY == 0 and _any(stop(), group):
+                layout.free_gathered()
+                raise EvaluationStopped
     layout.free_gathered()
     for part in found:  # not before: reading one would wait for the device
         totals[: len(part)] += part.cpu()  # a rank without the output has two zeros
@@ -57,3 +69,12 @@ def evaluate(
         sums=sums,
         metrics=layout.objective.metrics(sums, count) if names else {},  # type: ignore[operator]
     )
+
+
+def _any(wish: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether any rank wishes it."""
+    if group is None or group.size() == 1:
+        return wish
+    wishes = torch.tensor([wish], dtype=torch.int32)
+    dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=group)
+    return bool(wishes)

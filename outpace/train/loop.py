@@ -15,6 +15,7 @@ from outpace.records.settings import TrainSettings
 from outpace.train.accounting import Ledger
 from outpace.train.callbacks import Callback, tell
 from outpace.train.checkpoint import Checkpointer, Progress, whole_checkpoints
+from outpace.train.evaluate import EvaluationStopped
 from outpace.train.guards import StopSignal, collecting_every, seed_step
 from outpace.train.schedule import learning_rate
 from outpace.train.step import Batch, RawStep, Stepper
@@ -121,9 +122,13 @@ class Loop:
             self.stepper.pause()
         if due_eval and not stopping:
             self.at(f"the evaluation after step {step}")
-            evaluation = self.evaluate(step)
-            if evaluation is not None:
-                tell(self.callbacks, "on_eval", evaluation, False)
+            try:
+                evaluation = self.evaluate(step)
+            except EvaluationStopped:
+                stopping = due_save = True
+            else:
+                if evaluation is not None:
+                    tell(self.callbacks, "on_eval", evaluation, False)
         if due_save and not settings.measure_only:
             self.at(f"saving after step {step}")
             self.checkpointer.save(*self.layout.saved(self.optimizer), self.progress(step))

@@ -13,6 +13,7 @@ from outpace.launch.planning import job as planning_job
 from outpace.launch.resolve import resolve_plan
 from outpace.nn.compilation import compiler_cache
 from outpace.planner.plans import plans
+from outpace.records.errors import BadInputError
 from outpace.records.machine import Device, Machine
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -129,6 +130,29 @@ def test_a_run_goes_by_the_decision_and_says_it(tmp_path, corpus, token_cache, m
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["plan"]["compile"] is False
     assert done.compile_s == 0 and done.first_step_s > 0
+
+
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_what_turns_the_compiler_off_is_heard(tmp_path, corpus, token_cache, monkeypatch, variable):
+    """torch compiles nothing then, and says nothing; a run would be called compiled."""
+    from outpace.launch import job
+
+    monkeypatch.setenv(variable, "1")
+    settings = asked(model="outpace-tiny", seq_len=64, global_batch=8, steps=1, eval_batches=1,
+                     data=(str(corpus),), cache_dir=token_cache, sample_tokens=0,
+                     out=tmp_path / "run")  # fmt: skip
+    asked_for = settings.model_copy(update={"compile": True})
+    with pytest.raises(BadInputError, match=f"--compile, but the environment has {variable}=1"):
+        job.train(asked_for, ranks=Ranks(), origins={}, command=["test"])
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(
+        job, "resolve_plan",
+        lambda *args, **more: resolve_plan(*args, **more).model_copy(update={"compile": True}),
+    )  # fmt: skip
+    with job.prepared(settings, ranks=Ranks(), origins={}, command=["test"]) as ready:
+        assert ready.loop.settings.compile is None
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["plan"]["compile"] is False
 
 
 def test_a_plan_for_gpus_searches_compile_and_one_for_cpus_does_not():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outpace.launch import group
+from outpace.launch import group, local
 from outpace.launch.group import process_groups
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
@@ -56,3 +56,16 @@ def test_an_interface_that_is_not_there_is_named_before_ranks_meet(named, monkey
         process_groups(Ranks(), torch.device("cpu"), 5.0, 0),
     ):
         pass
+
+
+def test_a_loopback_that_is_down_is_named_before_ranks_meet(monkeypatch):
+    """As in a network namespace of its own; torch's store would look for it during a minute."""
+    monkeypatch.setattr("outpace.launch.interfaces.psutil.net_if_addrs", lambda: {"lo": []})
+    said = r"no network interface with the address 127\.0\.0\.1.*\(it has lo\).*ip link set lo up"
+    with (
+        pytest.raises(BadInputError, match=said),
+        process_groups(Ranks(), torch.device("cpu"), 5.0, 0),
+    ):
+        pass
+    with pytest.raises(BadInputError, match=said):
+        local.run_ranks(2, ["true"])

@@ -308,3 +308,50 @@ def test_a_signal_within_the_first_step_ends_all_ranks(tmp_path, victims):
         assert code == 75, ended
     assert "nothing was trained" in ended[0][1] and "Traceback" not in ended[0][1], ended
     assert not (tmp_path / "run").exists()
+
+
+# Evaluations after the first step take minutes; one sample a second.
+EVALUATING = """
+import time
+import torch
+
+class Evaluating(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 1)
+        self.trained = False
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.trained = True
+        elif self.trained:
+            open("evaluates", "w").close()
+            time.sleep(1)
+        return self.inner(x)
+
+def build():
+    samples = [torch.ones(4)] * 400
+    return Evaluating(), lambda module, x: module(x).square().mean(), samples, samples
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
+    (tmp_path / "evaluating.py").write_text(EVALUATING)
+    processes = start_ranks(
+        "train", "--model", "evaluating.py:build", "--global-batch", 2, "--steps", 4,
+        "--eval-every", 2, "--eval-batches", 200, "--precision", "fp32",
+        "--threads", 1, "--device", "cpu", "--strategy", "ddp", "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        until_s = time.monotonic() + LIMIT_S
+        while not (tmp_path / "evaluates").exists() and time.monotonic() < until_s:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        processes[1].send_signal(signal.SIGTERM)
+    finally:
+        ended = end_in_time(processes)
+    for code, said in ended:
+        assert code == 75 and "Traceback" not in said, ended
+    assert "saved after step 2 of 4" in ended[0][1], ended
+    assert (tmp_path / "run" / "checkpoints" / "step-2" / "complete.json").is_file()

@@ -14,6 +14,7 @@ from outpace.launch.job import prepared
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.train.evaluate import evaluate
 from outpace.train.guards import StopSignal, deterministic_kernels
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -166,6 +167,41 @@ def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monk
     else:
         assert done == [] and "nothing was trained" in str(ended.value)
         assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_within_a_long_evaluation_is_not_left_until_its_end(tmp_path, monkeypatch):
+    """A scheduler's grace is seconds; the run is saved at the step before."""
+    (tmp_path / "model.json").write_text(
+        '{"family": "gpt2", "layers": 1, "hidden": 16, "heads": 2, "vocab": 300, '
+        '"max_positions": 16}'
+    )
+    (tmp_path / "text.txt").write_text("a few words of a text to learn\n" * 4000)
+    values = {
+        "model": str(tmp_path / "model.json"), "data": [str(tmp_path / "text.txt")], "seq_len": 8,
+        "steps": 4, "global_batch": 2, "device": "cpu", "out": tmp_path / "run", "compile": False,
+        "cache_dir": tmp_path / "cache", "sample_tokens": 0, "eval_every": 2, "eval_batches": 60,
+    }  # fmt: skip
+    measured = []
+
+    def measure(layout, steps, **more):
+        def given():
+            for number, batches in enumerate(steps, 1):
+                if more["step"] == 2:
+                    measured.append(number)
+                    if number == 10:
+                        signal.raise_signal(signal.SIGTERM)
+                yield batches
+
+        return evaluate(layout, given(), **more)
+
+    monkeypatch.setattr("outpace.launch.assemble.evaluate", measure)
+    with (
+        pytest.raises(InterruptedRunError, match="saved after step 2 of 4"),
+        prepared(TrainSettings.parse(values, "test"), ranks=Ranks(), origins={}, command=[]) as run,
+    ):
+        run.run()
+    assert 10 <= len(measured) < 30
+    assert len((tmp_path / "run" / "evals.jsonl").read_text().splitlines()) == 1  # before step 1
 
 
 def test_who_waits_for_a_step_is_told_what_is_waited_for(monkeypatch):
