@@ -5,7 +5,6 @@ momentum. With SGD a parameter moves in proportion to its gradient, so that what
 gradient passes as a parameter, and a factor that is wrong does not cancel.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
 from outpace.parallel.api import divisor
 from outpace.parallel.batches import cut
+from outpace.parallel.comparison import explain, mismatch, relative, scales
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.own import lay_out, synchronise_statistics
 from outpace.parallel.plain import (
@@ -335,90 +335,19 @@ class PlannedRun:
     ) -> None:
         """How far each tensor is from a reference's."""
         noted = self.found.whole if which == "whole" else self.found.cut
-        scales = _scales(wanted, self._floor)
+        of = scales(wanted, self._floor)
         for name, tensor in tensors.items():
-            noted[kind, name, step] = _relative(tensor, wanted.get(name), scales, name)
+            noted[kind, name, step] = relative(tensor, wanted.get(name), of.get(name, 0.0))
             if which == "whole" and noted[kind, name, step] is None:
-                self.found.unmatched[kind, name, step] = _mismatch(tensor, wanted.get(name))
+                self.found.unmatched[kind, name, step] = mismatch(tensor, wanted.get(name))
             if which == "whole" and kind == "gradient" and noted[kind, name, step]:
-                explained = _explain(name, tensor, wanted)
+                explained = explain(name, tensor, wanted)
                 if explained is not None:
                     self.found.notes[kind, name, step] = explained
 
 
 def _fail(sentence: str) -> None:
     raise RuntimeError(sentence)
-
-
-def _scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """What each difference is measured by: some gradients are truly zero."""
-    sizes = {name: _largest(tensor) for name, tensor in known.items()}
-    least = floor * max(sizes.values(), default=0.0)
-    return {name: max(size, least) for name, size in sizes.items()}
-
-
-def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() and tensor.dtype != torch.bool else 0.0
-
-
-def _relative(
-    tensor: Tensor, known: Tensor | None, scales: Mapping[str, float], name: str
-) -> float | None:
-    """The largest difference over the scale; None where only one of the two is there.
-
-    A gradient that one process does not have at all is one of zeros.
-    """
-    if known is None:
-        return 0.0 if not _largest(tensor) else None
-    if tensor.shape != known.shape:
-        return None
-    if not tensor.numel():
-        return 0.0
-    both = torch.promote_types(tensor.dtype, known.dtype)
-    apart = (tensor.to(both), known.to(both))
-    if both == torch.bool:
-        return float((apart[0] != apart[1]).any())
-    if both.is_floating_point or both.is_complex:
-        nothing = apart[0].isnan() & apart[1].isnan()
-        apart = (apart[0].masked_fill(nothing, 0), apart[1].masked_fill(nothing, 0))
-    if bool((apart[0] == apart[1]).all()):
-        return 0.0
-    worst = float((apart[0] - apart[1]).abs().max())
-    scale = scales.get(name, 0.0)
-    if math.isnan(worst):
-        return math.inf
-    return worst / scale if scale else math.inf
-
-
-MISSING = "is missing, and is there in one process"
-
-
-def _mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Why a tensor cannot be compared with one process's."""
-    if known is None:
-        return "is there, and is not in one process"
-    if known.numel() and not tensor.numel():
-        return MISSING
-    return f"has shape {tuple(tensor.shape)}, and {tuple(known.shape)} in one process"
-
-
-def _explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """What a wrong gradient looks like: a multiple of the right one, or another parameter's."""
-    known = wanted.get(name)
-    if known is None or tensor.shape != known.shape or not _largest(known):
-        return None
-    if not _largest(tensor):
-        return "is zero"
-    a, b = tensor.flatten().double(), known.flatten().double()
-    factor = float(a @ b / (b @ b))
-    if float((a - factor * b).abs().max()) < 1e-6 * _largest(a) and abs(factor - 1) > 1e-6:
-        return f"is {factor:.4g} times one process's"
-    for other, gradient in wanted.items():
-        if other != name and gradient.shape == tensor.shape and gradient.numel() > 1:
-            near = torch.allclose(gradient.double(), tensor.double(), rtol=1e-6, atol=0)
-            if near and not torch.allclose(gradient.double(), known.double()):
-                return f"is that of {other}"
-    return None
 
 
 def own_dtypes(module: nn.Module) -> set[torch.dtype]:

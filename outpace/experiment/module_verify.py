@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.module_parity import (
-    MISSING,
     STEPS,
     Course,
     Found,
@@ -37,6 +36,7 @@ from outpace.interop.own import OwnModel, build_own
 from outpace.launch.forked_job import Rank, RankEnd, run_forked
 from outpace.parallel import why_not
 from outpace.parallel.batches import samples_in
+from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, Allowed
 from outpace.parallel.own import refused_strategy
 from outpace.parallel.plain import has_dropout
 from outpace.probe.machine import identify
@@ -59,21 +59,6 @@ _USED = (
 )  # fmt: skip
 _KINDS = ("loss", "gradient", "norm", "parameter", "buffer")  # as a step makes them
 _MOST_NAMED = 20
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """A tensor may be off by `relative` of its scale, which is at least `floor` of the largest."""
-
-    precision: str
-    relative: float
-    floor: float
-
-
-DOUBLE = Allowed("fp64", 1e-9, 1e-6)
-# Of modules that compute in fp32 whatever they are given: see docs/proof.md.
-SINGLE = Allowed("fp32", 3e-4, 1e-2)
-HALF = Allowed("bf16", 0.05, 0.1)
 
 
 def verify(

@@ -40,7 +40,7 @@ from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.nn.transformer import hold_masks
 from outpace.optim.build import leave_compiler_out, make_optimizer
-from outpace.parallel import Layout, Pass, Request, apply
+from outpace.parallel import Layout, Request, apply
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.fill import fill, fills_later, parts_of
 from outpace.parallel.first_batch import FirstBatch
@@ -238,7 +238,7 @@ def assemble(
         # Unknown code may leave large tensors in cycles, which only a collection frees.
         collect_every=None if own else COLLECT_EVERY,
         at=job.doing.at,
-        look=None if first is None else partial(_look, first, layout, mixed, device),
+        look=None if first is None else partial(_look, first, layout, stepper, device),
         watch=profiler(job.run_dir.path, device, job.ranks.rank, job.total_steps - start_step)
         if settings.profile
         else None,
@@ -285,11 +285,23 @@ def _lay_out(
 
 
 def _look(
-    first: FirstBatch, layout: Layout, mixed: Mixed, device: torch.device, batches: list[Any]
-) -> None:
+    first: FirstBatch,
+    layout: Layout,
+    stepper: Stepper,
+    device: torch.device,
+    batches: list[Any],
+    reuse: bool,
+) -> torch.Tensor | None:
     """Compare the first global batch with the plain module. Peaks of memory begin after it."""
-    first.look(layout, batches, Pass(mixed.cast))
-    reset_peak_memory(device)
+
+    def ready() -> None:
+        reset_peak_memory(device)
+        stepper.begin()
+
+    totals = first.look(layout, batches, stepper.given, stepper.forward_backward, reuse, ready)
+    if totals is None:
+        reset_peak_memory(device)
+    return totals
 
 
 def _dropout(job: Job) -> float:

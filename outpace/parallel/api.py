@@ -93,6 +93,7 @@ class Layout:
     computes_on: torch.device | None = None
     shares_casts: bool = True  # whether micro-batches may use one cast of the weights
     buffers: SharedBuffers | None = None  # of a user's module on data-parallel ranks
+    has_sums: bool = True  # whether gradients here end as the global batch's
 
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
@@ -175,6 +176,9 @@ class Layout:
 
         Collective. Nothing in most layouts.
         """
+
+    def take_back(self) -> None:
+        """After a look's `gradients`, which are no step's: forget what an exchange counts."""
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """Forward and backward of this rank's micro-batches of one step.

@@ -135,6 +135,11 @@ class Replicas(Layout):
             left = self.low_rank.start_powerSGD_iter - start_step
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
+    def take_back(self) -> None:
+        """As Layout's: PowerSGD counts exchanges, of which the first are whole."""
+        if self.low_rank is not None:
+            self.low_rank.iter -= 1
+
     def _backward(self, loss: Tensor, given: Pass) -> None:
         """The wait for exchanges that computing did not hide is communication.
 

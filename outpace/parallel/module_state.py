@@ -28,25 +28,28 @@ Undo = Callable[[], None]
 
 
 @contextmanager
-def preserved(module: nn.Module, device: torch.device) -> Iterator[None]:
+def preserved(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
     """Afterwards a module's state, and all generators, are as they were before.
 
-    Gradients of before are out of the way in the meantime. Parameters' values are not looked after.
+    Unless what is yielded was called, by which all stays as it has become. Gradients of before are
+    out of the way in the meantime. Parameters' values are not looked after.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     undo = _undo_all(module)
     drawn = random_state(device)
     for parameter, _ in gradients:
         parameter.grad = None
+    kept: list[bool] = []
     try:
-        yield
+        yield lambda: kept.append(True)
     finally:
-        with torch.no_grad():
-            for step in undo:
-                step()
-        set_random_state(drawn, device)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        if not kept:
+            with torch.no_grad():
+                for step in undo:
+                    step()
+            set_random_state(drawn, device)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def moves_buffers(module: nn.Module, device: torch.device, run: Callable[[], None]) -> bool:

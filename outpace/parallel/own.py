@@ -89,9 +89,10 @@ class Parallelized:
             given = Pass(self._cast, scale=lambda loss_sum: loss_sum * averages)
             passes = self._passes(batch)
             first, self._first_batch = self._first_batch, None
-            if first is not None:
-                first.look(self.layout, passes, given)
-            totals = self._summed(self.layout.gradients(passes, given))
+            totals = None if first is None else first.look(self.layout, passes, given)
+            if totals is None:
+                totals = self.layout.gradients(passes, given)
+            totals = self._summed(totals)
             self.layout.scale_gradients(1 / divisor(totals[1]))
             return totals[0] / totals[1]
 

@@ -6,7 +6,6 @@ stage's rank also computes the whole forward, given each block's parameters in t
 is another one, the forward or the loss takes something from blocks that does not travel.
 """
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from outpace.parallel.api import Batch, Pass
 from outpace.parallel.blocks import named_blocks
+from outpace.parallel.comparison import difference, micro_loss_allowed
 from outpace.parallel.module_state import preserved
 from outpace.parallel.own_checkpoints import without_reentry
 from outpace.parallel.own_stage import Message, OwnStage
@@ -29,9 +29,6 @@ _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
-# By how much the loss of stages may differ from that of one process, which computes the same.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-_TOLERANCE_16 = 2e-3
 
 
 @dataclass
@@ -215,10 +212,8 @@ class Look:
     def _tolerance(self, given: Pass) -> float:
         with given.cast():
             low = torch.is_autocast_enabled(self._at.type)
-        dtypes = {p.dtype for p in self._held.parameters() if p.is_floating_point()}
-        if low:
-            return _TOLERANCE_16
-        return max((_TOLERANCE.get(dtype, _TOLERANCE_16) for dtype in dtypes), default=1e-5)
+        sizes = [p.itemsize for p in self._held.parameters() if p.is_floating_point()]
+        return micro_loss_allowed(min(sizes, default=4), low)
 
     def _whole(self, batch: Batch, given: Pass) -> Tensor | None:
         """The totals of one process, of each rank's parameters; None where its forward fails."""
@@ -371,16 +366,14 @@ def require_sendable(message: Message, name: str) -> None:
             )
 
 
+def _means(*totals: Tensor) -> list[float]:
+    """The mean losses of sums and counts."""
+    return [float(one[0] / one[1]) for one in (made.detach().double() for made in totals)]
+
+
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Between two means, relative to the larger; 0 where one process has no finite one."""
-    a, b = (float(totals[0] / totals[1]) for totals in _detached(one, other))
-    if not math.isfinite(b):
-        return 0.0
-    return abs(a - b) / max(abs(a), abs(b), 1e-30)
-
-
-def _detached(*totals: Tensor) -> list[Tensor]:
-    return [part.detach().double() for part in totals]
+    """Between two mean losses; 0 where one process has no finite one."""
+    return difference(*_means(one, other))
 
 
 _ADVICE = (
@@ -391,7 +384,7 @@ _ADVICE = (
 
 
 def _say(staged: Tensor, whole: Tensor) -> str:
-    a, b = (float(totals[0] / totals[1]) for totals in _detached(staged, whole))
+    a, b = _means(staged, whole)
     return (
         f"as a pipeline the loss of the first micro-batch is {a:.6g}, but one process computes "
         f"{b:.6g} of the same weights: {_ADVICE}"

@@ -28,25 +28,40 @@ _RATES: Mapping[Any, tuple[str, int]] = {
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
-class _NothingDropped(TorchFunctionMode):
-    """Makes torch's functions for dropout the identity."""
+class NothingDropped(TorchFunctionMode):
+    """Makes torch's functions for dropout the identity; `would_drop`: whether any would have."""
+
+    def __init__(self, would_drop: bool = False) -> None:
+        super().__init__()
+        self.would_drop = would_drop
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _DROPS:
+            self.would_drop |= _drops(args, kwargs)
             given = args[0] if args else kwargs["input"]
             return (given, torch.ones_like(given)) if func is torch.native_dropout else given
         if func in _RATES:
             name, place = _RATES[func]
             if name in kwargs:
+                self.would_drop |= bool(kwargs[name])
                 kwargs = {**kwargs, name: 0.0}
             elif len(args) > place:
+                self.would_drop |= bool(args[place])
                 args = (*args[:place], 0.0, *args[place + 1 :])
         elif func in _RECURRENT:  # their one float is the rate
+            self.would_drop |= any(isinstance(one, float) and one > 0 for one in args)
             args = tuple(0.0 if isinstance(one, float) else one for one in args)
         return func(*args, **kwargs)
+
+
+def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call (input, p, training) drops anything."""
+    rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+    return bool(rate) and bool(training)
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
@@ -64,8 +79,10 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_dropout(module: nn.Module) -> Iterator[None]:
+def without_dropout(module: nn.Module) -> Iterator[NothingDropped]:
     """Meanwhile nothing of a module's activations is dropped, so that passes compare.
+
+    What is yielded says whether anything would have been.
 
     Parts that drop have their rate set to 0 as well: functions are changed in this thread only,
     and what is recomputed in a backward may run in another.
@@ -74,8 +91,8 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     for part, name, _ in rates:
         setattr(part, name, 0.0)
     try:
-        with _NothingDropped():
-            yield
+        with NothingDropped(any(rate > 0 and part.training for part, _, rate in rates)) as nothing:
+            yield nothing
     finally:
         for part, name, rate in rates:
             setattr(part, name, rate)

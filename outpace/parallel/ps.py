@@ -54,6 +54,14 @@ class Role(Layout):
         self._workers = range(0, request.plan.data_parallel, self._devices)
         self._servers = range(request.plan.data_parallel, request.plan.world_size)
 
+    @property
+    def has_sums(self) -> bool:  # type: ignore[override]
+        """As Layout's: where parameters are stepped."""
+        return self.steps
+
+    def _device(self) -> torch.device:
+        return self._on  # a server may have no parameters
+
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """Over the parameters that this rank steps."""
         optimizer = build(groups) if self.steps else self._witness.optimizer(build)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from outpace.parallel import Layout
 from outpace.records.errors import DivergedError, InterruptedRunError
@@ -42,7 +43,8 @@ class Loop:
     device: torch.device
     at: Callable[..., None] = lambda what, limited=False: None  # says what begins
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
-    look: Callable[[list[Batch]], None] | None = None  # at the first step's batch, before it
+    # At the first step's batch, before it; gives its passes' totals where it made them, and may.
+    look: Callable[[list[Batch], bool], Tensor | None] | None = None
     around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
     # Steps from one collection of garbage to the next; None: whenever Python wishes.
     collect_every: int | None = None
@@ -88,12 +90,14 @@ class Loop:
         self.at(f"step {step}", limited=True)
         self.stepper.begin()
         batches = next(self.steps)
+        seed_step(settings.seed, step, self.random_rank, self.device)
         if self.look is not None and step == self.start_step + 1:
             self.at("the look at the first batch", limited=True)
-            self.look(batches)
-            self.stepper.begin()
+            # What counts as the step's would not be around it.
+            self.stepper.totals = self.look(batches, self.around is None)
+            if self.stepper.totals is None:
+                self.stepper.begin()
             self.at(f"step {step}", limited=True)
-        seed_step(settings.seed, step, self.random_rank, self.device)
         rate = learning_rate(settings, step - 1, self.total_steps)
         with self.around(step, batches) if self.around else nullcontext():
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)

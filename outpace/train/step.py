@@ -1,7 +1,7 @@
 """One optimizer step on one rank, from micro-batches to new weights."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -154,6 +154,7 @@ class Stepper:
         self.heard: Gathered | None = None  # of the latest step of which all ranks have spoken
         self._speaking: Gathered | None = None  # of a step before which not all may have
         self._freer = CacheFreer(device) if plan.empty_cache else None
+        self.totals: Tensor | None = None  # of the next step's passes, where a look has made them
 
     def begin(self) -> None:
         """Start the next step: what follows is time spent waiting for data."""
@@ -174,7 +175,9 @@ class Stepper:
         timer = self._timer
         timer.mark("data")
         begin_step(self._optimizer, step, lr)
-        totals = self._gradients(list(batches))
+        totals, self.totals = self.totals, None
+        if totals is None:
+            totals = self.forward_backward(list(batches), self.given)
         if self.mixed.wide_gradients:
             self._layout.widen_gradients()
         gathered, summed = self._exchange(totals, stop())
@@ -198,14 +201,20 @@ class Stepper:
         freed = None if self._freer is None else self._freer.take()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
-    def _gradients(self, batches: list[Batch]) -> Tensor:
+    @property
+    def given(self) -> Pass:
+        """What this step's passes are given."""
+        return Pass(self.mixed.cast, self._scaled, self._mark)
+
+    def forward_backward(self, batches: Sequence[Batch], given: Pass) -> Tensor:
+        """All passes of a step."""
         if self.mixed.wide_sums and len(batches) * self._parts > 1:
             self._layout.add_up_in_fp32()
         if not (self._keeps_casts and len(batches) > 1):
-            return self._layout.gradients(batches, Pass(self.mixed.cast, self._scaled, self._mark))
+            return self._layout.gradients(batches, given)
         with casts_kept():
             cast = partial(self.mixed.cast, True)
-            return self._layout.gradients(batches, Pass(cast, self._scaled, self._mark))
+            return self._layout.gradients(batches, replace(given, cast=cast))
 
     def _mark(self, part: str) -> None:
         """A part is done; freeing its cache belongs to it."""

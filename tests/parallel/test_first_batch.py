@@ -19,6 +19,7 @@ from torch import nn
 import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
+from outpace.nn.spread import local
 from outpace.parallel.api import Layout, Pass
 from outpace.parallel.first_batch import FirstBatch
 from outpace.records.errors import BadInputError
@@ -99,6 +100,10 @@ def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, change=N
             model.layout.gradients = gradients
             try:
                 said["loss"] = float(model.forward_backward(model.share(global_batch())))
+                held = model.named_parameters()
+                said["gradients"] = {
+                    n: local(p.grad).double().sum().item() for n, p in held if p.grad is not None
+                }
             except BadInputError as error:
                 said["refused"] = str(error)
         said["passes"], said["restored"] = len(seen), seen[-1]
@@ -150,17 +155,47 @@ class Drawing(Stack):
         return super().forward(x) * (random.random() + np.random.rand())
 
 
+class Still(Remembering):
+    """Drops nothing, so that what the layout computes in the look is its first step."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.drop.p = 0.0
+
+
+class Functional(Remembering):
+    """Drops by a function, which no attribute tells."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.drop.p = 0.0
+
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.2, self.training)
+
+
 @pytest.mark.parametrize(
-    ("make", "strategy"),
-    [(Remembering, "ddp"), (Remembering, "zero3"), (Drawing, "zero2"), (Drawing, "gpipe")],
+    ("make", "strategy", "passes"),
+    [
+        (Remembering, "zero3", 2),
+        (Functional, "ddp", 2),
+        (Drawing, "gpipe", 1),  # which cannot be looked at
+        (Drawing, "zero2", 2),
+        (Still, "ddp", 1),
+        (Still, "zero3", 1),
+        (Still, "1f1b", 1),
+    ],
 )
-def test_the_first_loss_is_the_one_without_a_look(tmp_path, make, strategy):
+def test_the_first_step_is_the_one_without_a_look(tmp_path, make, strategy, passes):
     found = []
     for check in ("on", "off"):
         folder = tmp_path / check
         folder.mkdir()
         said = looked_at(folder, strategy, make, check=check)
-        found.append([one["loss"] for one in said])
+        assert [one["passes"] for one in said] == [passes if check == "on" else 1] * 2
+        found.append([(one["loss"], one["gradients"]) for one in said])
     assert found[0] == found[1]
 
 
@@ -201,7 +236,7 @@ class Loose(nn.Module):
 def test_what_recomputes_is_what_the_user_names(tmp_path):
     change = {"checkpointing": "full"}
     for said in looked_at(tmp_path, "ddp", Loose, change=change, blocks=["a", "b"]):
-        assert said["warnings"] == [] and said["passes"] == 2
+        assert said["warnings"] == [] and said["passes"] == 1
 
 
 def lose_a_gradient(layout):
@@ -268,6 +303,39 @@ def test_planted_faults_are_refused_on_all_ranks(tmp_path, fault, make, loss, wo
     for said in looked_at(tmp_path, "ddp", make, loss, fault):
         assert said["refused"].startswith("strategy ddp does not compute what your module computes")
         assert words in said["refused"] and 'check="off"' in said["refused"]
+
+
+def double_at_the_end(layout):
+    """Of a parameter, or the part of it, that a rank has after the exchange."""
+    given = layout.gradients
+
+    def gradients(passes, how):
+        totals = given(passes, how)
+        for name, parameter in layout.named_parameters():
+            if name == "blocks.1.linear.weight" and parameter.grad is not None:
+                local(parameter.grad).mul_(2)
+        return totals
+
+    layout.gradients = gradients
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change"),
+    [
+        ("zero3", {"offload_parameters": "cpu"}),
+        ("zero3", {"offload_parameters": "disk"}),
+        ("ddp", {"offload_parameters": "disk"}),
+        ("zero2", {"offload_activations": "disk"}),
+        ("ddp", {"compress_gradients": "bf16"}),
+        ("ddp", {"compress_gradients": "powersgd"}),
+        ("ring", {"compress_gradients": "bf16"}),
+    ],
+)
+def test_what_is_offloaded_or_compressed_is_looked_at(tmp_path, strategy, change):
+    for spoil in (None, double_at_the_end):
+        for said in looked_at(tmp_path, strategy, spoil=spoil, change=change):
+            assert said["warnings"] == []
+            assert ("× the plain module's" in said.get("refused", "")) == (spoil is not None)
 
 
 def contrast(module, batch):
@@ -406,7 +474,9 @@ def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(tmp_pat
     assert "samples/s" in done.stdout and "tokens/s" not in done.stdout
     done = train("build", "ps", 3)
     assert done.returncode == 0, done.stderr
-    assert "parameter servers" in done.stdout + done.stderr
+    assert "was not compared" not in done.stdout + done.stderr
+    done = train("wrong", "ps", 3)
+    assert done.returncode == 2 and "strategy ps does not compute what" in done.stderr
     peaks = []
     for function in ("build", "large"):  # by 400 MiB, which the look alone takes
         done = train(function, "ddp")

@@ -1,0 +1,287 @@
+"""How two computations of a user's module are compared: what may be off, and by what it is seen.
+
+Used by the look before the first step (first_batch.py), by a pipeline's look at its first
+micro-batch (own_look.py) and by `outpace.verify`. docs/proof.md has the tolerances' reasons.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outpace.nn.spread import local
+from outpace.parallel.fill import part_of
+from outpace.records.errors import first_names
+from outpace.records.plan import Plan
+
+# Random weights of a projection, which repeat: a prime, so that equal rows have others.
+_WEIGHTS = 65_537
+_ROWS = 256  # of so many weights are taken at once: 64 MiB in fp32
+
+MISSING = "is missing, and is there in one process"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """How far two computations of the same may be apart, by the numbers that they compute in.
+
+    A whole tensor may be off by `relative` of its scale, its projection by `projection`. The scale
+    is at least `floor` of the largest of its kind, for gradients of many samples may cancel. `loss`
+    is of sums of losses, `micro_loss` of one micro-batch's loss; from `cut` on a loss that changes
+    with the way a batch is cut is told.
+    """
+
+    precision: str
+    relative: float
+    floor: float
+    projection: float
+    loss: float
+    micro_loss: float
+    cut: float
+
+
+DOUBLE = Allowed("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
+# `relative` is of modules that compute in fp32 whatever they are given.
+SINGLE = Allowed("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
+# Where other kernels compute the parts of a product, or autocast's 16 bits meet other roundings.
+SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
+HALF = Allowed("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
+
+
+def allowed_for(plan: Plan, narrowest: int) -> Allowed:
+    """Of gradients under a plan, by the bytes of the narrowest numbers of any rank's parameters.
+
+    Under autocast the same samples go through the same kernels, and what is added up over them and
+    over ranks is fp32; but for parts of products (tp), and weights that are gathered in 16 bits.
+    """
+    found = _allowed(plan, narrowest)
+    if plan.compress_gradients == "bf16":  # which rounds what ranks then add up
+        return replace(found, projection=HALF.projection, floor=HALF.floor)
+    return found
+
+
+def _allowed(plan: Plan, narrowest: int) -> Allowed:
+    casts = plan.precision not in ("fp32", "fp64")
+    if narrowest <= 2 or (casts and (plan.fully_shards or plan.tp > 1)):
+        return HALF
+    if narrowest == 8 and not casts:
+        return DOUBLE
+    return SINGLE_IN_PARTS if casts or plan.tp > 1 else SINGLE
+
+
+def allowed_between_halves(plan: Plan, allowed: Allowed) -> float:
+    """Of the loss of a batch and of its two halves, which have other shapes and other kernels."""
+    return HALF.cut if plan.precision not in ("fp32", "fp64") else allowed.cut
+
+
+def micro_loss_allowed(narrowest: int, casts: bool) -> float:
+    """Of a micro-batch's loss by stages, by the bytes of the narrowest parameters."""
+    if casts or narrowest <= 2:
+        return HALF.micro_loss
+    return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
+
+
+def difference(one: float, other: float) -> float:
+    """Between two numbers, relative to the larger; 0 where `other` is not finite."""
+    if not math.isfinite(other):
+        return 0.0
+    return abs(one - other) / max(abs(one), abs(other), 1e-30)
+
+
+class Projection:
+    """Inner products of gradients with fixed random weights, alike on all ranks.
+
+    They are linear: sums over pieces, shards and ranks are those of whole gradients, which nobody
+    has to hold. A lost gradient is off by its own product, one that is doubled by as much. Weights
+    lie between 1/2 and 3/2, of either sign: none hides a number, and equal ones do not cancel.
+    """
+
+    def __init__(self, largest: int, device: torch.device) -> None:
+        """`largest`: the numbers in the largest gradient."""
+        drawn = torch.Generator().manual_seed(0)
+        count = max(1, min(_WEIGHTS, largest))
+        sizes = torch.rand(count, generator=drawn, dtype=torch.float64) + 0.5
+        signs = torch.randint(2, (count,), generator=drawn) * 2 - 1
+        self._weights = (sizes * signs).to(device)
+
+    def of(self, gradient: Tensor) -> Tensor:
+        """Of a whole gradient: one float64."""
+        values = _flat(gradient)
+        width = len(self._weights)
+        rows = values.numel() // width
+        if rows <= 1:
+            return _dot(values, self._tiled(values.numel()))
+        weights = self._weights.to(torch.promote_types(values.dtype, torch.float32))
+        total = _dot(values[rows * width :], self._weights[: values.numel() - rows * width])
+        for some in values[: rows * width].view(rows, width).split(_ROWS):
+            total = total + (some.to(weights.dtype) @ weights).double().sum()
+        return total
+
+    def of_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        """Of what this rank has of a parameter's gradient, which may be a part of it."""
+        values = local(gradient)
+        if values is gradient:
+            return self.of(gradient)
+        weights = self._tiled(parameter.numel()).float().view(parameter.shape)
+        return _dot(_flat(values), part_of(weights, parameter).flatten())
+
+    def _tiled(self, count: int) -> Tensor:
+        return self._weights.repeat(-(-count // len(self._weights)))[:count]
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    values = gradient.to_dense() if gradient.is_sparse else gradient
+    if values.is_complex():
+        values = values.real + values.imag
+    return values.detach().flatten()
+
+
+def _dot(values: Tensor, weights: Tensor) -> Tensor:
+    return torch.dot(values.double(), weights.double())
+
+
+def square(gradient: Tensor) -> Tensor:
+    """The sum of squares of a gradient: one float64."""
+    values = gradient.to_dense() if gradient.is_sparse else gradient
+    wide = torch.promote_types(values.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(values.detach(), dtype=wide)
+    return norm.abs().double().square()
+
+
+class Comparison:
+    """What one process has, against what a layout has: sums of this rank. Collective to make.
+
+    `plain` are the sums of losses, targets and the sizes of losses, then a product for each name;
+    `layout` the sums of losses and targets; `gradients` (2, names) the products of the layout's
+    gradients and their squares.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        plain: Tensor,
+        layout: Tensor,
+        gradients: Tensor,
+        allowed: Allowed,
+    ) -> None:
+        sums = torch.cat([plain, layout, gradients.flatten()])
+        dist.all_reduce(sums)
+        first, second = len(plain), len(plain) + len(layout)
+        self._plain, self._layout = sums[:first].tolist(), sums[first:second].tolist()
+        self._products, squares = sums[second:].view(2, -1).tolist()
+        self._names, self._allowed = list(names), allowed
+        self._sizes = [math.sqrt(one) for one in squares]
+
+    def first_wrong(self) -> tuple[str, str] | None:
+        """What differs, and the likely cause; None where nothing does."""
+        loss, count, size = self._plain[:3]
+        mine, mine_count = self._layout[:2]
+        if not math.isfinite(loss):
+            return None  # the step says so, in one process too
+        if abs(count - mine_count) > self._allowed.loss * max(abs(count), 1e-30):
+            return (
+                f"it counts {mine_count:g} targets instead of {count:g}",
+                "Samples are lost, or counted twice.",
+            )
+        if not abs(mine - loss) <= self._allowed.loss * max(size, 1e-30):
+            return (
+                f"the loss is {mine / count:.6g} instead of {loss / count:.6g}",
+                "The loss takes something that this strategy does not hand on, such as a term that "
+                "parts of the module leave on themselves, or parameters of other ranks.",
+            )
+        return self._gradient_wrong()
+
+    def _gradient_wrong(self) -> tuple[str, str] | None:
+        plain = self._plain[3:]
+        largest = max([*self._sizes, *map(abs, plain)], default=0.0)
+        lost: list[str] = []
+        off: list[str] = []
+        for number, name in enumerate(self._names):
+            scale = max(self._sizes[number], abs(plain[number]), self._allowed.floor * largest)
+            if abs(self._products[number] - plain[number]) > self._allowed.projection * scale:
+                (off if self._sizes[number] else lost).append(name)
+        if lost:
+            return (
+                f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
+                "Ranks that do not use a parameter leave it out, or what it is used for is not "
+                "handed on.",
+            )
+        if off:
+            shown = off[0]
+            number = self._names.index(shown)
+            ratio = self._products[number] / plain[number] if plain[number] else math.inf
+            return (
+                f"the gradient of {first_names(off)} is another (that of {shown} is {ratio:.4g} × "
+                "the plain module's)",
+                "Ranks add up what does not belong together, or leave out a part.",
+            )
+        return None
+
+
+def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
+    """What each tensor's difference is measured by: some gradients are truly zero."""
+    sizes = {name: largest(tensor) for name, tensor in known.items()}
+    least = floor * max(sizes.values(), default=0.0)
+    return {name: max(size, least) for name, size in sizes.items()}
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; 0 of what has none."""
+    return float(tensor.abs().max()) if tensor.numel() and tensor.dtype != torch.bool else 0.0
+
+
+def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
+    """The largest difference over the scale; None where only one of the two is there.
+
+    A gradient that one process does not have at all is one of zeros.
+    """
+    if known is None:
+        return 0.0 if not largest(tensor) else None
+    if tensor.shape != known.shape:
+        return None
+    if not tensor.numel():
+        return 0.0
+    both = torch.promote_types(tensor.dtype, known.dtype)
+    apart = (tensor.to(both), known.to(both))
+    if both == torch.bool:
+        return float((apart[0] != apart[1]).any())
+    if both.is_floating_point or both.is_complex:
+        nothing = apart[0].isnan() & apart[1].isnan()
+        apart = (apart[0].masked_fill(nothing, 0), apart[1].masked_fill(nothing, 0))
+    if bool((apart[0] == apart[1]).all()):
+        return 0.0
+    worst = float((apart[0] - apart[1]).abs().max())
+    if math.isnan(worst):
+        return math.inf
+    return worst / scale if scale else math.inf
+
+
+def mismatch(tensor: Tensor, known: Tensor | None) -> str:
+    """Why a tensor cannot be compared with one process's."""
+    if known is None:
+        return "is there, and is not in one process"
+    if known.numel() and not tensor.numel():
+        return MISSING
+    return f"has shape {tuple(tensor.shape)}, and {tuple(known.shape)} in one process"
+
+
+def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
+    """What a wrong gradient looks like: a multiple of the right one, or another parameter's."""
+    known = wanted.get(name)
+    if known is None or tensor.shape != known.shape or not largest(known):
+        return None
+    if not largest(tensor):
+        return "is zero"
+    a, b = tensor.flatten().double(), known.flatten().double()
+    factor = float(a @ b / (b @ b))
+    if float((a - factor * b).abs().max()) < 1e-6 * largest(a) and abs(factor - 1) > 1e-6:
+        return f"is {factor:.4g} times one process's"
+    for other, gradient in wanted.items():
+        if other != name and gradient.shape == tensor.shape and gradient.numel() > 1:
+            near = torch.allclose(gradient.double(), tensor.double(), rtol=1e-6, atol=0)
+            if near and not torch.allclose(gradient.double(), known.double()):
+                return f"is that of {other}"
+    return None
