@@ -198,7 +198,7 @@ class FirstBatch:
         if needed <= _MOST_OF_FREE * free:
             return None
         return (
-            f"one process would hold {show_bytes(needed)} of weights that a rank does not hold, and "
+            f"one process would hold {show_bytes(needed)} of weights that a rank does not, and "
             f"{show_bytes(int(free))} are free"
         )
 
@@ -233,7 +233,7 @@ class FirstBatch:
                         loss_sum, count, *_ = plain(piece)
                     if mine:
                         loss_sum.backward()
-                        found.count(number, loss_sum.detach(), count)
+                        found.count(number, piece, loss_sum.detach(), count)
                 drew = not same_random_state(begin, random_state(device))
         except Exception as error:
             return _failure(error)
@@ -286,26 +286,35 @@ class FirstBatch:
         plan = self._plan
         if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
             return 0.0
-        try:
-            return self._halves_apart(plain, found, passes, given)
-        except Exception:
+        if found.first is None:  # which of several ranks with the same samples one has
             return 0.0
+        for compare in (self._halves_apart, self._pair_apart):
+            try:
+                apart = compare(plain, found.first, passes, given)
+            except Exception:
+                continue
+            if apart is not None:
+                return apart
+        return 0.0
 
     def _halves_apart(
-        self, plain: nn.Module, found: "_Plain", passes: Sequence[Batch], given: Pass
-    ) -> float:
-        """The first piece has been run whole: of one rank alone, where several have the same."""
-        if self._plan.pp_microbatches == 1:
-            if found.first_mean is None or samples_in(passes[0]) % 2:
-                return 0.0
-            halves = self._mean_of(plain, cut(passes[0], 2), given)
-            return _apart(found.first_mean, halves)
-        samples = samples_in(passes[0])
-        size = 2 * self._plan.micro_batch
-        if samples % size:
-            return 0.0
-        batch = cut(passes[0], samples // size)[0]
-        means = [self._mean_of(plain, pieces, given) for pieces in ([batch], cut(batch, 2))]
+        self, plain: nn.Module, first: tuple[Batch, float], passes: Sequence[Batch], given: Pass
+    ) -> float | None:
+        """Of the first piece, which has been run whole; None where it cannot be halved."""
+        piece, mean = first
+        if samples_in(piece) % 2:
+            return None
+        return _apart(mean, self._mean_of(plain, cut(piece, 2), given))
+
+    def _pair_apart(
+        self, plain: nn.Module, first: tuple[Batch, float], passes: Sequence[Batch], given: Pass
+    ) -> float | None:
+        """Of a pipeline's first two pieces in one; None where there are none."""
+        samples, size = samples_in(passes[0]), 2 * samples_in(first[0])
+        if self._plan.pp_microbatches == 1 or samples % size:
+            return None
+        pair = cut(passes[0], samples // size)[0]
+        means = [self._mean_of(plain, pieces, given) for pieces in ([pair], cut(pair, 2))]
         return _apart(*means)
 
     def _mean_of(self, plain: nn.Module, pieces: Sequence[Batch], given: Pass) -> float:
@@ -437,7 +446,7 @@ class _Plain:
         largest = max((p.numel() for p in model.parameters()), default=1)
         self.projection = Projection(largest, device)
         self.sums = torch.zeros(3 + len(names), dtype=torch.float64, device=device)
-        self.first_mean: float | None = None  # of the first piece, where this rank has it
+        self.first: tuple[Batch, float] | None = None  # piece and its mean loss, if it has run here
         self._places = {name: 3 + number for number, name in enumerate(names)}
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
@@ -446,9 +455,9 @@ class _Plain:
         self.sums[self._places[name]] += self.projection.of(parameter.grad)
         parameter.grad = None
 
-    def count(self, number: int, loss_sum: Tensor, count: Tensor) -> None:
+    def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
         """A piece is done."""
         totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
         self.sums[:3] += totals
         if not number:
-            self.first_mean = float(totals[0] / totals[1])
+            self.first = piece, float(totals[0] / totals[1])
