@@ -17,7 +17,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from outpace.launch.memory import Question
+    from outpace.launch.memory import OwnQuestion, Question
 
 _ABOUT = "Where memory goes in a training step, and whether it fits: traced, without a GPU."
 _EPILOG = (
@@ -86,7 +86,7 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
 
 
 def _measured(
-    asked: "Question", ranks: Ranks, rank: int | None, environ: Mapping[str, str]
+    asked: "Question | OwnQuestion", ranks: Ranks, rank: int | None, environ: Mapping[str, str]
 ) -> MemoryAccount | None:
     """Two real steps; the account of `rank`, or of the fullest, on rank 0."""
     import torch
@@ -105,7 +105,7 @@ def _measured(
 
 
 def _show(
-    asked: "Question",
+    asked: "Question | OwnQuestion",
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     plot: Path | None,
@@ -118,10 +118,10 @@ def _show(
         traced,
         measured,
         plan=asked.plan,
-        model=asked.ask.settings.model,
-        seq_len=asked.ask.seq_len,
+        model=asked.settings.model,
+        seq_len=asked.seq_len,
         global_batch=asked.global_batch,
-        accelerator=asked.ask.accelerator,
+        accelerator=asked.accelerator,
     )
     text = json.dumps(said, indent=2)
     if out is not None:
@@ -135,8 +135,8 @@ def _show(
         return
     from outpace.report.terminal import Console
 
-    about = step_in_words(asked.plan, asked.global_batch, asked.ask.seq_len)
-    Console().print(memory_table(asked.plan, traced, measured, asked.ask.accelerator, about))
+    about = step_in_words(asked.plan, asked.global_batch, asked.seq_len)
+    Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about))
 
 
 def _parser() -> Parser:

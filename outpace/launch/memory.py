@@ -1,11 +1,16 @@
 """What `outpace memory` is asked, made into what the trace needs; the worst rank of a world."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.data.seeding import seed_generators
 from outpace.interop.models import open_model
+from outpace.interop.own import OwnModel, build_own, own_positions
+from outpace.launch.outlines import batch_of
 from outpace.launch.resolve import keeps_masters, resolve_plan, resolve_seq_len
 from outpace.launch.tracing import Ask, account_of
 from outpace.parallel.offload import require
@@ -18,7 +23,7 @@ from outpace.records.memory import MemoryAccount
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.trace.steps import Workload
+from outpace.trace.steps import Trainable, Workload
 from outpace.train.precision import default_precision
 
 
@@ -34,7 +39,22 @@ class Question(Record):
         return self.ask.plan
 
     @property
-    def workload(self) -> Workload:
+    def seq_len(self) -> int | None:
+        """Tokens of a sample."""
+        return self.ask.seq_len
+
+    @property
+    def settings(self) -> TrainSettings:
+        """What is trained."""
+        return self.ask.settings
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Whose memory it is; None for the CPU's."""
+        return self.ask.accelerator
+
+    @property
+    def workload(self) -> Trainable:
         """For the trace."""
         ask = self.ask
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
@@ -44,9 +64,74 @@ class Question(Record):
         return account_of(self.ask.model_copy(update={"rank": rank}))
 
 
+@dataclass(frozen=True)
+class OwnQuestion:
+    """As `Question`, of a module of the user's own, which is built once."""
+
+    own: OwnModel
+    plan: Plan
+    settings: TrainSettings
+    global_batch: int
+    accelerator: Accelerator | None
+    ranks_per_host: int
+    build: Callable[[], OwnModel]
+
+    @property
+    def seq_len(self) -> int | None:
+        """Tokens of a sample; None of a data set of the user's own."""
+        if self.own.dataset is not None:
+            return None
+        return resolve_seq_len(self.settings, own_positions(self.own.module))
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of a step."""
+        return self.plan.accumulation(self.global_batch)
+
+    @property
+    def workload(self) -> Trainable:
+        """For two real steps, of a module that is built anew for them."""
+        from outpace.trace.own import OwnWorkload
+
+        return OwnWorkload(self.build, self._samples, self.plan, self.accumulation, self.settings)
+
+    def traced(self, rank: int) -> MemoryAccount:
+        """A rank's memory. Raises BadInputError for what cannot be applied, or traced."""
+        from outpace.trace.own import own_account
+
+        return own_account(
+            self.own,
+            self._samples,
+            self.plan,
+            accumulation=self.accumulation,
+            rank=rank,
+            settings=self.settings,
+            accelerator=self.accelerator,
+            ranks_per_host=self.ranks_per_host,
+        )
+
+    def _samples(self, count: int) -> Any:
+        return batch_of(self.own, count, self.seq_len)
+
+
+def _own_question(
+    build: Callable[[], Any],
+    settings: TrainSettings,
+    plan: Plan,
+    global_batch: int,
+    accelerator: Accelerator | None,
+    per_host: int,
+) -> OwnQuestion:
+    def again() -> OwnModel:
+        seed_generators(settings.seed)
+        return build_own(build)
+
+    return OwnQuestion(again(), plan, settings, global_batch, accelerator, per_host, again)
+
+
 def question(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
-) -> Question:
+) -> Question | OwnQuestion:
     """Settle what was left open, as training would on that machine. Raises BadInputError.
 
     Where no global batch was given, it is one micro-batch on each data-parallel rank.
@@ -63,13 +148,11 @@ def question(
     plan = _plan(settings, world_size, per_host, given)
     require(plan, torch.device("cpu" if accelerator is None else "cuda"))
     opened = open_model(settings.model)
-    if opened.spec is None:
-        raise BadInputError(
-            f"outpace memory traces outpace's own and Hugging Face models; {opened.name} is a "
-            "module of your own, which only runs. outpace plan --model estimates its memory; or "
-            "train it for a few steps: its run's result.json has peak_memory_bytes."
-        )
+    if opened.build is not None:
+        batch = given or plan.samples_per_pass * plan.data_parallel
+        return _own_question(opened.build, settings, plan, batch, accelerator, per_host)
     spec = opened.spec
+    assert spec is not None
     if settings.dropout is not None:
         spec = spec.model_copy(update={"dropout": settings.dropout})
     global_batch = given or plan.samples_per_pass * plan.data_parallel
@@ -147,7 +230,7 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
         )
 
 
-def worst(asked: Question) -> MemoryAccount:
+def worst(asked: Question | OwnQuestion) -> MemoryAccount:
     """The rank that needs most."""
     return max(
         (asked.traced(rank) for rank in representatives(asked.plan)),

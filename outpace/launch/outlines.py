@@ -101,15 +101,21 @@ def _by_config(module: Any) -> Outline | None:
 
 
 def _batch(own: Any) -> Any:
-    import torch
-
     from outpace.interop.own import own_positions
 
-    if own.dataset is not None:
-        return _samples_of(own.dataset, 0, _TRACED_SAMPLES)
-    _require_tokens(own.module)
     length = min(_TRACED_TOKENS, own_positions(own.module) or _TRACED_TOKENS)
-    tokens = torch.zeros((_TRACED_SAMPLES, length), dtype=torch.int64)
+    return batch_of(own, _TRACED_SAMPLES, length)
+
+
+def batch_of(own: Any, samples: int, seq_len: int | None) -> Any:
+    """So many samples of a user's data set, or of `seq_len` tokens, which are all 0."""
+    import torch
+
+    if own.dataset is not None:
+        return _samples_of(own.dataset, 0, samples)
+    _require_tokens(own.module)
+    assert seq_len is not None
+    tokens = torch.zeros((samples, seq_len), dtype=torch.int64)
     return {"tokens": tokens, "targets": tokens}
 
 

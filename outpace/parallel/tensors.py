@@ -70,8 +70,11 @@ def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         spread(message * factor, alike)
 
 
-def hollow(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device: its structure, without memory for its weights."""
+def hollow(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """A copy of a module on the meta device: its structure, without memory for its weights.
+
+    `real`: tensors with values that stand for those of an `id`.
+    """
     kept = (value for part in module.modules() for value in vars(part).values())
     # Tensors with a history are made anew in a forward (`weight` of torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
@@ -79,7 +82,7 @@ def hollow(module: nn.Module) -> nn.Module:
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
     for tensor in module.parameters():
         memo[id(tensor)] = nn.Parameter(memo[id(tensor)], tensor.requires_grad)
-    return copy.deepcopy(module, memo)
+    return copy.deepcopy(module, {**memo, **(real or {})})
 
 
 @torch.no_grad()

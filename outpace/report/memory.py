@@ -34,7 +34,7 @@ def document(
     *,
     plan: Plan,
     model: str,
-    seq_len: int,
+    seq_len: int | None,
     global_batch: int,
     accelerator: Accelerator | None,
 ) -> dict[str, Any]:
@@ -119,11 +119,12 @@ def memory_table(
     return Group(table, *(Text(line) for line in [about, *notes] if line))
 
 
-def step_in_words(plan: Plan, global_batch: int, seq_len: int) -> str:
+def step_in_words(plan: Plan, global_batch: int, seq_len: int | None) -> str:
     """What a step is of: batch, sequences, and the levers that decide on memory most."""
+    sequences = "" if seq_len is None else f"sequences of {seq_len:,} tokens; "
     recomputed = f", checkpointing {plan.checkpointing}" if plan.checkpointing != "none" else ""
     return (
-        f"{plan.identity(global_batch).capitalize()}; sequences of {seq_len:,} tokens; "
+        f"{plan.identity(global_batch).capitalize()}; {sequences}"
         f"{plan.strategy}, {plan.precision}, {plan.optimizer}{recomputed}."
     )
 

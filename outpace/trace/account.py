@@ -24,14 +24,14 @@ from outpace.trace.extend import (
 from outpace.trace.fake import hollow
 from outpace.trace.reserve import events_of, reserved
 from outpace.trace.scratch import Elsewhere, as_traced, host_apart
-from outpace.trace.steps import Workload, run_steps
+from outpace.trace.steps import Trainable, Workload, run_steps
 from outpace.trace.watch import Watch
 from outpace.trace.world import lay_out, one_rank
 
 # From the second layer on all do the same, but for the last; a fourth one makes sure.
 _SHALLOW = 4
 # The middle ones of more passes do as the second does.
-_MOST_PASSES = 3
+MOST_PASSES = 3
 _POINTS = 400  # of a timeline
 
 
@@ -52,7 +52,7 @@ def account(
     BadInputError for a plan that cannot be applied.
     """
     settings = settings or TrainSettings()
-    passes, rules = min(accumulation, _MOST_PASSES), Rules(accelerator)
+    passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
     work = Workload(spec, as_traced(plan, rules), seq_len, passes, settings)
     traced = partial(recorded, rank=rank, rules=rules, ranks_per_host=ranks_per_host)
     return summed_up(_strips(work, traced), plan, rank, rules, accumulation / passes)
@@ -87,14 +87,14 @@ def at_depth(work: Workload, layers: int) -> Workload:
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 
 
-def recorded(work: Workload, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
+def recorded(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
     """What a rank does in two steps, under fake tensors."""
     watch = Watch(rules)
     collecting = gc.isenabled()
     gc.disable()  # when cycles are freed would depend on what ran before
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, hollow(), watch:
-            with host_apart(watch, rules), rules.functions(work.spec, work.plan):
+            with host_apart(watch, rules), work.functions(rules):
                 run_steps(work, ranks, watch, lay_out, rules, Elsewhere(watch))
             segments = watch.segments
     finally:

@@ -45,7 +45,6 @@ from outpace.nn.kernels import choose_kernel, operands_for, suits_flash
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.masks import Visibility
 from outpace.records.hardware import Accelerator
-from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
 _MIB = 2**20
@@ -92,9 +91,12 @@ class Rules:
                 mix = fused_attention if module.mix is suited_attention else module.mix
                 module.mix = partial(_as_on_gpu, mix)
 
-    def functions(self, spec: ModelSpec, plan: Plan) -> AbstractContextManager[object]:
-        """Entered around a trace: functions that keep other tensors on the device, rule 9."""
-        drops = spec.dropout > 0 or plan.lora_dropout > 0
+    def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
+        """Entered around a trace: functions that keep other tensors on the device, rule 9.
+
+        `drops`: whether the model has dropout.
+        """
+        drops = drops or plan.lora_dropout > 0
         return _Masks() if drops and self.accelerator is not None else nullcontext()
 
     def within(self, func: Any, args: Any) -> int:

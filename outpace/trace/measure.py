@@ -12,11 +12,11 @@ from outpace.trace.allocations import Allocations
 from outpace.trace.device import Rules
 from outpace.trace.extend import strip_of
 from outpace.trace.resident import grown_resident
-from outpace.trace.steps import Workload, run_steps
+from outpace.trace.steps import Trainable, run_steps
 from outpace.trace.watch import Watch
 
 
-def measure(work: Workload, ranks: Ranks) -> MemoryAccount:
+def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     """Train two real steps on the CPU, twice; collective over the ranks of the plan.
 
     First with nobody looking: `resident_bytes` is by how much the process's anonymous resident

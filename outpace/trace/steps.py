@@ -1,11 +1,14 @@
 """The first two steps of a training run, watched."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from outpace.nn.levers import apply_levers
 from outpace.nn.lora import adapt, first_value
@@ -29,7 +32,7 @@ from outpace.trace.watch import Watch
 STEPS = 2  # the first has no optimizer state to begin with
 CPU = torch.device("cpu")
 _ANY_LR = 1e-3  # where there is none yet
-LayOut = Callable[[Request, dict[str, Tensor]], Layout]
+LayOut = Callable[[Request, Any], Layout]
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,64 @@ class Workload:
             batch["documents"] = torch.zeros(shape, dtype=torch.int32)
         return batch
 
+    def functions(self, rules: Rules) -> AbstractContextManager[object]:
+        """Entered around a trace."""
+        return rules.functions(self.spec.dropout > 0, self.plan)
+
+    def mixed(self) -> Mixed:
+        """What products are computed in."""
+        plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
+        return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
+
+    def laid_out(
+        self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
+        scratch: Scratch,
+    ) -> Layout:  # fmt: skip
+        """The model on this rank, with its weights."""
+        plan, objective = self.plan, _objective(self, mixed)
+        rules.prepare(objective)
+        watch.keep(rules.workspaces(), "workspaces")
+        apply_levers(objective.model, plan, scratch=scratch)
+        if plan.compile:
+            from outpace.trace.compiled_region import trace_compiled
+
+            trace_compiled(objective.model, plan, watch)
+        layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), self.batch())
+        if fills_later(plan):
+            shapes = parameter_shapes(self.spec)
+
+            def value_of(name: str) -> torch.Tensor:
+                adapter = first_value(name, shapes, plan.lora_rank, 0)
+                return (
+                    adapter
+                    if adapter is not None
+                    else torch.empty(shapes[name], dtype=torch.float32)
+                )
+
+            fill(layout, CPU, value_of)
+        return layout
+
+
+class Trainable(Protocol):
+    """What `run_steps` trains: a `Workload`, or a user's module (`trace.own`)."""
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def accumulation(self) -> int: ...
+    @property
+    def settings(self) -> TrainSettings: ...
+    def batch(self) -> Any: ...
+    def functions(self, rules: Rules) -> AbstractContextManager[object]: ...
+    def mixed(self) -> Mixed: ...
+    def laid_out(
+        self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
+        scratch: Scratch,
+    ) -> Layout: ...  # fmt: skip
+
 
 def run_steps(
-    work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
+    work: Trainable, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
 ) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, away = work.plan, lies_on_host(work.plan, rules)
@@ -73,36 +131,13 @@ def run_steps(
 
 
 def _prepare(
-    work: Workload, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
+    work: Trainable, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules, scratch: Scratch
 ) -> tuple[Layout, torch.optim.Optimizer, Mixed]:
     """The model, laid out, and its optimizer."""
     plan, lr = work.plan, work.settings.lr or _ANY_LR
     settings = work.settings.model_copy(update={"lr": lr})
-    mixed = make_mixed(
-        plan.precision,
-        CPU,
-        keeps_casts(settings.autocast_cache, False),
-        fully_shards=plan.fully_shards,
-    )
-    objective = _objective(work, mixed)
-    rules.prepare(objective)
-    watch.keep(rules.workspaces(), "workspaces")
-    apply_levers(objective.model, plan, scratch=scratch)
-    if plan.compile:
-        from outpace.trace.compiled_region import trace_compiled
-
-        trace_compiled(objective.model, plan, watch)
-    layout = lay_out(Request(objective, plan, ranks, CPU, scratch=scratch), work.batch())
-    if fills_later(plan):
-        shapes = parameter_shapes(work.spec)
-
-        def value_of(name: str) -> torch.Tensor:
-            adapter = first_value(name, shapes, plan.lora_rank, 0)
-            return (
-                adapter if adapter is not None else torch.empty(shapes[name], dtype=torch.float32)
-            )
-
-        fill(layout, CPU, value_of)
+    mixed = work.mixed()
+    layout = work.laid_out(mixed, ranks, watch, lay_out, rules, scratch)
     optimizer = make_optimizer(
         layout.named_parameters(),
         plan.optimizer,
@@ -129,7 +164,7 @@ def _objective(work: Workload, mixed: Mixed) -> LanguageModelObjective:
 
 
 def _step(
-    work: Workload,
+    work: Trainable,
     ranks: Ranks,
     watch: Watch,
     layout: Layout,
@@ -140,7 +175,7 @@ def _step(
     reads = work.plan.data_rank(ranks.rank) is not None
     batches = [work.batch() for _ in range(work.accumulation)] if reads else []
     for batch in batches:
-        watch.call(batch.values(), "inputs")
+        watch.call((x for x in tree_leaves(batch) if isinstance(x, Tensor)), "inputs")
     watch.mark("data")
     given = Pass(mixed.cast, _scaled, watch.mark)
     if mixed.wide_sums and work.accumulation * work.plan.pp_microbatches > 1:

@@ -30,6 +30,38 @@ def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
     assert anatomy["offloaded"] > 0
 
 
+OWN = """
+import torch
+from torch import nn
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return torch.ones(16), torch.tensor(1)
+
+def entropy(module, batch):
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+def build():
+    module = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    return {"module": module, "loss": entropy, "dataset": Data()}
+"""
+
+
+def test_a_module_of_your_own_is_traced_on_samples_of_its_data(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    words = ["memory", f"--model={tmp_path}/mine.py:build", "--precision=fp32"]
+    assert main([*words, "--nproc=2", "--strategy=zero2", "--global-batch=16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["seq_len"] is None and said["world_size"] == 2
+    assert said["peak_memory_bytes"] == sum(said["anatomy_bytes"].values())
+    numbers = 16 * 64 + 64 + 64 * 4 + 4
+    assert said["anatomy_bytes"]["weights"] == pytest.approx(numbers * 4 / 2, rel=0.1)
+    assert main([*words, "--nproc=2", "--strategy=gpipe"]) == 2
+    assert "stages of a module of your own" in capsys.readouterr().err
+
+
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_the_rank_that_is_asked_for_is_measured(capfd):

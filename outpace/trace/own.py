@@ -1,0 +1,208 @@
+"""The memory of a user's own module: its forward, loss and batch under fake tensors.
+
+The user's function builds the module once, for real; what is traced is a copy without memory.
+"""
+
+import copy
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from outpace.interop.own import OwnModel, OwnObjective
+from outpace.nn.mixed import Mixed, keeps_casts, lower_weights, make_mixed
+from outpace.nn.scratch import Scratch
+from outpace.parallel import Layout, Request
+from outpace.parallel.own import apply_own_levers, synchronise_statistics
+from outpace.parallel.plain import has_dropout
+from outpace.parallel.tensors import hollow
+from outpace.records.errors import BadInputError, OutpaceError
+from outpace.records.hardware import Accelerator
+from outpace.records.memory import MemoryAccount
+from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.account import MOST_PASSES, recorded, summed_up
+from outpace.trace.device import Rules
+from outpace.trace.scratch import as_traced
+from outpace.trace.steps import CPU, LayOut
+from outpace.trace.watch import Watch
+
+_SMALL = 32  # numbers of a buffer that is kept with its values: programs look into it
+_READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_MEASURE = "Let a run measure it, with values: outpace train --memory --steps 5."
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class OwnWorkload:
+    """What is trained: passes of `plan.samples_read` samples of a user's module make a step.
+
+    `build` makes the module with its loss; `samples` gives a batch of so many samples.
+    """
+
+    build: Callable[[], OwnModel]
+    samples: Callable[[int], Any]
+    plan: Plan
+    accumulation: int
+    settings: TrainSettings
+    drops: bool = False
+    hollow: bool = False  # without values
+
+    def batch(self) -> Any:
+        """What a rank that reads gets at once."""
+        return self.samples(self.plan.samples_read)
+
+    def functions(self, rules: Rules) -> AbstractContextManager[object]:
+        """Entered around a trace."""
+        return rules.functions(self.drops, self.plan)
+
+    def mixed(self) -> Mixed:
+        """What products are computed in."""
+        plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
+        return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
+
+    def laid_out(
+        self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
+        scratch: Scratch,
+    ) -> Layout:  # fmt: skip
+        """The module on this rank."""
+        own, plan = self.build(), self.plan
+        objective = (_ValueFree if self.hollow else OwnObjective)(own)
+        lower_weights(objective, mixed)
+        watch.keep(rules.workspaces(), "workspaces")
+        synchronise_statistics(own, plan)
+        apply_own_levers(own, plan, scratch)
+        request = Request(objective, plan, ranks, CPU, own.blocks, own.layouts, scratch)
+        return lay_out(request, None)
+
+
+def own_account(
+    own: OwnModel,
+    samples: Callable[[int], Any],
+    plan: Plan,
+    *,
+    accumulation: int,
+    rank: int,
+    settings: TrainSettings,
+    accelerator: Accelerator | None,
+    ranks_per_host: int,
+) -> MemoryAccount:
+    """Trace the first two steps of `rank`, as `trace.account.account` does of outpace's models.
+
+    `own` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
+    that cannot be run without values.
+    """
+    _require_traceable(plan)
+    rules = Rules(accelerator)
+    passes = min(accumulation, MOST_PASSES)
+    batch = samples(plan.samples_read)
+    small = [b for b in own.module.buffers() if b.numel() <= _SMALL]
+    kept = {id(b): b.detach().clone() for b in small}
+    structure = hollow(own.module, kept)
+    work = OwnWorkload(
+        build=lambda: OwnModel(
+            _on_no_memory(structure),
+            own.loss,
+            blocks=own.blocks,
+            layouts=own.layouts,
+            sync_batchnorm=own.sync_batchnorm,
+        ),
+        samples=lambda count: tree_map(_hollow_leaf, batch),
+        plan=as_traced(plan, rules),
+        accumulation=passes,
+        settings=settings,
+        drops=has_dropout(own.module),
+        hollow=True,
+    )
+    try:
+        strips = recorded(work, rank, rules, ranks_per_host)
+    except OutpaceError:
+        raise
+    except Exception as error:
+        raise BadInputError(_failure(own.module, error)) from error
+    return summed_up(strips, plan, rank, rules, accumulation / passes)
+
+
+class _ValueFree(OwnObjective):
+    """An objective whose forward may not ask for values, for there are none."""
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """As OwnObjective's. Raises BadInputError where it reads a number."""
+        with _NoReads(self.model):
+            return super().forward(batch)
+
+
+class _NoReads(TorchDispatchMode):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._module = module
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and isinstance(args[0], FakeTensor):
+            raise BadInputError(
+                f"{type(self._module).__name__} or its loss reads a number that is computed "
+                f"({_place(traceback.extract_stack())}), on which depends what it does next; a "
+                f"trace has no values. {_MEASURE}"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _place(frames: traceback.StackSummary) -> str:
+    """The innermost line that is not torch's or outpace's."""
+    theirs = [
+        f for f in frames if not any(Path(f.filename).is_relative_to(one) for one in _LIBRARIES)
+    ]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "within torch"
+
+
+def _is_ours(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _LIBRARIES)
+
+
+def _failure(module: nn.Module, error: Exception) -> str:
+    said = (str(error).strip().splitlines() or [""])[0][:200]
+    where = _place(traceback.extract_tb(error.__traceback__))
+    return (
+        f"{type(module).__name__} cannot be traced without values: {where}: "
+        f"{type(error).__name__}: {said}. {_MEASURE}"
+    )
+
+
+def _require_traceable(plan: Plan) -> None:
+    if plan.strategy in SCHEDULES and plan.pp > 1:
+        raise BadInputError(
+            f"strategy {plan.strategy}: what stages of a module of your own send each other is "
+            f"known from running them together, so one rank cannot be traced alone. {_MEASURE} "
+            "outpace plan --model estimates it by formula."
+        )
+    if plan.compile:
+        raise BadInputError(
+            "--compile: a compiled module of your own is not traced. Leave it out for a bound that "
+            f"is too high. {_MEASURE}"
+        )
+
+
+def _on_no_memory(structure: nn.Module) -> nn.Module:
+    """A copy of a module on meta, with tensors of the mode that is entered."""
+    held = [*structure.parameters(), *structure.buffers()]
+    memo: dict[int, Any] = {}
+    for tensor in held:
+        if tensor.is_meta:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return copy.deepcopy(structure, memo)
+
+
+def _hollow_leaf(leaf: Any) -> Any:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf

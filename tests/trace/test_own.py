@@ -1,0 +1,114 @@
+"""A user's own module is traced without values, as measured; what looks into values is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.interop.own import OwnModel
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+from outpace.records.settings import TrainSettings
+from outpace.trace.measure import measure
+from outpace.trace.own import OwnWorkload, own_account
+
+pytestmark = [
+    pytest.mark.fakeworld,
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+]
+SETTINGS = TrainSettings(lr=1e-3)
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return x + self.norm(self.outer(torch.tanh(self.inner(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def entropy(module, batch):
+    return nn.functional.cross_entropy(module(batch["x"]), batch["y"])
+
+
+def samples(count):
+    return {"x": torch.ones(count, WIDTH), "y": torch.zeros(count, dtype=torch.int64)}
+
+
+def plan_of(strategy, world, **changes):
+    axis = "dp_shard" if strategy.startswith("zero") else "dp_replicate"
+    values = {"strategy": strategy, "precision": "fp32", "micro_batch": 16, axis: world}
+    return Plan.parse({**values, **changes}, "test")
+
+
+def traced(plan, make=Net, loss=entropy):
+    own = OwnModel(make(), loss)
+    before = {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
+    account = own_account(
+        own, samples, plan, accumulation=2, rank=0, settings=SETTINGS, accelerator=None,
+        ranks_per_host=8,
+    )  # fmt: skip
+    after = own.module.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    return account
+
+
+def test_one_process_is_traced_as_it_is_measured():
+    plan = plan_of("single", 1)
+    work = OwnWorkload(lambda: OwnModel(Net(), entropy), samples, plan, 2, SETTINGS)
+    found, seen = traced(plan), measure(work, Ranks())
+    for kind in ("weights", "optimizer state", "gradients", "activations"):
+        assert found.peak.by_kind[kind] == pytest.approx(seen.peak.by_kind[kind], abs=64)
+    assert found.peak_memory_bytes == pytest.approx(seen.allocated_bytes, rel=0.02)
+    assert found.flops == seen.flops > 0
+
+
+def test_sharded_weights_and_states_are_a_part_on_each_rank():
+    whole, part = traced(plan_of("ddp", 4)).peak.by_kind, traced(plan_of("zero3", 4)).peak.by_kind
+    for kind in ("weights", "optimizer state"):
+        assert part[kind] < 0.4 * whole[kind]
+    assert part["unsharded"] > 0 == whole.get("unsharded", 0)
+
+
+class Branching(Net):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Masked(Net):
+    def forward(self, x):
+        return super().forward(x) + x[x > 0].mean()
+
+
+class Outside(Net):
+    def forward(self, x):
+        return super().forward(x) * float(x.detach().numpy().mean())
+
+
+@pytest.mark.parametrize("make", [Branching, Masked, Outside])
+def test_what_looks_into_values_is_refused_with_its_line(make):
+    with pytest.raises(BadInputError, match=r"test_own\.py:\d+.*outpace train --memory"):
+        traced(plan_of("single", 1), make)
+
+
+def test_stages_are_not_traced_one_by_one():
+    plan = Plan.parse(
+        {"strategy": "gpipe", "pp": 2, "micro_batch": 4, "pp_microbatches": 2}, "test"
+    )
+    with pytest.raises(BadInputError, match="what stages of a module of your own send each other"):
+        traced(plan)
