@@ -196,8 +196,9 @@ def unigram_entropy(corpus: Corpus) -> float:
     weights = corpus.weights or tuple(len(stream) for stream in corpus.streams)
     shares = np.zeros(corpus.vocab_needed)
     for weight, stream in zip(weights, corpus.streams, strict=True):
+        counts = np.zeros(len(shares), dtype=np.int64)
         for block in stream.blocks():
-            counts = np.bincount(block, minlength=len(shares))
-            shares += counts * (weight / sum(weights) / len(stream))
+            counts += np.bincount(block, minlength=len(shares))
+        shares += counts * (weight / sum(weights) / len(stream))
     shares = shares[shares > 0]
     return float(-(shares * np.log(shares)).sum())

@@ -16,7 +16,7 @@ from outpace.records.errors import BadInputError
 Array = np.ndarray[Any, np.dtype[Any]]
 _MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 _MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-_SCANNED_TOKENS = 1 << 22
+_SCANNED_TOKENS = 1 << 19  # 4 MiB as int64, so that looking through all ids adds no peak
 # Of llm.c: the type of the ids by magic number, and the version; no type for its other files.
 _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
     20240520: ("<u2", 1), 20240801: ("<u4", 7), 20240522: (None, 1), 20240326: (None, 3),

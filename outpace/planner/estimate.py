@@ -10,6 +10,7 @@ import numpy as np
 
 from outpace.planner.columns import Columns, Floats
 from outpace.planner.step_exchanges import Exchanges
+from outpace.planner.step_parameters import Offloading
 from outpace.planner.step_pipeline import Pipelines, Stages
 from outpace.planner.step_setup import Question, of_stacks
 
@@ -54,7 +55,20 @@ def stages_of(question: Question, columns: Columns) -> Stages:
     return _Step(question, columns.take([0])).stages()
 
 
+def offloading(question: Question, columns: Columns) -> Offloading:
+    """What the time of offloading is made of, of each plan."""
+    return _Step(question, columns).offloaded()
+
+
 class _Step(Pipelines, Exchanges):
+    def offloaded(self) -> Offloading:
+        """Beside the passes that hide a part of it."""
+        counts = np.array([stack.layers for stack in self.outline.stacks], float)
+        shares = counts / counts.sum()
+        forwards, backwards = self.layer_passes()
+        passes_s = of_stacks(forwards, shares, "seconds") + of_stacks(backwards, shares, "seconds")
+        return self.offloading(self.micro * self.pipeline(passes_s, self.end_passes()).pace_s)
+
     def times(self) -> Times:
         """Put together."""
         c = self.c

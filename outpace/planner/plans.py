@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from typing import Literal
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from outpace.planner import memory
 from outpace.planner.columns import MODES, Columns, Floats, of_plans
 from outpace.planner.crossing import crossing
 from outpace.planner.device import dtype_of
-from outpace.planner.estimate import Times, estimate
+from outpace.planner.estimate import Times, estimate, offloading
 from outpace.planner.finalists import order, played
 from outpace.planner.hints import hint
 from outpace.planner.interval import LEVEL, interval
@@ -23,7 +24,7 @@ from outpace.planner.search import Found, fastest, fastest_accepted, fits, searc
 from outpace.planner.space import Wanted, to_plan
 from outpace.planner.titles import title, varied
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Estimate, Insistence, Planned, Plans
+from outpace.records.estimate import Estimate, Insistence, Offloaded, Planned, Plans
 from outpace.records.plan import Plan
 from outpace.records.units import show_count
 
@@ -242,11 +243,38 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
         host_memory_bytes=job.cluster.host_bytes,
         disk_offloaded_bytes=max(0, round(float(job.away(row)[0])) - host) if away else 0,
         parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
+        offloading=_offloading(job, row) if away else (),
         ranks=ranks,
         tokens=job.tokens,
         time_s=budget,
         cost=None if budget is None or job.price is None else budget / 3600 * ranks * job.price,
     )
+
+
+def _offloading(job: Job, row: Columns) -> tuple[Offloaded, ...]:
+    """What offloading copies and steps elsewhere, of a plan that does."""
+    found = offloading(job.question, row)
+    plan = to_plan(row, 0)
+    sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [
+        ("weights", plan.offload_parameters),
+        ("activations", plan.offload_activations),
+        ("optimizer", plan.offload_optimizer),
+    ]
+    parts = [
+        Offloaded(
+            what=what,
+            nbytes=round(float(getattr(found, f"{what}_bytes")[0])),
+            exposed_s=float(getattr(found, f"{what}_s")[0]),
+        )
+        for what, place in sent
+        if place != "none"
+    ]
+    if found.host_step_s[0]:
+        parts.append(Offloaded(what="host step", exposed_s=float(found.host_step_s[0])))
+    if found.disk_bytes[0]:
+        nbytes = round(float(found.disk_bytes[0]))
+        parts.append(Offloaded(what="disk", nbytes=nbytes, exposed_s=float(found.disk_s[0])))
+    return tuple(parts)
 
 
 def _insistences(job: Job, fastest_s: float) -> list[Insistence]:

@@ -1,10 +1,36 @@
 """Seconds that a rank's parameters cost: casts, the optimizer's step, what is offloaded."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 
 from outpace.planner.columns import MODES, Floats
 from outpace.planner.optimizer_time import optimizer_s
 from outpace.planner.step_setup import FP32, Setup
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """A rank's bytes and seconds of a step that offloading takes, one entry a plan.
+
+    `weights_s` and `activations_s` are what passes do not hide of copies over the host's link,
+    `optimizer_s` is gradients and new weights on it, `host_step_s` the step of AdamW on the host.
+    """
+
+    SECONDS: ClassVar[tuple[str, ...]] = (
+        "weights_s", "activations_s", "optimizer_s", "host_step_s", "disk_s"
+    )  # fmt: skip
+
+    weights_bytes: Floats
+    weights_s: Floats
+    activations_bytes: Floats
+    activations_s: Floats
+    optimizer_bytes: Floats
+    optimizer_s: Floats
+    host_step_s: Floats
+    disk_bytes: Floats
+    disk_s: Floats
 
 
 class Parameters(Setup):
@@ -41,21 +67,34 @@ class Parameters(Setup):
 
     def offloading_s(self, busy: Floats) -> Floats:
         """What lies in host memory goes over the host's link: what passes do not hide."""
+        found = self.offloading(busy)
+        total: Floats = np.sum([getattr(found, name) for name in Offloading.SECONDS], axis=0)
+        return total
+
+    def offloading(self, busy: Floats) -> "Offloading":
+        """What `offloading_s` is made of. `busy`: seconds of passes, which hide copies."""
         c = self.c
         shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
         own = self.owned / shards
-        rate = self.device.host_bytes_per_s
-        host_steps = own * 7 * FP32 / self.device.host_memory_bytes_per_s
-        state = np.where(c.offload_optimizer > 0, own * (self.kept + FP32) / rate + host_steps, 0)
+        link = self.device.host_bytes_per_s
         gathers = np.where(c.pp > 1, c.passes, self.micro)
-        lent = 2 * gathers * own * self.kept / rate
-        weights_s = np.where(c.offload_parameters > 0, np.maximum(lent - busy, 0.0) + host_steps, 0)
-        there_and_back = 2 * self.micro * self._saved() / rate
-        acts = np.where(c.offload_activations > 0, np.maximum(there_and_back - busy, 0.0), 0.0)
-        disk = np.maximum(c.offload_optimizer, c.offload_parameters) > 1
-        slow = np.where(disk, own * 2 * 3 * FP32 / self.device.disk_bytes_per_s, 0.0)
-        total: Floats = state + weights_s + acts + slow
-        return total
+        weights = np.where(c.offload_parameters > 0, 2 * gathers * own * self.kept, 0.0)
+        activations = np.where(c.offload_activations > 0, 2 * self.micro * self._saved(), 0.0)
+        state = np.where(c.offload_optimizer > 0, own * (self.kept + FP32), 0.0)
+        elsewhere = np.maximum(c.offload_optimizer, c.offload_parameters)
+        host_step = own * 7 * FP32 / self.device.host_memory_bytes_per_s
+        disk = np.where(elsewhere > 1, own * 2 * 3 * FP32, 0.0)
+        return Offloading(
+            weights_bytes=weights,
+            weights_s=np.maximum(weights / link - busy, 0.0),
+            activations_bytes=activations,
+            activations_s=np.maximum(activations / link - busy, 0.0),
+            optimizer_bytes=state,
+            optimizer_s=state / link,
+            host_step_s=np.where(elsewhere > 0, host_step, 0.0),
+            disk_bytes=disk,
+            disk_s=disk / self.device.disk_bytes_per_s,
+        )
 
     def _saved(self) -> Floats:
         """Bytes that a rank's blocks keep of a micro-batch for the backward.

@@ -11,6 +11,18 @@ Depth = Literal["estimate", "trace", "measure"]
 RateSource = Literal["probed", "catalog", "guessed"]
 
 
+class Offloaded(Record):
+    """A part of the time that offloading takes in a step, of one rank.
+
+    `nbytes` go over the host's link or to and from the disk; 0: no copy. `exposed_s` of it is not
+    hidden by computing, and is in the step.
+    """
+
+    what: Literal["weights", "activations", "optimizer", "host step", "disk"]
+    nbytes: NonNegativeInt = 0
+    exposed_s: NonNegativeFloat
+
+
 class Estimate(Record):
     """A step of a plan on a machine.
 
@@ -43,6 +55,9 @@ class Estimate(Record):
     )
     disk_offloaded_bytes: NonNegativeInt = Field(default=0, description="on a node's disks")
     parts_s: dict[str, NonNegativeFloat]
+    offloading: tuple[Offloaded, ...] = Field(
+        default=(), description="what the time of offloading is made of; nothing: none, or unknown"
+    )
     ranks: PositiveInt
     tokens: PositiveInt | None = Field(default=None, description="the budget to train for")
     time_s: PositiveFloat | None = Field(default=None, description="to the budget of tokens")

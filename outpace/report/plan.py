@@ -9,7 +9,6 @@ from rich.text import Text
 
 from outpace.planner.titles import PARTS
 from outpace.records.estimate import Estimate, Planned, Plans
-from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
 
 _BAR = 24
@@ -156,21 +155,28 @@ def _detail(planned: Planned) -> list[RenderableType]:
     return lines + [Text(f"  {line}") for line in _beside(one)]
 
 
-def _offloading(plan: Plan) -> list[str]:
-    """What the time of offloading is made of: what `planner.step_parameters` counts."""
-    parts = []
-    if plan.offload_parameters != "none":
-        parts.append("weights, fetched for each micro-batch's forward and backward")
-    if plan.offload_activations != "none":
-        parts.append("activations, sent in the forward and fetched in the backward")
-    if plan.offload_optimizer != "none":
-        parts.append("gradients and new weights over the link, and the host's optimizer step")
-    if not parts:
-        return []
-    said = f"offloading, where computing does not hide it: {'; '.join(parts)}"
-    if plan.offload_parameters != "none":
-        said += ". Fewer, larger micro-batches fetch weights less often"
-    return [said]
+def _offloading(one: Estimate) -> list[str]:
+    """What the time of offloading is made of."""
+    lines = [
+        f"{_OFFLOADED[part.what].format(size=show_bytes(part.nbytes))}: "
+        f"{show_seconds(part.exposed_s)}"
+        + (" that computing does not hide" if part.what in ("weights", "activations") else "")
+        for part in one.offloading
+    ]
+    if any(part.what == "weights" for part in one.offloading):
+        lines.append("fewer, larger micro-batches fetch weights less often")
+    return lines
+
+
+# Of a rank's step; docs/planner.md says how each is reckoned.
+_OFFLOADED = {
+    "weights": "offloading copies {size} of weights, for each micro-batch's forward and backward",
+    "activations": "offloading copies {size} of activations, there in the forward and back in the "
+    "backward",
+    "optimizer": "offloading copies {size} of gradients and new weights",
+    "host step": "the optimizer steps on the host",
+    "disk": "offloading reads and writes {size} of the optimizer's state and weights on the disk",
+}
 
 
 def _memory(one: Estimate) -> dict[str, float]:
@@ -230,7 +236,7 @@ def explained(answer: Plans, number: int) -> Group:
             f"  The fullest rank needs {show_bytes(one.peak_memory_bytes)} of {fits}.\n"
             f"  {_rates(one)}.{_budget(one)}"
         ),
-        *(_item("  •", line) for line in _offloading(planned.plan)),
+        *(_item("  •", line) for line in _offloading(one)),
         *(_item("  •", f"{axis}: {link}") for axis, link in planned.placement.items()),
     ]
     if planned.untrained:

@@ -490,9 +490,29 @@ def test_plans_of_models_without_tokens_speak_of_samples(capsys, monkeypatch, tm
 
 
 def test_what_offloading_is_made_of_is_told(capsys, monkeypatch):
-    text = " ".join(shown(capsys, monkeypatch, "plan", "--model=gpt2", "--machine=rtx-4090",
-                          "--keep=offload_parameters=cpu,offload_optimizer=cpu,"
-                          "offload_activations=none", "--explain=1").split())  # fmt: skip
-    assert "offloading, where computing does not hide it: weights, fetched for each micro" in text
-    assert "and the host's optimizer step. Fewer, larger micro-batches fetch" in text
-    assert "activations, sent" not in text
+    words = ("plan", "--model=gpt2", "--machine=rtx-4090",
+             "--keep=offload_parameters=cpu,offload_optimizer=cpu,offload_activations=none")  # fmt: skip
+    estimate = said(capsys, *words)["plans"][0]["estimate"]
+    parts = {part["what"]: part for part in estimate["offloading"]}
+    assert list(parts) == ["weights", "optimizer", "host step"]
+    # 8 bytes a parameter: gradients to the host in 4 and weights back in 4, over PCIe 4.0 × 16.
+    assert parts["optimizer"]["nbytes"] == pytest.approx(8 * 124_439_808, rel=1e-3)
+    offload_s = sum(part["exposed_s"] for part in parts.values())
+    assert offload_s == pytest.approx(estimate["parts_s"]["offload_s"])
+    text = " ".join(shown(capsys, monkeypatch, *words, "--explain=1").split())
+    assert "copies 949.40 MiB of weights, for each micro-batch's forward and backward: 0.0" in text
+    assert "offloading copies 949.40 MiB of gradients and new weights: " in text
+    assert "the optimizer steps on the host: " in text and "fewer, larger micro-batches" in text
+    assert "of activations" not in text
+
+
+def test_the_optimizer_on_the_host_steps_once(capsys):
+    """Also where it and the weights are offloaded: for each of them a step was counted."""
+    words = ("plan", "--model=gpt2", "--machine=rtx-4090", "--global-batch=64")
+    keep = "--keep=offload_activations=none,offload_optimizer=cpu,compile=false,micro_batch=64,offload_parameters="
+    state, both = (said(capsys, *words, f"{keep}{place}")["plans"][0] for place in ("none", "cpu"))
+    hidden = both["estimate"]["offloading"][0]
+    assert hidden["what"] == "weights" and hidden["exposed_s"] == 0
+    assert both["estimate"]["parts_s"]["offload_s"] == pytest.approx(
+        state["estimate"]["parts_s"]["offload_s"], rel=1e-6
+    )

@@ -3,6 +3,7 @@ import json
 import os
 import re
 import subprocess
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from pyarrow import parquet
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from outpace.data.corpus import content_fingerprint, read_documents
+from outpace.data.corpus import content_fingerprint, read_documents, unigram_entropy
 from outpace.data.sources import open_source
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
@@ -149,6 +150,19 @@ def test_looking_through_all_ids_keeps_none_of_the_file_in_memory(tmp_path, prep
     corpus = prepare(path, tokenizer=None)
     assert corpus.vocab_needed == 50_000
     assert resident_bytes(path) < 8 << 20, "of 40 MiB; the first MiB are looked at"
+
+
+def test_counting_tokens_takes_little_memory(tmp_path, prepare):
+    """The entropy of frequencies is told at a run's end: 64 MiB there would be its peak."""
+    path = tmp_path / "x.bin"
+    (np.arange(6 << 20) % 1000).astype("<u2").tofile(path)
+    corpus = prepare(path, tokenizer=None)
+    tracemalloc.start()
+    try:
+        assert unigram_entropy(corpus) == pytest.approx(np.log(1000), abs=1e-6)
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20, "of 12 MiB of ids, 48 as int64"
+    finally:
+        tracemalloc.stop()
 
 
 def resident_bytes(path):
