@@ -1,5 +1,6 @@
 """Texts and pairs of texts with a label, as GLUE's, to samples of a classifier."""
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +61,49 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return Columns(found, named)
+
+
+def columns_hints(table: Table, columns: Columns, *, texts: bool, label: bool) -> list[str]:
+    """Other columns that are known as texts or labels, where they were not asked for.
+
+    `texts`, `label`: whether these were named.
+    """
+    text_names = [name for names in _TEXTS for name in names]
+    known = [
+        ("texts are", columns.texts, text_names, "--text-fields", texts),
+        ("labels are", (columns.label,), [*_LABELS], "--label-field", label),
+    ]
+    hints = []
+    for what, used, names, flag, named in known:
+        there = dict.fromkeys(name for name in names if name in table.columns)
+        others = [name for name in there if name not in used]
+        if others and not named:
+            hints.append(
+                f"{what} read from {' and '.join(map(repr, used))}, not from "
+                f"{' and '.join(map(repr, others))}; {flag} names others"
+            )
+    return hints
+
+
+def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
+    """Labels that may be one, and samples without a text."""
+    hints = []
+    alike: dict[str, set[str]] = {}
+    for example in parts[0]:
+        plain = unicodedata.normalize("NFKC", example.label).casefold()
+        alike.setdefault(" ".join(plain.split()), set()).add(example.label)
+    same = [" and ".join(map(repr, sorted(names))) for names in alike.values() if len(names) > 1]
+    if same:
+        more = f" and {len(same) - 3} more" if len(same) > 3 else ""
+        hints.append(
+            f"labels {'; '.join(same[:3])}{more} differ in capitals, blanks or forms of letters "
+            "only, and are classes of their own: write them alike if they are one"
+        )
+    count = sum(map(len, parts))
+    empty = sum(not any(map(str.strip, one.texts)) for part in parts for one in part)
+    if empty:
+        hints.append(f"{empty:,} of {count:,} samples have a label and no text")
+    return hints
 
 
 def examples_of(

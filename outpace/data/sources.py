@@ -41,7 +41,9 @@ _SIGNATURES = {
     b"PK\x03\x04": "a ZIP archive", b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file",
     b"\x93NUMPY": "a NumPy array", b"%PDF-": "a PDF document", b"\x89HDF": "an HDF5 file",
     b"SQLite format 3": "an SQLite database", b"\x80\x04\x95": "a pickle",
-    b"MMIDIDX": "a Megatron index",
+    b"MMIDIDX": "a Megatron index", b"Obj\x01": "an Avro file",
+    b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"\xd0\xcf\x11\xe0": "an old Office document",
 }  # fmt: skip
 # Splits as names of files say them (train.bin, fineweb_val_000000.bin, data.test.jsonl).
 _TRAIN_NAME = re.compile(r"(^|[-_. ])(train|training)([-_. ]|$)", re.I)
@@ -229,6 +231,10 @@ def _is_object(line: bytes) -> bool:
 
 def binary_kind(head: bytes) -> str | None:
     """What a file is that begins so, where it is known and neither text nor tokens."""
+    # Of an Arrow stream, a mark and the length of its schema follow each other.
+    length = int.from_bytes(head[4:8], "little")
+    if head.startswith(b"\xff\xff\xff\xff") and length % 8 == 0 and 0 < length < 1 << 20:
+        return "an Arrow stream, as datasets writes it (name the folder of save_to_disk)"
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 

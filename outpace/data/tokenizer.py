@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
+from outpace.data.added_tokens import add_tokens
 from outpace.data.interruptible import call_interruptibly
 from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
@@ -397,6 +398,7 @@ def _load(path: Path) -> Tokenizer | None:
     config, template_file = _config_of(path)
     if (path / "tokenizer.json").is_file():
         inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        add_tokens(inner, config, path)
         return Tokenizer(inner, _content(config.get("eos_token")), config, template_file)
     if "tokenizer_class" in config or (config and (path / "config.json").is_file()):
         return _of_class(path, config, template_file)
@@ -433,7 +435,10 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
         path = directory / name
         if path.is_file():
             told = json.loads(path.read_text(encoding="utf-8"))
-            config |= {key: value for key, value in told.items() if value is not None}
+            told = {key: value for key, value in told.items() if value is not None}
+            # In older folders, without a list of added tokens, transformers takes the map's.
+            older = name != "special_tokens_map.json" and "added_tokens_decoder" not in told
+            config = {**told, **config} if older else {**config, **told}
             template_file = path if "chat_template" in told else template_file
     named = {"default": directory / "chat_template.jinja"}
     named |= {file.stem: file for file in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}

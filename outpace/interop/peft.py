@@ -318,11 +318,17 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
         raise BadInputError(f"{path} cannot be read: {clipped(str(error))}") from None
+    if not tensors:
+        raise BadInputError(f"{path} holds no tensors: the adapter would change nothing.")
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         found = _KEY.fullmatch(key)
         if found is None:
-            raise BadInputError(f"{path} holds {key}, which is no part of a LoRA adapter.")
+            raise BadInputError(
+                f"{path} holds {clipped(key, 120)}, which is no pair of LoRA's matrices beside a "
+                "layer, as of embeddings, heads or layers that were trained whole. Merge the "
+                "adapter into its base model with peft (merge_and_unload)."
+            )
         require_numbers(tensor, f"{path}: {key}")
         halves.setdefault(found[1], {})[found[2]] = tensor.float()
     for module, held in halves.items():

@@ -318,7 +318,14 @@ def _classify(
         for of, part in zip(fingerprints, parts, strict=True)
     ]
     cut = sum(part.cut for part in encoded)
-    hints = list(source.hints)
+    hints = [
+        *source.hints,
+        *classify.columns_hints(
+            source.table, columns,
+            texts=settings.text_fields is not None, label=settings.label_field is not None,
+        ),
+        *classify.examples_hints(parts),
+    ]  # fmt: skip
     if "-1" in labels and known is None:
         hints.append("labels -1 and 1 are taken as two classes, in this order")
     if kept and parts[0] != unnamed:

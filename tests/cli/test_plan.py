@@ -490,8 +490,8 @@ def test_plans_of_models_without_tokens_speak_of_samples(capsys, monkeypatch, tm
 
 
 def test_what_offloading_is_made_of_is_told(capsys, monkeypatch):
-    words = ("plan", "--model=gpt2", "--machine=rtx-4090",
-             "--keep=offload_parameters=cpu,offload_optimizer=cpu,offload_activations=none")  # fmt: skip
+    keep = "--keep=offload_parameters=cpu,offload_optimizer=cpu,offload_activations=none"
+    words = ("plan", "--model=gpt2", "--machine=rtx-4090", keep)
     estimate = said(capsys, *words)["plans"][0]["estimate"]
     parts = {part["what"]: part for part in estimate["offloading"]}
     assert list(parts) == ["weights", "optimizer", "host step"]
@@ -509,8 +509,11 @@ def test_what_offloading_is_made_of_is_told(capsys, monkeypatch):
 def test_the_optimizer_on_the_host_steps_once(capsys):
     """Also where it and the weights are offloaded: for each of them a step was counted."""
     words = ("plan", "--model=gpt2", "--machine=rtx-4090", "--global-batch=64")
-    keep = "--keep=offload_activations=none,offload_optimizer=cpu,compile=false,micro_batch=64,offload_parameters="
-    state, both = (said(capsys, *words, f"{keep}{place}")["plans"][0] for place in ("none", "cpu"))
+    keep = "--keep=offload_activations=none,offload_optimizer=cpu,compile=false,micro_batch=64"
+    state, both = (
+        said(capsys, *words, f"{keep},offload_parameters={place}")["plans"][0]
+        for place in ("none", "cpu")
+    )
     hidden = both["estimate"]["offloading"][0]
     assert hidden["what"] == "weights" and hidden["exposed_s"] == 0
     assert both["estimate"]["parts_s"]["offload_s"] == pytest.approx(

@@ -613,6 +613,8 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.jsonl.gz", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
+        ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
+        ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),
         ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not ids.* numpy's tofile"),
     ],

@@ -157,6 +157,7 @@ def test_saving_passes_on_what_a_directory_says(tmp_path, library_texts, as_jinj
         (first / "chat_template.jinja").write_text(template)
     else:
         config["chat_template"] = template
+    (first / "special_tokens_map.json").unlink()  # whose roles would win
     (first / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(first))
     assert tokenizer.eos_token == "</s>" and tokenizer.pad_id == inner.token_to_id("<fill>")

@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
@@ -94,6 +95,19 @@ def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, variant, modul
     found.save_pretrained(tmp_path / "adapter")
     model = merged(tmp_path / "adapter", tmp_path / "base")
     torch.testing.assert_close(model.logits(model(tokens)), found(tokens).logits, **CLOSE)
+
+
+def test_what_peft_trained_beside_layers_is_refused_with_what_to_do(make_theirs, tmp_path):
+    theirs = make_theirs("llama-mha")
+    theirs.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
+    found = peft.get_peft_model(theirs, config)
+    found.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(BadInputError, match=r"embed.* is no pair of LoRA's .*merge_and_unload"):
+        merged(tmp_path / "adapter", tmp_path / "base")
+    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(BadInputError, match="holds no tensors: the adapter would change nothing"):
+        merged(tmp_path / "adapter", tmp_path / "base")
 
 
 @pytest.mark.parametrize("begun", ["pissa", "olora", "gaussian", "orthogonal", "mica"])

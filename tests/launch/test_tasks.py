@@ -244,6 +244,31 @@ def test_null_characters_in_rows_are_said(home, tmp_path, task):
     assert hint.startswith("1 rows have NUL characters") and f"line {4 * len(rows) + 1})" in hint
 
 
+def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
+    """Other columns of labels and texts, labels that differ in capitals, samples without a text."""
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"sentence": f"a {n}", "text": "b", "label": ("Pos", "pos ", "neg")[n % 3], "labels": n % 2}
+        for n in range(24)
+    ]
+    rows[0]["sentence"] = " "
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked_for = {"task": "classify", "data": [str(path)], "steps": 1, "global_batch": 4}
+
+    def said(out, **more):
+        settings = asked(home, **asked_for, out=tmp_path / out, **more)
+        with prepared(settings, ranks=Ranks(), origins={}, command=[]) as ready:
+            return " ".join(ready.job.materials.hints)
+
+    told = said("a")
+    assert "labels are read from 'label', not from 'labels'; --label-field names others" in told
+    assert "texts are read from 'sentence', not from 'text'; --text-fields names others" in told
+    assert "labels 'Pos' and 'pos' differ in capitals, blanks or forms of letters only" in told
+    assert "1 of 24 samples have a label and no text" in told
+    told = said("b", label_field="labels", text_fields=["text"])
+    assert "read from" not in told and "differ in" not in told and "no text" not in told
+
+
 def test_conversations_are_gone_on_with(home, chatted, capsys, monkeypatch):
     run_, greedy = f"--run={chatted[0].out}", ["--temperature=0", "--max-new-tokens=6"]
     capsys.readouterr()

@@ -1,0 +1,125 @@
+"""Tokens that a folder adds to its tokenizer.json, as transformers reads it.
+
+tokenizer_config.json may name tokens that tokenizer.json lacks, or give those that it has other
+properties, and older folders have added_tokens.json. transformers adds them all, so that a model
+which is used with it meets other ids than one that was trained without them.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from outpace.records.base import read_object
+from outpace.records.errors import BadInputError, shown
+
+ADDED_TOKENS_FILE = "added_tokens.json"
+_NAMED = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+_DISPENSABLE = ("bos_token", "unk_token", "pad_token")
+
+
+def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
+    """Add the tokens that `folder` names beside tokenizer.json, in transformers' order.
+
+    `config` is what its tokenizer_config.json and special_tokens_map.json say. Raises
+    BadInputError where a token would have another id than the folder says.
+    """
+    _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
+    listed = _listed(config, folder)
+    stored = inner.get_added_tokens_decoder().values()
+    known = {repr(token) for token in stored}
+    # Roles keep the properties that their tokens have already.
+    alike = {token.content: token for token in (() if _has_list(config) else stored)}
+    alike |= {token.content: token for token in listed.values()}
+    tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
+    inner.add_tokens([token for token in tokens if repr(token) not in known])
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    extra = _extra(config)
+    # Of roles whose token is nowhere `Tokenizer` refuses some and does without the others, unless
+    # tokens that are added behind them take their ids from them.
+    behind = any(token.content not in vocabulary for token in extra)
+    named = [
+        alike.get(token.content, token)
+        for role in _NAMED
+        if (token := _special(config.get(role))) is not None
+        and (token.content in vocabulary or (behind and role in _DISPENSABLE))
+    ]
+    inner.add_special_tokens([*named, *extra])
+    where = folder / ("tokenizer_config.json" if _has_list(config) else ADDED_TOKENS_FILE)
+    _require_ids(inner, {token.content: number for number, token in listed.items()}, where)
+
+
+def _has_list(config: Mapping[str, Any]) -> bool:
+    return isinstance(config.get("added_tokens_decoder"), dict)
+
+
+def _listed(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
+    """Tokens with the ids that a folder gives them beside tokenizer.json."""
+    path = folder / ADDED_TOKENS_FILE
+    try:
+        if _has_list(config):
+            told = config["added_tokens_decoder"]
+            return {int(number): AddedToken(**token) for number, token in told.items()}
+        if not path.is_file():
+            return {}
+        special = {token.content for token in _extra(config)}
+        special |= {t.content for role in _NAMED if (t := _special(config.get(role))) is not None}
+        return {
+            int(number): AddedToken(name, normalized=name not in special, special=name in special)
+            for name, number in read_object(path).items()
+        }
+    except (TypeError, ValueError, AttributeError) as error:
+        raise BadInputError(f"its added tokens cannot be read: {error}") from None
+
+
+def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
+    """Special tokens without a role: a list of them, or a mapping with names of one's own."""
+    told = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    values = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
+    return [token for value in values if (token := _special(value)) is not None]
+
+
+def _special(value: Any) -> AddedToken | None:
+    """A special token, which is written as itself or with its properties."""
+    if isinstance(value, str) and value:
+        return AddedToken(value, special=True, normalized=False)
+    if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:
+        names = ("single_word", "lstrip", "rstrip", "normalized")
+        flags = {name: value[name] for name in names if isinstance(value.get(name), bool)}
+        return AddedToken(value["content"], special=True, **flags)
+    return None
+
+
+def _stored_ids(path: Path) -> dict[str, int]:
+    """Ids of tokenizer.json's added tokens, which `tokenizers` gives others where it likes."""
+    text = path.read_text(encoding="utf-8")
+    begin = text.find("[", text.find('"added_tokens"'))
+    if '"added_tokens"' not in text or begin < 0:
+        return {}
+    try:
+        found: Iterable[Any] = json.JSONDecoder().raw_decode(text, begin)[0]
+    except ValueError:
+        return {}
+    return {
+        token["content"]: token["id"]
+        for token in found
+        if isinstance(token, dict) and isinstance(token.get("id"), int) and token.get("content")
+    }
+
+
+def _require_ids(inner: tokenizers.Tokenizer, wanted: Mapping[str, int], where: Path) -> None:
+    for name, number in wanted.items():
+        found = inner.token_to_id(name)
+        if found != number:
+            raise BadInputError(
+                f"{where} gives the token {shown(name)} the id {number}, but the tokenizer "
+                f"{'does not have it' if found is None else f'gives it {found}'}: ids of added "
+                "tokens follow those before them, without a gap. Correct the ids, or fetch the "
+                "folder again from where the tokenizer came from."
+            )
