@@ -98,11 +98,14 @@ def _gradient(
 
 
 def _loss_and_gradient(
-    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int, own_N: Tensor | None = None
+    logits_NP: Tensor,
+    columns_N: Tensor,
+    counts_N: Tensor,
+    vocab: int,
+    targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """To be compiled: both of the above. `own_N` are the targets' logits, where they are known."""
-    if own_N is None:
-        own_N = _own(logits_NP, columns_N)
+    """To be compiled: both of the above, from the targets' logits where they are known."""
+    own_N = _own(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
     _gradient(logits_NP, lse_N, columns_N, counts_N.to(lse_N.dtype), vocab)
@@ -148,12 +151,15 @@ def _eager_gradient(
 
 
 def _eager_loss_and_gradient(
-    logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int, own_N: Tensor | None = None
+    logits_NP: Tensor,
+    columns_N: Tensor,
+    counts_N: Tensor,
+    vocab: int,
+    targets_logits_N: Tensor | None = None,
 ) -> Tensor:
     """With one softmax and no second exp: log Σ exp is the largest logit less its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
-    if own_N is None:
-        own_N = _own(logits_NP, columns_N)
+    own_N = _own(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
     for rows in _blocks(logits_NP):
         largest_R, at_R = logits_NP[rows].max(1)
@@ -241,8 +247,8 @@ def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
     def loss_and_gradient(
         logits_NP: Tensor, columns_N: Tensor, counts_N: Tensor, vocab: int
     ) -> Tensor:
-        own_N = _own(logits_NP, columns_N)
-        loss: Tensor = compiled(logits_NP, columns_N, counts_N, vocab, own_N)
+        targets_logits_N = _own(logits_NP, columns_N)
+        loss: Tensor = compiled(logits_NP, columns_N, counts_N, vocab, targets_logits_N)
         return loss
 
     return loss_and_gradient
