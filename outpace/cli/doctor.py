@@ -1,7 +1,9 @@
 """`outpace doctor`."""
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 
 from outpace.cli.parser import LONGEST_S, Parser, number_type
 
@@ -15,6 +17,8 @@ _EPILOG = (
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Examine this host and print the findings; 0, with --strict 1 if there are any."""
     arguments = _parser().read(argv)
+    if arguments.run is not None:
+        return _of_run(arguments)
     from outpace.probe.doctor import examine
     from outpace.probe.inventory import gather
 
@@ -34,11 +38,32 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     return 1 if arguments.strict and examination.findings else 0
 
 
+def _of_run(arguments: Namespace) -> int:
+    """Say what limited the speed of a run, by what it recorded."""
+    from outpace.report.doctor import examination_text
+    from outpace.report.run_findings import run_examination
+    from outpace.report.run_source import read_run
+    from outpace.report.terminal import Console
+
+    examination = run_examination(read_run(arguments.run))
+    if arguments.json:
+        print(examination.model_dump_json(indent=2), flush=True)
+    else:
+        Console(highlight=False).print(examination_text(examination))
+    return 1 if arguments.strict and examination.findings else 0
+
+
 def _parser() -> Parser:
     parser = Parser("doctor", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.arguments.add_argument
     add("--strict", action="store_true", default=False, help="exit code 1 if anything is found")
+    add(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="in the place of this host, look at a run: what limited its speed, and what to do",
+    )
     add(
         "--timeout",
         type=number_type(float, 0.1, LONGEST_S),

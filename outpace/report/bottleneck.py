@@ -17,10 +17,14 @@ _EXCHANGE_WITHIN = ("zero2", "zero3", "hsdp", "tp", "cp", "3d")
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What it is, in a word or two, and a sentence on what to do about it."""
+    """What it is, in a word or two, and a sentence on what to do about it.
+
+    `of_step`: its share is one of a step's time, not of cores or devices.
+    """
 
     words: str
     advice: str
+    of_step: bool = True
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ def bottleneck(seen: Seen) -> Bottleneck | None:
         return None
     share, found = max(_losses(seen), key=lambda pair: pair[0])
     return found if share >= _LEAST else _computing(seen)
+
+
+def limits(seen: Seen) -> list[tuple[float, Bottleneck]]:
+    """Shares of a step that hold it up noticeably, the largest first; none where all computes."""
+    if seen.parts.total_s <= 0 or seen.device == "mps":
+        return []
+    found = [pair for pair in _losses(seen) if pair[0] >= _LEAST]
+    return sorted(found, key=lambda pair: -pair[0])
 
 
 def _losses(seen: Seen) -> Iterator[tuple[float, Bottleneck]]:
@@ -117,6 +129,7 @@ def _host(busy: float) -> Bottleneck:
         f"host-bound: GPU {_percent(busy)} busy",
         f"GPUs compute {_percent(busy)} of the time, and then wait for the host to launch work: a "
         "larger --micro-batch and --compile make of it fewer, larger pieces.",
+        of_step=False,
     )
 
 
@@ -125,6 +138,7 @@ def _idle_cores(busy: float) -> Bottleneck:
         f"cores {_percent(busy)} busy",
         f"Cores are busy {_percent(busy)} of the time: more --threads, or a larger --micro-batch, "
         "give the others something to do.",
+        of_step=False,
     )
 
 
@@ -133,6 +147,7 @@ def _others(share: float) -> Bottleneck:
         f"others use {_percent(share)} of the cores",
         f"Other programs keep {_percent(share)} of the cores busy: end them, or leave them cores "
         "of their own with fewer --threads.",
+        of_step=False,
     )
 
 

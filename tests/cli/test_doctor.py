@@ -1,4 +1,5 @@
 import json
+import shutil
 import time
 from itertools import combinations
 from pathlib import Path
@@ -167,3 +168,31 @@ def test_topology_with_a_broken_driver(no_tools, capsys, script, words):
 def test_bad_input_is_a_sentence(words, sentence, capsys):
     assert main(["topology", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_run_is_looked_at_in_the_place_of_the_host(run, tmp_path, capsys):
+    """What its steps waited for, which were slow, that they were slower than expected, its end."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line.pop("xxh3_64")
+        line["step_time_s"] = 5.0 if line["step"] == 4 else 0.1
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = json.loads((copy / "result.json").read_text())
+    del result["xxh3_128"]
+    result["parts"] = dict.fromkeys(result["parts"], 0.01) | {"data_s": 0.15}
+    result["promise"] = {"steps": 6, "step_time_s": 0.3, "expected_s": 0.1, "kept": False}
+    (copy / "result.json").write_text(json.dumps(result))
+    capsys.readouterr()
+    assert main(["doctor", f"--run={copy}", "--json"]) == 0
+    said = {one["what"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    waits = said["waits for data 75 %"]
+    assert waits["severity"] == "high" and waits["costs"]["low"] == pytest.approx(4)
+    assert "--workers" in waits["remedy"] and "75.0 % of a step of 200" in waits["seen"]
+    assert "steps 4, 4.90 s longer" in said["1 of 6 steps took more than twice the median"]["seen"]
+    assert said["slower than expected"]["costs"]["low"] == pytest.approx(3)
+    assert main(["doctor", f"--run={copy}", "--strict"]) == 1
+    assert "1. high · speed: waits for data 75 %" in capsys.readouterr().out
+    assert main(["doctor", f"--run={tmp_path}"]) == 2
+    assert "run.json" in capsys.readouterr().err

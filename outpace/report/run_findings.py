@@ -1,0 +1,132 @@
+"""What limited a run's speed, by what it recorded, in the form of the doctor's findings."""
+
+import numpy as np
+
+from outpace.records.finding import Cost, Examination, Finding, cost_order
+from outpace.records.measurement import PARTS, TimeParts
+from outpace.records.units import show_seconds, show_share
+from outpace.records.utilisation import average
+from outpace.report.bottleneck import Seen, limits
+from outpace.report.run_source import Run
+
+_SOURCE = "this run's own steps"
+_SLOW = 2.0  # times the median: a step that something held up
+_LEAST_LOST = 0.05  # of the time of all steps
+
+
+def run_examination(run: Run) -> Examination:
+    """What limits the steps of a run, which were slow, and how far it is from what was expected."""
+    findings: list[Finding] = []
+    checked, not_checked = ["parts of a step", "slow steps"], {}
+    seen = _seen(run)
+    if len(run.steps) == 0 or seen.parts.total_s <= 0:
+        checked, not_checked = [], dict.fromkeys(checked, "no step was recorded")
+    else:
+        findings += _limits(seen) + _slow_steps(run)
+    if seen.device == "mps":
+        checked.remove("parts of a step")
+        not_checked["parts of a step"] = "an Apple GPU computes while the clock is read"
+    if seen.loads:
+        checked.append("how busy cores and devices were")
+    else:
+        not_checked["how busy cores and devices were"] = "the run has not recorded it"
+    promise = None if run.measurement is None else run.measurement.promise
+    if promise is None:
+        not_checked["the expected time of a step"] = "nothing was expected: no plan was measured"
+    else:
+        checked.append("the expected time of a step")
+        if promise.slower:
+            findings.append(_slower(promise.ratio, promise.words))
+    if run.failure is not None:
+        checked.append("how it ended")
+        findings.append(_ended(run))
+    findings.sort(key=cost_order)
+    return Examination(findings=tuple(findings), checked=tuple(checked), not_checked=not_checked)
+
+
+def _seen(run: Run) -> Seen:
+    """What was measured: of an unfinished run, the medians of its steps."""
+    measured = run.measurement
+    steady = {name: run.steps.steady(f"{name}_s") for name in PARTS} if len(run.steps) else {}
+    medians = {
+        f"{name}_s": float(np.nanmedian(values)) if np.isfinite(values).any() else 0.0
+        for name, values in steady.items()
+    }
+    loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
+    plan = run.record.plan
+    return Seen(
+        parts=TimeParts(**medians) if measured is None else measured.parts,
+        device=run.record.device if measured is None else measured.device,
+        strategy=plan.strategy,
+        processes=plan.world_size,
+        loads=loads if measured is None else measured.utilisation or loads,
+        mfu=None if measured is None else measured.mfu,
+        hosts=run.hosts,
+    )
+
+
+def _limits(seen: Seen) -> list[Finding]:
+    """Shares of a step that are not spent computing, each large enough to matter."""
+    return [
+        Finding(
+            check="speed",
+            what=found.words,
+            seen=f"{show_share(share)} of a step of {show_seconds(seen.parts.total_s)}"
+            if found.of_step
+            else f"in the mean over the run, with steps of {show_seconds(seen.parts.total_s)}",
+            remedy=found.advice,
+            severity="high" if share >= 0.5 else "moderate",
+            costs=_cost(1 / max(1 - share, 0.01)) if found.of_step else None,
+        )
+        for share, found in limits(seen)
+    ]
+
+
+def _slow_steps(run: Run) -> list[Finding]:
+    times = run.steps.steady("step_time_s")
+    median = float(np.median(times))
+    slow = times > _SLOW * median
+    lost = float((times[slow] - median).sum())
+    if lost < _LEAST_LOST * float(times.sum()):
+        return []
+    numbers = run.steps.steady("step")[slow].astype(int)[:5]
+    more = f" and {int(slow.sum()) - 5:,} more" if slow.sum() > 5 else ""
+    return [
+        Finding(
+            check="slow steps",
+            what=f"{int(slow.sum()):,} of {len(times):,} steps took more than twice the median",
+            seen=f"steps {', '.join(map(str, numbers))}{more}, {show_seconds(lost)} longer than "
+            f"at the median of {show_seconds(median)}",
+            remedy="Look at what went on at these steps: outpace report shows the load of cores "
+            "and devices by step. End other programs, and see that the disk is not full.",
+            severity="moderate",
+            costs=_cost(float(times.sum()) / (float(times.sum()) - lost)),
+        )
+    ]
+
+
+def _slower(ratio: float, words: str) -> Finding:
+    return Finding(
+        check="expected time",
+        what="slower than expected",
+        seen=words,
+        remedy="Compare with the run that it was expected from (outpace compare --runs A B), or "
+        "tune again (outpace tune) if the machine has changed.",
+        severity="moderate",
+        costs=_cost(ratio),
+    )
+
+
+def _ended(run: Run) -> Finding:
+    assert run.failure is not None
+    return Finding(
+        check="how it ended",
+        what="it did not reach its last step",
+        seen=run.failure.reason,
+        remedy=f"outpace runs show {run.path} says how to go on with it.",
+        severity="severe",
+    )
+
+
+def _cost(times: float) -> Cost:
+    return Cost(low=times, high=times, of="a step", source=_SOURCE)
