@@ -90,7 +90,11 @@ class Trials:
         if isinstance(ended, Failed):
             found.update(failure=ended.words, exit_code=ended.exit_code)
         else:
-            found.update(peak_memory_bytes=ended.peak_memory_bytes, tokens_per_s=ended.tokens_per_s)
+            found.update(
+                peak_memory_bytes=ended.peak_memory_bytes,
+                tokens_per_s=ended.tokens_per_s,
+                samples_per_s=ended.samples_per_s,
+            )
             if not found.get("raced"):  # in a race the others are trials, too
                 used = [disturbing_cores(load) for load in ended.utilisation]
                 found["other_cores"] = max((one for one in used if one is not None), default=None)

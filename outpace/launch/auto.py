@@ -1,6 +1,6 @@
 """`outpace train --plan`: a plan file, or the planner's pick for the machine at hand, traced."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.interop.models import names_code, open_model
+from outpace.interop.own import build_own
 from outpace.launch.outlines import find_outline
 from outpace.launch.planning import KEPT, default_vary
 from outpace.launch.resolve import (
@@ -30,7 +32,7 @@ from outpace.records.estimate import Planned, Plans
 from outpace.records.host_rates import HostRates
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LEVELS, WHERE_OFFLOADED
-from outpace.records.plan import AXES, Plan, PlanFile
+from outpace.records.plan import AXES, Plan, PlanFile, Strategy
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import TUNING_FILE, Tuning
@@ -309,11 +311,22 @@ def question(
             vary=default_vary(cluster, keep),
             trained=True,
             naive=False,
-            without=NOT_CLASSIFY if classifies else (),
+            without=NOT_CLASSIFY if classifies else _not_cut(settings, world),
             on_host=not machine.devices,
         ),
         count=_COUNT,
     )
+
+
+def _not_cut(settings: TrainSettings, world: int) -> Collection[Strategy]:
+    """Strategies by which the user's own module cannot be cut; none of outpace's models."""
+    if not names_code(settings.model):
+        return ()
+    from outpace.parallel.own_shape import refused_by_shape
+
+    build = open_model(settings.model).build
+    assert build is not None
+    return refused_by_shape(build_own(build), world).keys()
 
 
 def _cluster(

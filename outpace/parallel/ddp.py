@@ -74,8 +74,9 @@ class Replicas(Layout):
         self.averages = plan.data_parallel * plan.cp
         self._use: GradientUse | None = None
         if ranks_may_differ(request.objective):
-            self._trained = [p for p in self._parameters() if p.requires_grad]
-            self._use = GradientUse(self._trained, device)
+            named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+            self._trained = [parameter for _, parameter in named]
+            self._use = GradientUse(named, device)
             self._before: dict[nn.Parameter, tuple[Tensor, int]] = {}
             self._unused: set[nn.Parameter] = set()
         self.on_disk = plan.offload_parameters == "disk"
@@ -131,12 +132,16 @@ class Replicas(Layout):
 
     def go_on(self, start_step: int) -> None:
         """PowerSGD counts the steps from where the run stands."""
+        if self._use is not None:
+            self._use.steps = start_step
         if self.low_rank is not None:
             left = self.low_rank.start_powerSGD_iter - start_step
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def take_back(self) -> None:
         """As Layout's: PowerSGD counts exchanges, of which the first are whole."""
+        if self._use is not None:
+            self._use.steps -= 1
         if self.low_rank is not None:
             self.low_rank.iter -= 1
 

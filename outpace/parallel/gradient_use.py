@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outpace.interop.own import OwnObjective
+from outpace.records.errors import first_names
 
 
 def ranks_may_differ(objective: nn.Module) -> bool:
@@ -22,25 +23,29 @@ def ranks_may_differ(objective: nn.Module) -> bool:
 
 
 class GradientUse:
-    """Tells ranks which of `parameters` have a gradient on any of them.
+    """Tells ranks which of `named` parameters have a gradient on any of them.
 
-    One message of a byte for each parameter. Only a rank that lacks a gradient looks at the answer,
-    so no other waits for its device.
+    `steps` are done already. One message of a byte for each parameter. Only a rank that lacks a
+    gradient looks at the answer, so no other waits for its device.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        named: Sequence[tuple[str, nn.Parameter]],
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        steps: int = 0,
     ) -> None:
-        self._parameters = list(parameters)
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self.steps = steps
         self._group = group
         self._all = torch.ones(len(self._parameters), dtype=torch.uint8, device=device)
         self._told = False
 
     def agree(self, used: Sequence[bool]) -> None:
-        """Drop the gradients of what is `used` on no rank. Collective."""
+        """A step's: drop the gradients of what is `used` on no rank. Collective."""
+        self.steps += 1
         complete = all(used)
         flags = self._all.clone()
         if not complete:
@@ -52,17 +57,19 @@ class GradientUse:
         for parameter, on_any in zip(self._parameters, on_any_rank, strict=True):
             if not on_any:
                 parameter.grad = None
-        self._tell(sum(on_any and not mine for on_any, mine in zip(on_any_rank, used, strict=True)))
+        pairs = zip(self._names, on_any_rank, used, strict=True)
+        self._tell([name for name, on_any, mine in pairs if on_any and not mine])
 
-    def _tell(self, lacking: int) -> None:
-        """Say once that this rank left out what others used."""
+    def _tell(self, lacking: Sequence[str]) -> None:
+        """Say once what this rank left out and others used."""
         if not lacking or self._told:
             return
         self._told = True
         warnings.warn(
-            f"rank {dist.get_rank()} did not use {lacking} of {len(self._parameters)} trained "
-            "parameters in a step in which other ranks did (experts without tokens, branches, "
-            "dropped layers): zeros stand in for its gradients, as in one process over all samples",
+            f"from step {self.steps} on rank {dist.get_rank()} does not use all trained parameters "
+            f"that other ranks use ({len(lacking)} of {len(self._parameters)} in that step: "
+            f"{first_names(lacking)}), as with experts without tokens, branches and dropped "
+            "layers: zeros stand in for its gradients, as in one process over all samples",
             UserWarning,
             stacklevel=2,
         )

@@ -20,7 +20,7 @@ from outpace.optim.build import Build
 from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
-from outpace.parallel.blocks import flat, found_blocks, named_blocks, outside
+from outpace.parallel.blocks import Blocks, flat, found_blocks, named_blocks, outside
 from outpace.parallel.fusion import fuse
 from outpace.parallel.own_checkpoints import without_reentry
 from outpace.parallel.own_look import Look, receive, send
@@ -322,25 +322,24 @@ def _like(tensor: Tensor) -> Tensor:
     )
 
 
-def _stages_of(request: Request) -> list[list[str]]:
+def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int) -> list[list[str]]:
     """The names of each stage's blocks, in order. Raises BadInputError where there are too few."""
-    model: nn.Module = request.objective.model  # type: ignore[assignment]
-    plan, given = request.plan, request.blocks
+    count = ranks * SCHEDULES[strategy].stages_per_rank
     if given and not isinstance(given[0], str):
-        if len(given) != plan.stages:
+        if len(given) != count:
             raise BadInputError(
-                f"blocks are given for {len(given)} stages, but {plan.strategy} on {plan.pp} ranks "
-                f"has {plan.stages}. Give as many lists of names, or one list to be shared out."
+                f"blocks are given for {len(given)} stages, but {strategy} on {ranks} ranks "
+                f"has {count}. Give as many lists of names, or one list to be shared out."
             )
         return [list(stage) for stage in given]
     names = flat(given) if given is not None else _found(model)
-    if len(names) < plan.stages:
+    if len(names) < count:
         raise BadInputError(
-            f"{plan.strategy} on {plan.pp} ranks has {plan.stages} stages, but the model has "
+            f"{strategy} on {ranks} ranks has {count} stages, but the model has "
             f"{len(names)} blocks ({', '.join(names)}). Use fewer ranks, or name smaller blocks."
         )
     costs = [sum(p.numel() for p in block.parameters()) for block in named_blocks(model, names)]
-    begins = spread_by_cost(costs, plan.stages)
+    begins = spread_by_cost(costs, count)
     return [names[part.start : part.stop] for part in begins]
 
 
@@ -389,7 +388,7 @@ def apply(request: Request) -> Layout:
             "compile does not go with a pipeline of a person's own model: a stage is a copy of the "
             "model that leaves its forward early. Leave compile out, or use zero3."
         )
-    stages = _stages_of(request)
+    stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)
     names = flat(stages)
     blocks = named_blocks(model, names)
     _check(model, stages, blocks)

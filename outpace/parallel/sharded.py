@@ -46,12 +46,22 @@ class OwnSharded(Sharded):
         assert dist.group.WORLD is not None
         self._order = UnitOrder(objective, units, dist.group.WORLD)
         self._use: GradientUse | None = None
+        self._start_step = 0
         for unit in units:
             keep_argument_lists(unit)
 
     def give_whole(self) -> None:
         """Let the loss go through whole parameters. When `averages` is set."""
         WholeParameters(self.objective, self.averages, self._order.used)
+
+    def go_on(self, start_step: int) -> None:
+        """As Layout's."""
+        self._start_step = start_step
+
+    def take_back(self) -> None:
+        """As Layout's."""
+        if self._use is not None:
+            self._use.steps -= 1
 
     def _forward_backward(self, batch: Batch, given: Pass) -> Tensor:
         try:
@@ -66,10 +76,11 @@ class OwnSharded(Sharded):
         """As for every layout. What no rank has used has no gradient."""
         totals = super().gradients(batches, given)
         if self._stepped is None:  # else gradients are gone
-            trained = [p for p in self._parameters() if p.requires_grad]
             if self._use is None:
-                self._use = GradientUse(trained, self._device())
-            self._order.agree(self._use, trained, self._replicated)
+                named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+                self._use = GradientUse(named, self._device(), steps=self._start_step)
+                self._trained = [parameter for _, parameter in named]
+            self._order.agree(self._use, self._trained, self._replicated)
             sum_gradients(self._replicated, 1 / self.averages)
         return totals
 

@@ -1,6 +1,7 @@
 """A tuning: what was tried of the planner's proposals, what each took, and which is fastest."""
 
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -37,6 +38,9 @@ class Trial(Record):
     tokens_per_s: PositiveFloat | None = Field(
         default=None, description="median, of all processes; None: it failed, or has no tokens"
     )
+    samples_per_s: PositiveFloat | None = Field(
+        default=None, description="median, of all processes; None: it failed, or is older"
+    )
     peak_memory_bytes: NonNegativeInt | None = Field(
         default=None, description="of tensors, of the fullest process"
     )
@@ -55,6 +59,14 @@ class Trial(Record):
     def compared_s(self) -> float | None:
         """By which plans are compared: what else the machine does only makes steps longer."""
         return self.undisturbed_s or self.step_time_s
+
+
+def shown_rate(trials: Sequence[Trial]) -> Literal["tokens_per_s", "samples_per_s"]:
+    """The field by which trials' speed is shown: samples, where there are no tokens."""
+    done = [trial for trial in trials if trial.step_time_s is not None]
+    by_samples = any(one.samples_per_s for one in done)
+    tokens = any(one.tokens_per_s for one in done) or not by_samples
+    return "tokens_per_s" if tokens else "samples_per_s"
 
 
 class Tuning(Record):

@@ -3,12 +3,13 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from outpace.records.tuning import Trial, Tuning
+from outpace.records.tuning import Trial, Tuning, shown_rate
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report.figures import off
 from outpace.report.narrow import Narrow
 
-_COLUMNS = ("measured", "tokens/s", "predicted", "error", "memory", "compared", "at first")
+_COLUMNS = ("measured", "{rate}", "predicted", "error", "memory", "compared", "at first")
+RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 
 
 def verdict_line(tuning: Tuning) -> str:
@@ -38,8 +39,10 @@ def shown(tuning: Tuning) -> RenderableType:
         Text(trial_name(tuning, one), style="bold" if one.number == tuning.best else "")
         for one in tuning.trials
     ]
-    cells = [_cells(trial) for trial in tuning.trials]
-    figures = {name: [own[place] for own in cells] for place, name in enumerate(_COLUMNS)}
+    rate = shown_rate(tuning.trials)
+    cells = [_cells(trial, getattr(trial, rate)) for trial in tuning.trials]
+    columns = [name.format(rate=RATES[rate]) for name in _COLUMNS]
+    figures = {name: [own[place] for own in cells] for place, name in enumerate(columns)}
     table = Narrow("trial", names, figures)
     notes = [
         f"trials: {len(tuning.trials)}, of {tuning.considered:,} plans in "
@@ -74,13 +77,19 @@ def trial_name(tuning: Tuning, trial: Trial) -> str:
     return f"{trial.number}. {trial.title}{again}"
 
 
-def _cells(trial: Trial) -> list[str]:
+def rate_cell(per_s: float | None) -> str:
+    """Tokens or samples in a second."""
+    if per_s is None:
+        return "–"
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _cells(trial: Trial, per_s: float | None) -> list[str]:
     """Of the columns."""
     predicted = [show_seconds(trial.predicted_s), show_seconds(trial.first_predicted_s)]
     if trial.step_time_s is None:
         return ["failed", "–", predicted[0], "–", "–", "–", predicted[1]]
     above = off(trial.predicted_s, trial.step_time_s).text
-    rate = "–" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
     memory, compared = show_bytes(trial.peak_memory_bytes), show_seconds(trial.compared_s)
     measured = show_seconds(trial.step_time_s)
-    return [measured, rate, predicted[0], above, memory, compared, predicted[1]]
+    return [measured, rate_cell(per_s), predicted[0], above, memory, compared, predicted[1]]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outpace.experiment.tune import step_times_s
 from outpace.records.machine import Machine
-from outpace.records.tuning import Trial, Tuning
+from outpace.records.tuning import Trial, Tuning, shown_rate
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report import runs_parts, where
 from outpace.report.colours import GREY, MEASURED, RED
@@ -25,7 +25,7 @@ from outpace.report.document import (
 from outpace.report.environment import command, machine_table, topology
 from outpace.report.figures import Along, Line, against, lines, listed, off, seconds
 from outpace.report.run_source import Run, read_run
-from outpace.report.tuning import by_one_trial, trial_name
+from outpace.report.tuning import RATES, by_one_trial, rate_cell, trial_name
 from outpace.train.run_dir import RUN_FILE
 
 
@@ -162,17 +162,18 @@ def _scatter(tuning: Tuning) -> Figure:
 def _search(tuning: Tuning) -> Iterable[Part]:
     if any(one.step_time_s is not None for one in tuning.trials):
         yield _progress(tuning)
-    rows = tuple(_row(tuning, one) for one in tuning.trials)
-    columns = ("trial", "plan", "step", "tokens/s", "compared", "memory", "took",
+    rate = shown_rate(tuning.trials)
+    rows = tuple(_row(tuning, one, getattr(one, rate)) for one in tuning.trials)
+    columns = ("trial", "plan", "step", RATES[rate], "compared", "memory", "took",
                "why it was tried", "failure", "run")  # fmt: skip
     yield Table("The trials", columns, rows)
 
 
-def _row(tuning: Tuning, one: Trial) -> tuple[Cell, ...]:
+def _row(tuning: Tuning, one: Trial, per_s: float | None) -> tuple[Cell, ...]:
     return (
         Number(one.number, str(one.number)), _name(tuning, one).partition(" ")[2],
         Number(one.step_time_s, show_seconds(one.step_time_s)),
-        Number(one.tokens_per_s, "–" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"),
+        Number(per_s, rate_cell(per_s)),
         Number(one.compared_s, show_seconds(one.compared_s)),
         Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
         Number(one.took_s, show_seconds(one.took_s)), one.why, one.failure or "", one.run,

@@ -260,8 +260,9 @@ def test_what_fails_when_it_is_run_again_is_not_run_for_ever(proposer):
 def test_a_trial_whose_cores_others_used_says_so(proposer, tmp_path, monkeypatch, own, others):
     load = Load(duration_s=1.0, host=HostLoad(cores=(0.95, 0.95), run_cores=own))
     ended = Measurement.model_construct(
-        step_time_s=0.2, tokens_per_s=9.0, peak_memory_bytes=1, utilisation=(load,)
-    )
+        step_time_s=0.2, tokens_per_s=9.0, samples_per_s=1.0, peak_memory_bytes=1,
+        utilisation=(load,),
+    )  # fmt: skip
     monkeypatch.setattr("outpace.experiment.trials.train_once", lambda *_, **__: ended)
     monkeypatch.setattr("outpace.experiment.trials.steps_of", lambda _: [])
     monkeypatch.setattr("outpace.experiment.trials.quarter", lambda _: 0.2)

@@ -394,6 +394,10 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     assert tuning_document(raced).verdict[0] == "Fastest: plan 1, 150.0 ms a step."
     console.print(shown(raced))
     assert "4. plan 1 (again, as trial 1)" in console.file.getvalue()
+    by_samples = tuple(one.model_copy(update={"tokens_per_s": None, "samples_per_s": 12.34})
+                       for one in record.trials)  # fmt: skip
+    console.print(shown(record.model_copy(update={"trials": by_samples})))
+    assert "samples/s" in console.file.getvalue() and "12.3" in console.file.getvalue()
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
     assert tuning_document(nothing).verdict[0].startswith("None of 1 trials came to its end")
 
