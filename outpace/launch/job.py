@@ -312,5 +312,10 @@ def _require_same(
             "tokenizer": materials.tokenizer.fingerprint if materials.tokenizer else None,
             "training data": materials.train_fingerprint,
             "validation data": materials.eval_fingerprint,
+            # A user's own data sets have no fingerprint; the order of samples is over all of them.
+            "number of training samples": len(materials.train_data),
+            "number of validation samples": None
+            if materials.eval_data is None
+            else len(materials.eval_data),
         }
     )

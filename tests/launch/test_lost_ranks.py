@@ -355,3 +355,27 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
         assert code == 75 and "Traceback" not in said, ended
     assert "saved after step 2 of 4" in ended[0][1], ended
     assert (tmp_path / "run" / "checkpoints" / "step-2" / "complete.json").is_file()
+
+
+UNEQUAL = """
+import os
+import torch
+
+def build():
+    samples = [torch.ones(4)] * (32 if os.environ["RANK"] == "0" else 16)
+    return torch.nn.Linear(4, 1), lambda module, x: module(x).square().mean(), samples
+"""
+
+
+@pytest.mark.slow
+def test_ranks_whose_data_differ_in_length_are_refused(tmp_path):
+    """Each would take its share of an order of its own: some samples twice, others never."""
+    (tmp_path / "unequal.py").write_text(UNEQUAL)
+    processes = start_ranks(
+        "train", "--model", "unequal.py:build", "--global-batch", 4, "--steps", 2, "--precision",
+        "fp32", "--threads", 1, "--device", "cpu", "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    (code, said), (other, _) = end_in_time(processes)
+    assert (code, other) == (2, 2), said
+    assert "rank 1 has another number of training samples than rank 0: 16 instead of 32" in said
+    assert not (tmp_path / "run").exists()
