@@ -31,7 +31,7 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     BadInputError where a token would have another id than the folder says.
     """
     _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
-    listed = _listed(config, folder)
+    listed = _numbered_tokens(config, folder)
     stored = inner.get_added_tokens_decoder().values()
     known = {repr(token) for token in stored}
     # Roles keep the properties that their tokens have already.
@@ -59,7 +59,7 @@ def _has_list(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("added_tokens_decoder"), dict)
 
 
-def _listed(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
+def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
     """Tokens with the ids that a folder gives them beside tokenizer.json."""
     path = folder / ADDED_TOKENS_FILE
     try:
@@ -79,7 +79,7 @@ def _listed(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
 
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
-    """Special tokens without a role: a list of them, or a mapping with names of one's own."""
+    """Special tokens without a role: a list of them, or a mapping of names to them."""
     told = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     values = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
     return [token for value in values if (token := _special(value)) is not None]

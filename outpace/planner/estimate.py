@@ -56,13 +56,13 @@ def stages_of(question: Question, columns: Columns) -> Stages:
 
 
 def offloading(question: Question, columns: Columns) -> Offloading:
-    """What the time of offloading is made of, of each plan."""
-    return _Step(question, columns).offloaded()
+    """Parts of the time that offloading takes, of each plan."""
+    return _Step(question, columns).offloading_parts()
 
 
 class _Step(Pipelines, Exchanges):
-    def offloaded(self) -> Offloading:
-        """Beside the passes that hide a part of it."""
+    def offloading_parts(self) -> Offloading:
+        """Bytes and seconds, less what passes hide."""
         counts = np.array([stack.layers for stack in self.outline.stacks], float)
         shares = counts / counts.sum()
         forwards, backwards = self.layer_passes()

@@ -24,7 +24,7 @@ from outpace.planner.search import Found, fastest, fastest_accepted, fits, searc
 from outpace.planner.space import Wanted, to_plan
 from outpace.planner.titles import title, varied
 from outpace.records.errors import BadInputError
-from outpace.records.estimate import Estimate, Insistence, Offloaded, Planned, Plans
+from outpace.records.estimate import Estimate, Insistence, OffloadingPart, Planned, Plans
 from outpace.records.plan import Plan
 from outpace.records.units import show_count
 
@@ -251,8 +251,8 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
     )
 
 
-def _offloading(job: Job, row: Columns) -> tuple[Offloaded, ...]:
-    """What offloading copies and steps elsewhere, of a plan that does."""
+def _offloading(job: Job, row: Columns) -> tuple[OffloadingPart, ...]:
+    """Copies and steps of a plan that offloads."""
     found = offloading(job.question, row)
     plan = to_plan(row, 0)
     sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [
@@ -261,7 +261,7 @@ def _offloading(job: Job, row: Columns) -> tuple[Offloaded, ...]:
         ("optimizer", plan.offload_optimizer),
     ]
     parts = [
-        Offloaded(
+        OffloadingPart(
             what=what,
             nbytes=round(float(getattr(found, f"{what}_bytes")[0])),
             exposed_s=float(getattr(found, f"{what}_s")[0]),
@@ -270,10 +270,10 @@ def _offloading(job: Job, row: Columns) -> tuple[Offloaded, ...]:
         if place != "none"
     ]
     if found.host_step_s[0]:
-        parts.append(Offloaded(what="host step", exposed_s=float(found.host_step_s[0])))
+        parts.append(OffloadingPart(what="host step", exposed_s=float(found.host_step_s[0])))
     if found.disk_bytes[0]:
         nbytes = round(float(found.disk_bytes[0]))
-        parts.append(Offloaded(what="disk", nbytes=nbytes, exposed_s=float(found.disk_s[0])))
+        parts.append(OffloadingPart(what="disk", nbytes=nbytes, exposed_s=float(found.disk_s[0])))
     return tuple(parts)
 
 

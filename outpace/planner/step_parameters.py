@@ -72,7 +72,7 @@ class Parameters(Setup):
         return total
 
     def offloading(self, busy: Floats) -> "Offloading":
-        """What `offloading_s` is made of. `busy`: seconds of passes, which hide copies."""
+        """Parts of `offloading_s`. `busy`: seconds of passes, which hide copies."""
         c = self.c
         shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
         own = self.owned / shards

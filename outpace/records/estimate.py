@@ -11,7 +11,7 @@ Depth = Literal["estimate", "trace", "measure"]
 RateSource = Literal["probed", "catalog", "guessed"]
 
 
-class Offloaded(Record):
+class OffloadingPart(Record):
     """A part of the time that offloading takes in a step, of one rank.
 
     `nbytes` go over the host's link or to and from the disk; 0: no copy. `exposed_s` of it is not
@@ -55,7 +55,7 @@ class Estimate(Record):
     )
     disk_offloaded_bytes: NonNegativeInt = Field(default=0, description="on a node's disks")
     parts_s: dict[str, NonNegativeFloat]
-    offloading: tuple[Offloaded, ...] = Field(
+    offloading: tuple[OffloadingPart, ...] = Field(
         default=(), description="what the time of offloading is made of; nothing: none, or unknown"
     )
     ranks: PositiveInt

@@ -1,4 +1,4 @@
-"""What limited a run's speed, by what it recorded, in the form of the doctor's findings."""
+"""Findings of the doctor on a run: what limited its speed, by what it recorded."""
 
 import numpy as np
 
@@ -15,10 +15,10 @@ _LEAST_LOST = 0.05  # of the time of all steps
 
 
 def run_examination(run: Run) -> Examination:
-    """What limits the steps of a run, which were slow, and how far it is from what was expected."""
+    """Findings on what limits steps, slow steps, the expected step time, and how a run ended."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
-    seen = _seen(run)
+    seen = _measured_parts(run)
     if len(run.steps) == 0 or seen.parts.total_s <= 0:
         checked, not_checked = [], dict.fromkeys(checked, "no step was recorded")
     else:
@@ -39,13 +39,13 @@ def run_examination(run: Run) -> Examination:
             findings.append(_slower(promise.ratio, promise.words))
     if run.failure is not None:
         checked.append("how it ended")
-        findings.append(_ended(run))
+        findings.append(_failure_finding(run))
     findings.sort(key=cost_order)
     return Examination(findings=tuple(findings), checked=tuple(checked), not_checked=not_checked)
 
 
-def _seen(run: Run) -> Seen:
-    """What was measured: of an unfinished run, the medians of its steps."""
+def _measured_parts(run: Run) -> Seen:
+    """Measured parts of a step; of an unfinished run, the medians of its steps."""
     measured = run.measurement
     steady = {name: run.steps.steady(f"{name}_s") for name in PARTS} if len(run.steps) else {}
     medians = {
@@ -97,7 +97,7 @@ def _slow_steps(run: Run) -> list[Finding]:
             what=f"{int(slow.sum()):,} of {len(times):,} steps took more than twice the median",
             seen=f"steps {', '.join(map(str, numbers))}{more}, {show_seconds(lost)} longer than "
             f"at the median of {show_seconds(median)}",
-            remedy="Look at what went on at these steps: outpace report shows the load of cores "
+            remedy="Look at what else ran at these steps: outpace report shows the load of cores "
             "and devices by step. End other programs, and see that the disk is not full.",
             severity="moderate",
             costs=_cost(float(times.sum()) / (float(times.sum()) - lost)),
@@ -117,13 +117,13 @@ def _slower(ratio: float, words: str) -> Finding:
     )
 
 
-def _ended(run: Run) -> Finding:
+def _failure_finding(run: Run) -> Finding:
     assert run.failure is not None
     return Finding(
         check="how it ended",
         what="it did not reach its last step",
         seen=run.failure.reason,
-        remedy=f"outpace runs show {run.path} says how to go on with it.",
+        remedy=f"outpace runs show {run.path} says how to resume it.",
         severity="severe",
     )
 
