@@ -5,7 +5,7 @@ from typing import Any
 
 from pages import stand, table
 
-_MARKS = {"equal": "=", "cut": "c", "draws": "d"}
+_MARKS = {"equal": "=", "cut": "c", "resumed": "r", "draws": "d"}
 
 
 def zoo(result: dict[str, Any]) -> str:
@@ -24,6 +24,7 @@ def zoo(result: dict[str, Any]) -> str:
         f"{sum(cell.startswith(kind) for cell in everything)} {words}"
         for kind, words in (
             ("equal", "equal (=)"), ("cut", "otherwise by the cut of the batch alone (c)"),
+            ("resumed", "equal but for what a checkpoint does not hold (r)"),
             ("draws", "that draw (d)"), ("refused", "refused"), ("wrong", "wrong (✗)"),
         )
     )  # fmt: skip

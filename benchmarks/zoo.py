@@ -4,9 +4,10 @@
     python benchmarks/zoo.py --only t5,unet         # these rows anew, the others as recorded
     python benchmarks/zoo.py --strategy zero1       # these cells anew
 
-A cell is "equal"; "cut", where one process that cuts the batch alike computes the same; "draws",
-where the module draws random numbers; "refused: …", with outpace's sentence (that of the look
-before the first step, where verify finds a difference); or what went wrong.
+A cell is "equal"; "cut", where one process that cuts the batch alike computes the same; "resumed",
+where only a run that goes on from a checkpoint differs, since the module has state that is in no
+buffer; "draws", where the module draws random numbers; "refused: …", with outpace's sentence (that
+of the look before the first step, where verify finds a difference); or what went wrong.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from outpace.records.certificate import Verdict
 from outpace.records.errors import BadInputError
 
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
-FILES = ("data_parallel", "pipelines", "whole")
+FILES = ("data_parallel", "pipelines", "whole", "traps", "libraries")
 SAMPLES, LIMIT_S = 8, 90.0
 Entry = Callable[[int], tuple[Any, Any, Any]]
 
@@ -44,8 +46,10 @@ def entries() -> Iterator[tuple[str, str, Entry]]:
         sys.modules[spec.name] = file
         spec.loader.exec_module(file)
         more = (*getattr(file, "RUNNING", ()), *getattr(file, "REFUSED", ()))
+        needs = getattr(file, "LIBRARIES", {})
         for entry in dict.fromkeys((*file.MODULES, *more)):
-            yield path.stem, entry.__name__, entry
+            if all(find_spec(library) is not None for library in needs.get(entry, ())):
+                yield path.stem, entry.__name__, entry
 
 
 def outcome(verdict: Verdict) -> str:
@@ -54,7 +58,11 @@ def outcome(verdict: Verdict) -> str:
         return "equal"
     if verdict.refused:
         return f"refused: {verdict.reason}"
-    return "cut" if verdict.cause == CUT else f"wrong: {verdict.reason}"
+    if verdict.cause == CUT:
+        return "cut"
+    if verdict.differences and all("after resuming" in one.kind for one in verdict.differences):
+        return "resumed"
+    return f"wrong: {verdict.reason}"
 
 
 def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
@@ -69,7 +77,10 @@ def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
     try:
         certificate = verify_own(OwnModel(module, loss), batch, plans=plans, time_limit_s=LIMIT_S)
     except BadInputError as error:
-        return {"all": "draws" if "draws random numbers" in str(error) else f"wrong: {error}"}
+        if "draws random numbers" in str(error):
+            return {"all": "draws"}
+        fails = str(error).startswith("one process cannot")
+        return {"all": f"{'wrong' if fails else 'refused'}: {error}"}
     cells = {verdict.strategy: outcome(verdict) for verdict in certificate.verdicts}
     for strategy, cell in cells.items():
         if cell.startswith("wrong"):

@@ -1,6 +1,8 @@
 """The micro-batches of one rank, step by step, from any step on."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -224,6 +226,12 @@ def _each_tensor(batch: Batch, change: Any) -> Batch:
         return type(batch)(*(_each_tensor(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(_each_tensor(value, change) for value in batch)
+    if is_dataclass(batch):
+        changed = copy.copy(batch)
+        for field in fields(batch):
+            value = _each_tensor(getattr(batch, field.name), change)
+            object.__setattr__(changed, field.name, value)
+        return changed
     return batch
 
 

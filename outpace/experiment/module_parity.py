@@ -26,6 +26,8 @@ from outpace.parallel import Layout
 from outpace.parallel.api import divisor
 from outpace.parallel.batches import cut
 from outpace.parallel.comparison import explain, mismatch, relative, scales
+from outpace.parallel.module_state import preserved
+from outpace.parallel.moved_parameters import keep_values
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.own import lay_out, synchronise_statistics
 from outpace.parallel.plain import (
@@ -88,6 +90,7 @@ class Facts:
     narrow: bool = False  # computed in fewer bits than 64 in spite of all
     draws: bool = False  # random numbers, dropout apart
     seconds: float = 0.0
+    made: tuple[str, ...] = ()  # parameters that were not there before the first forward
 
 
 @dataclass
@@ -123,6 +126,7 @@ def reference(trial: ModuleTrial, shares: int = 1, pieces: int = 1) -> Course:
             totals = _pass_in_shares(objective, trial.batch(step), shares, pieces)
             course.facts.draws |= not same_random_state(drawn, random_state(CPU))
         if narrow is not None:
+            course.facts.made = tuple(n for n, _ in module.named_parameters() if n not in named)
             course.facts.narrow = bool(narrow.dtypes)
         gradients = {n: p.grad for n, p in named.items() if p.grad is not None}
         for gradient in gradients.values():
@@ -138,28 +142,36 @@ def reference(trial: ModuleTrial, shares: int = 1, pieces: int = 1) -> Course:
 
 def _pass_in_shares(objective: OwnObjective, batch: Any, shares: int, pieces: int) -> Tensor:
     """Forward and backward of sums; returns the sum of losses and the number of targets."""
+    first, *others = cut(batch, shares) if shares > 1 else [batch]
     totals = torch.zeros(2, dtype=torch.float64)
-    # By name: a forward may replace a buffer by another tensor.
-    before = {name: buffer.clone() for name, buffer in objective.named_buffers()}
-    after: dict[str, Tensor] = {}
-    for number, share in enumerate(cut(batch, shares) if shares > 1 else [batch]):
-        if number:
-            _set_buffers(objective, before)
-        for piece in cut(share, pieces) if pieces > 1 else [share]:
-            loss_sum, count = objective(piece)
-            loss_sum.backward()
-            totals += torch.stack((loss_sum.detach().double(), count.double()))
-        if not number:
-            after = {name: buffer.clone() for name, buffer in objective.named_buffers()}
-    if shares > 1:
-        _set_buffers(objective, after)
+    for share in others:
+        totals += _pass_aside(objective, share, pieces)
+    return totals + _pass(objective, first, pieces)
+
+
+def _pass(objective: OwnObjective, share: Any, pieces: int) -> Tensor:
+    totals = torch.zeros(2, dtype=torch.float64)
+    for piece in cut(share, pieces) if pieces > 1 else [share]:
+        loss_sum, count = objective(piece)
+        loss_sum.backward()
+        totals += torch.stack((loss_sum.detach().double(), count.double()))
     return totals
 
 
-def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        if name in values:
-            buffer.data.copy_(values[name])
+def _pass_aside(objective: OwnObjective, share: Any, pieces: int) -> Tensor:
+    """Run `_pass`, after which there is more in gradients, and nothing else has changed.
+
+    Buffers, counters, and parameters that the forward moves are each rank's own.
+    """
+    parameters = list(objective.parameters())
+    with preserved(objective, CPU), keep_values(objective.named_parameters()):
+        totals = _pass(objective, share, pieces)
+        made = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, made, strict=True):
+        if gradient is not None:
+            before = parameter.grad
+            parameter.grad = gradient if before is None else before + gradient
+    return totals
 
 
 def _is_tensor(value: Any) -> bool:

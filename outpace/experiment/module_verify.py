@@ -185,8 +185,11 @@ def _plans(
         ranks = Ranks(world_size=nproc, local_world_size=nproc)
         reason = reason or why_not(name, ranks, torch.device("cpu"))
         if reason is None and (name == "single") == (nproc == 1):
-            plans.append(plan_for_module(name, nproc, samples))
-        elif reason is not None:
+            try:
+                plans.append(plan_for_module(name, nproc, samples))
+            except BadInputError as error:
+                reason = str(error)
+        if reason is not None:
             skipped[name] = reason
     return plans, skipped
 
@@ -264,6 +267,12 @@ class _Bench:
             )
         facts = self._course(1, 1).facts
         dtypes = own_dtypes(self._trial.own.module)
+        if facts.made:
+            raise BadInputError(
+                f"the forward makes {first_names(facts.made)} as parameters, which are not there "
+                "before, so that no optimizer would step them. Make them in __init__, or use the "
+                "module after a batch has run through it once."
+            )
         if facts.draws:
             raise BadInputError(
                 f"{type(self._trial.own.module).__name__} draws random numbers in its forward, "

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -272,3 +273,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         for value in batch:
             yield from _tensors(value)
+    elif is_dataclass(batch):
+        for field in fields(batch):
+            yield from _tensors(getattr(batch, field.name))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import nn
 
 from outpace.nn.levers import find_blocks
@@ -29,6 +30,17 @@ def found_blocks(model: nn.Module) -> list[nn.Module]:
             "nn.Sequential) to cut it at. Put its layers into one, or name its parts as blocks, to "
             "parallelize or in what build returns; for ZeRO, blocks=[] takes the model as one."
         ) from None
+
+
+def refuse_scripted(model: nn.Module, strategy: str) -> None:
+    """Raise BadInputError for modules of torch.jit, whose class and forward cannot be changed."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise BadInputError(
+                f"{name or type(model).__name__} is compiled by torch.jit, and strategy {strategy} "
+                "has to change its forward. Give the module that it was made of, or use ddp or "
+                "zero1."
+            )
 
 
 def flat(blocks: Blocks) -> list[str]:

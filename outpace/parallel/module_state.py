@@ -56,8 +56,6 @@ def moves_buffers(module: nn.Module, device: torch.device, run: Callable[[], Non
     """Whether `run` changes any of a module's buffers, which are put back."""
     held = [(part._buffers, name, buffer) for part in module.modules()
             for name, buffer in part._buffers.items() if buffer is not None]  # fmt: skip
-    if not held:
-        return False
     before = [(buffer._version, fingerprint(buffer)) for _, _, buffer in held]
     with preserved(module, device):
         run()

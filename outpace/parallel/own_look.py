@@ -20,6 +20,7 @@ from outpace.parallel.api import Batch, Pass
 from outpace.parallel.blocks import named_blocks
 from outpace.parallel.comparison import difference, micro_loss_allowed
 from outpace.parallel.module_state import preserved
+from outpace.parallel.moved_parameters import keep_values
 from outpace.parallel.own_checkpoints import without_reentry
 from outpace.parallel.own_stage import Message, OwnStage
 from outpace.parallel.own_values import Key
@@ -27,7 +28,7 @@ from outpace.records.errors import BadInputError
 
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ class Look:
             except Exception as raised:
                 error = raised
         seen = self._gathered(found, error)
-        self._settle(seen, taken, outputs)
+        self._gathered({}, self._settle(seen, taken, outputs))
         if not self.taken:
             self._compare(batch, given, outputs)
             self.taken = True
@@ -95,6 +96,7 @@ class Look:
             stack.enter_context(without_reentry(always=True))
             for stage in self._stages.values():
                 stack.enter_context(preserved(stage.objective, self._at))
+            stack.enter_context(keep_values(self._held.named_parameters()))
             yield
 
     def _pass_on(
@@ -137,8 +139,6 @@ class Look:
                 output, read, moved = stage.look(batch, taken)
         finally:
             stage.records = False
-        if isinstance(output, Message):
-            require_sendable(output, self._names[self._parts[number].stop - 1])
         self._require_known(number, taken, output)
         passed = () if taken is None else tuple(taken.values)
         left = tuple(key for key in stage.leaves if key not in passed)
@@ -166,7 +166,11 @@ class Look:
         """What was found of all stages. Raises where one rank has an error, on each."""
         said = None if error is None else f"{error}"
         if error is not None and not isinstance(error, BadInputError):
-            said = f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}"
+            said = (
+                f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}. If one "
+                "process does not fail, the forward needs on each stage what blocks of other "
+                "stages return or hold. Name other parts as `blocks`, or use zero3."
+            )
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, (found, said), group=self._group)
         if error is not None:
@@ -279,8 +283,12 @@ class Look:
         seen: Mapping[int, Seen],
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
-    ) -> None:
-        """Let stages know what travels, from the stage that leaves it to the last that reads it."""
+    ) -> BadInputError | None:
+        """Let stages know what travels, from the stage that leaves it to the last that reads it.
+
+        Returns why one of this rank's cannot send it.
+        """
+        unsendable: BadInputError | None = None
         ends = {key: max((s for s in seen if key in seen[s].read), default=0)
                 for stage in seen.values() for key in stage.left}  # fmt: skip
         owner = {key: number for number, stage in seen.items() for key in stage.left}
@@ -292,12 +300,16 @@ class Look:
             stage.leaves = through[number]
             output, received = outputs[number], taken[number]
             stage.given = output.only(through[number]) if isinstance(output, Message) else None
+            if stage.given is not None:
+                name = self._names[self._parts[number].stop - 1]
+                unsendable = unsendable or refuse_dtypes(stage.given, name)
             stage.taken = None if received is None else received.only(through[number - 1])
             if isinstance(output, Tensor):
                 self.loss_dtype = output.dtype
             arrived = () if not number else through[number - 1]
             stage.forget([key for key in owner if owner[key] < number and key not in arrived])
         self._separate_buffers(seen)
+        return unsendable
 
     def _separate_buffers(self, seen: Mapping[int, Seen]) -> None:
         """Let each stage have its own of the buffers outside of blocks that move.
@@ -356,14 +368,16 @@ def is_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
-def require_sendable(message: Message, name: str) -> None:
-    """Raises BadInputError for dtypes that processes do not send each other."""
+def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
+    """Return a refusal of dtypes that processes do not send each other; None without such."""
     for tensor in message.flat():
         if tensor.dtype not in _DTYPES:
-            raise BadInputError(
-                f"block {name!r} returns or leaves {tensor.dtype}; stages of a pipeline send each "
-                f"other {', '.join(map(str, _DTYPES))}"
+            return BadInputError(
+                f"block {name!r} returns or leaves {tensor.dtype}, which is needed outside of it; "
+                f"stages of a pipeline send each other {', '.join(map(str, _DTYPES))}. Use such, "
+                "or zero3."
             )
+    return None
 
 
 def _means(*totals: Tensor) -> list[float]:
@@ -464,7 +478,7 @@ def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:
         for tensor in message.flat():
-            dist.send(tensor.detach().contiguous(), group=group, group_dst=to)
+            dist.send(_bytes_of(tensor.detach().contiguous()), group=group, group_dst=to)
 
 
 def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
@@ -476,7 +490,9 @@ def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Mess
     form = told[0]
     if form is None:
         return None
-    tensors = [torch.empty_like(tensor, device=device) for tensor in form.flat()]
+    tensors = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in form.flat()
+    ]
     for tensor in tensors:
-        dist.recv(tensor, group=group, group_src=source)
+        dist.recv(_bytes_of(tensor), group=group, group_src=source)
     return form.refilled(tensors)

@@ -20,8 +20,16 @@ from outpace.optim.build import Build
 from outpace.parallel.api import Batch, Layout, Pass, Request, Spread
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
-from outpace.parallel.blocks import Blocks, flat, found_blocks, named_blocks, outside
+from outpace.parallel.blocks import (
+    Blocks,
+    flat,
+    found_blocks,
+    named_blocks,
+    outside,
+    refuse_scripted,
+)
 from outpace.parallel.fusion import fuse
+from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.own_checkpoints import without_reentry
 from outpace.parallel.own_look import Look, receive, send
 from outpace.parallel.own_stage import Message, OwnStage, Staged, copied
@@ -368,6 +376,14 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
                         f"{where[id(parameter)]}, and each is on one stage. Put both on the same, "
                         "with lists of names for each stage, or use zero3."
                     )
+    ends = [names[-1] for names in stages[:-1]]
+    for name, block in zip(ends, named_blocks(model, ends), strict=True):
+        if block._backward_hooks or block._backward_pre_hooks:
+            raise BadInputError(
+                f"block {name!r} has a backward hook, and ends a stage of the pipeline, which is "
+                "left before the hook is set. Let the block's forward register it on its output "
+                "(tensor.register_hook), or use zero3."
+            )
     inside = {part for block in blocks for part in block.modules()}
     for name, part in batch_norms(model).items():
         if part not in inside:
@@ -388,10 +404,14 @@ def apply(request: Request) -> Layout:
             "compile does not go with a pipeline of a person's own model: a stage is a copy of the "
             "model that leaves its forward early. Leave compile out, or use zero3."
         )
+    refuse_scripted(model, request.plan.strategy)
     stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)
     names = flat(stages)
     blocks = named_blocks(model, names)
     _check(model, stages, blocks)
+    if SCHEDULES[request.plan.strategy].splits_backward:
+        why = "it computes gradients of weights apart"
+        refuse_hooks(model.named_parameters(), request.plan.strategy, why, after_alone=True)
     by_micro_batch(model)
     parts, begin = [], 0
     for stage in stages:

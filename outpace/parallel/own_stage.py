@@ -10,7 +10,6 @@ Parameters that a stage does not have are NaN without memory, and NaN is what bl
 stages return: whatever a stage cannot know shows at once, in a look at the first batch.
 """
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +38,7 @@ from outpace.parallel.own_values import (
     snapshot,
     split,
 )
+from outpace.parallel.tensors import deep_copy
 from outpace.records.errors import BadInputError
 
 
@@ -365,7 +365,7 @@ def copied(module: nn.Module) -> nn.Module:
         for value in tree_leaves([v for v in vars(part).values() if not isinstance(v, nn.Module)]):
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo.setdefault(id(value), value.detach())  # left by a forward before
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
 
 
 class _Handed(torch.autograd.Function):

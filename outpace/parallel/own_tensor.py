@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from outpace.nn.block import Linear
 from outpace.optim.build import Build
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
+from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import hollow
 from outpace.records.errors import BadInputError, nearest
@@ -204,6 +205,9 @@ def apply(request: Request) -> Layout:
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     layouts = layouts_of(model, request.layouts, plan.tp)
     mesh = init_device_mesh(request.device.type, (plan.tp,), mesh_dim_names=("tp",))
+    split = {name for name, layout in layouts.items() if layout in _STYLES}
+    named = ((n, p) for n, p in model.named_parameters() if _around(n) in split)
+    refuse_hooks(named, plan.strategy, "ranks hold parts of these parameters")
     copied = hollow(model)
     for name, layout in layouts.items():
         if layout in _STYLES:

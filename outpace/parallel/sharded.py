@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from outpace.nn.levers import find_blocks
 from outpace.parallel.api import Batch, Layout, Pass, Request, Sharded
 from outpace.parallel.argument_lists import keep_argument_lists
-from outpace.parallel.blocks import blocks_of
+from outpace.parallel.blocks import blocks_of, refuse_scripted
+from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.parallel.offload import group_of_one, policy
 from outpace.parallel.shards import shard, unsplittable
@@ -52,7 +53,8 @@ class OwnSharded(Sharded):
 
     def give_whole(self) -> None:
         """Let the loss go through whole parameters. When `averages` is set."""
-        WholeParameters(self.objective, self.averages, self._order.used)
+        order = self._order
+        WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 
     def go_on(self, start_step: int) -> None:
         """As Layout's."""
@@ -100,8 +102,12 @@ def apply(request: Request) -> Layout:
 
 def _shard(request: Request, over: DeviceMesh) -> Layout:
     plan, held = request.plan, policy(request.plan, request.device)
-    copied = hollow(request.objective.model)  # type: ignore[arg-type]
     own = ranks_may_differ(request.objective) and plan.world_size > 1
+    if own:
+        named = request.objective.model.named_parameters()  # type: ignore[union-attr]
+        refuse_scripted(request.objective.model, plan.strategy)  # type: ignore[arg-type]
+        refuse_hooks(named, plan.strategy, "ranks hold shards of parameters")
+    copied = hollow(request.objective.model)  # type: ignore[arg-type]
     blocks, again = _units_of(request), plan.strategy != "zero2"
     whole = unsplittable(request.objective, blocks) if own else []
     shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again, whole)

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local, whole
+from outpace.records.errors import BadInputError
 
 __all__ = [
-    "by_dtype", "copies", "drop_all_but", "hollow", "joined", "local", "make_equal", "norm_dtype",
-    "raise_to", "spread", "square_sum", "sum_gradients", "total_norm", "whole", "widen_trained",
+    "by_dtype", "copies", "deep_copy", "drop_all_but", "hollow", "joined", "local", "make_equal",
+    "norm_dtype", "raise_to", "spread", "square_sum", "sum_gradients", "total_norm", "whole",
+    "widen_trained",
 ]  # fmt: skip
 
 
@@ -82,7 +84,37 @@ def hollow(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Mo
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
     for tensor in module.parameters():
         memo[id(tensor)] = nn.Parameter(memo[id(tensor)], tensor.requires_grad)
-    return copy.deepcopy(module, {**memo, **(real or {})})
+    return deep_copy(module, {**memo, **(real or {})})
+
+
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module; attributes that cannot be copied (locks, open files) are shared.
+
+    Raises BadInputError where the module cannot be copied all the same.
+    """
+    try:
+        return copy.deepcopy(module, dict(memo))
+    except Exception:
+        _share_uncopyable(module, memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise BadInputError(
+            f"the module cannot be copied ({type(error).__name__}: {error}). Let "
+            "copy.deepcopy(module) work, or use strategy ddp or zero1."
+        ) from error
+
+
+def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
+    inherent = vars(nn.Module())
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if name in inherent or any(isinstance(one, nn.Module) for one in tree_leaves(value)):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                memo[id(value)] = value
 
 
 @torch.no_grad()

@@ -9,9 +9,12 @@ is gathered, and its backward run with no gradient, as if it had been called on 
 Ranks tell each other before each unit which one they come to, and the lowest is next, until a
 training pass has shown an order: that in which the module has its units, or one in which all ranks
 called all of them, some perhaps several times. From then on it is kept without telling. A pass of
-an evaluation shows nothing, for nothing is dropped in it.
+an evaluation shows nothing, for nothing is dropped in it. Where ranks later call a unit once more
+than that, all of them in the same pass, they tell each other again from there on; where one does
+alone, which others cannot know, it refuses.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -20,10 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.torch_versions import all_gather_single, fsdp_param_groups
 from outpace.parallel.gradient_use import GradientUse
+from outpace.records.errors import BadInputError
+
+_WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
 
 
 class UnitOrder:
@@ -39,10 +46,16 @@ class UnitOrder:
         self._states = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]
         self._end = len(self._units)
         self._sequence: list[int] | None = None  # of units in a pass, once an order is known
+        self._keeps = True
+        store = _get_default_store()
+        self._number = store.add(f"outpace/orders-{dist.get_rank()}", 1)  # alike on all ranks
+        self._passes = 0
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
         self.used: set[Any] = set()  # parameters with a gradient on this rank in a step
+        self._forwards = False  # whether the objective's forward is under way
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
+                _refuse_inner_backward(held, lambda: self._forwards)
                 _fill_before_reducing(held, self.used, partial(self._in_pass, state))
         for number, unit in enumerate(self._units):
             unit.register_forward_pre_hook(self._hook(number), prepend=True, with_kwargs=True)
@@ -63,7 +76,12 @@ class UnitOrder:
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
         """The objective's forward, and then what other ranks have called and this one has not."""
         self._begin()
-        loss_sum, *others = self._forward(batch)
+        self._passes += 1
+        self._forwards = True
+        try:
+            loss_sum, *others = self._forward(batch)
+        finally:
+            self._forwards = False
         if self._units:
             self._finish()
         if self._tokens and loss_sum.requires_grad:
@@ -79,13 +97,13 @@ class UnitOrder:
         return enter
 
     def _enter(self, number: int, args: Any, kwargs: Any) -> None:
+        if self._sequence is not None and number not in self._sequence[self._next :]:
+            self._pass_over_to(len(self._sequence))
+            self._leave_order(number)
         if self._sequence is None:
             while self._ask(number) != number:
                 self._pass_over(self._asked[-1])
         else:
-            if number not in self._sequence[self._next :]:  # the units begin anew
-                self._pass_over_to(len(self._sequence))
-                self._next = 0
             place = self._sequence.index(number, self._next)
             self._pass_over_to(place)
             self._next = place + 1
@@ -93,6 +111,28 @@ class UnitOrder:
         given = (one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor))
         if not any(one.requires_grad for one in given):
             self._scatter_in_turn(number)
+
+    def _leave_order(self, number: int) -> None:
+        """Go back to telling, where a unit is called once more than the order has it.
+
+        Raises BadInputError where not all ranks come here in this pass. Nothing else tells: to ask
+        in each pass would make the host wait for the device.
+        """
+        store = _get_default_store()
+        key = f"outpace/anew-{self._number}-{self._passes}"
+        until_s = time.monotonic() + _WAIT_S
+        here = store.add(key, 1)
+        kind = type(self._units[number]).__name__.removeprefix("FSDP")
+        while here < self._group.size():
+            if time.monotonic() > until_s:
+                raise BadInputError(
+                    f"block {number} (a {kind}) is called more often, or in another order, than in "
+                    "the first batches, and not on all ranks, which would wait for each other. "
+                    "Take the model as one with blocks=[] (parallelize), or use ddp or zero1."
+                )
+            time.sleep(_LOOK_AGAIN_S)
+            here = store.add(key, 0)
+        self._sequence, self._keeps = None, False
 
     def _scatter_in_turn(self, number: int) -> None:
         """Scatter gradients of a unit after its backward, though its input needs none.
@@ -112,7 +152,7 @@ class UnitOrder:
         while self._ask(self._end) != self._end:
             self._pass_over(self._asked[-1])
         self._asked.pop()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._keeps:
             self._sequence = self._shown()
 
     def _shown(self) -> list[int] | None:
@@ -152,6 +192,12 @@ class UnitOrder:
         if token.requires_grad:
             self._tokens.append(token)
 
+    def wait_for_reductions(self) -> None:
+        """Let the current stream wait until what was scattered of gradients is in the shards'."""
+        for state in (self._root_state, *self._states):
+            for held in fsdp_param_groups(state):
+                wait_for_reduction(held)
+
     def agree(
         self,
         use: GradientUse,
@@ -170,9 +216,31 @@ class UnitOrder:
         self.used.clear()
 
 
+def wait_for_reduction(held: Any) -> None:
+    """Let the current stream wait for a group's last reduction, if one is under way."""
+    if held._post_reduce_event is not None:
+        held.device_handle.current_stream().wait_event(held._post_reduce_event)
+
+
 def _unsharded(held: Any) -> list[nn.Parameter]:
     found = [one.unsharded_param for one in held.fsdp_params]
     return [parameter for parameter in found if parameter.requires_grad]
+
+
+def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
+    """Raise BadInputError for a backward within the forward, where `fully_shard` would crash."""
+    prepare = held.pre_backward
+
+    def prepare_outside(*given: Any) -> None:
+        if forwards():
+            raise BadInputError(
+                "the module or its loss computes gradients within the forward (torch.autograd.grad "
+                "through its blocks, as for forces or gradient penalties), which ranks that hold "
+                "shards of the blocks cannot. Use strategy ddp or zero1."
+            )
+        prepare(*given)
+
+    held.pre_backward = prepare_outside
 
 
 def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]) -> None:

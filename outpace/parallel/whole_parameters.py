@@ -5,7 +5,7 @@ forward would be given shards. It is given whole tensors, gathered as they are a
 gradients are averaged over the ranks as all others are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 class WholeParameters:
     """Lets the loss of an objective see whole parameters by `module.parameters()`.
 
-    `used` is told which shards got a gradient in this way. `averages`: see `Layout`.
+    `used` is told which shards got a gradient in this way. `averages`: see `Layout`. `wait` lets
+    this device wait for what other streams add to shards' gradients.
     """
 
-    def __init__(self, objective: nn.Module, averages: int, used: set[Any]) -> None:
+    def __init__(
+        self, objective: nn.Module, averages: int, used: set[Any], wait: Callable[[], None]
+    ) -> None:
         assert isinstance(objective, OwnObjective)
         self._module = objective.model
-        self._averages, self._used = averages, used
+        self._averages, self._used, self._wait = averages, used, wait
         self._asks_whole = False
         loss = objective.loss
         if loss is None:
@@ -56,8 +59,8 @@ class WholeParameters:
     def _named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in nn.Module.named_parameters(self._module, *args, **options):
             if self._asks_whole and is_spread(parameter):
-                whole = _Whole.apply(parameter, self._averages, self._used)  # type: ignore[no-untyped-call]
-                yield name, whole
+                given = parameter, self._averages, self._used, self._wait
+                yield name, _Whole.apply(*given)  # type: ignore[no-untyped-call]
             else:
                 yield name, parameter
 
@@ -77,15 +80,21 @@ class _Whole(torch.autograd.Function):
     """A whole parameter of its shards. Collective, in both directions."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Any, averages: int, used: set[Any]) -> Tensor:
+    def forward(
+        ctx: Any, shard: Any, averages: int, used: set[Any], wait: Callable[[], None]
+    ) -> Tensor:
         """Gather."""
-        ctx.averages, ctx.used, ctx.shard = averages, used, shard
+        ctx.averages, ctx.used, ctx.shard, ctx.wait = averages, used, shard, wait
         whole: Tensor = shard.detach().full_tensor()
         return whole.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """The shard of the ranks' average."""
+        """The shard of the ranks' average.
+
+        Autograd adds it to the shard's gradient next, on this stream; `fully_shard` may have just
+        written there on another one, which waits for this one by itself, but not the other way.
+        """
         from torch.distributed.tensor import distribute_tensor
 
         average = gradients[0].contiguous().clone()
@@ -93,4 +102,5 @@ class _Whole(torch.autograd.Function):
         ctx.used.add(ctx.shard)
         mesh, placements = ctx.shard.device_mesh, ctx.shard.placements
         shard = distribute_tensor(average / ctx.averages, mesh, placements, src_data_rank=None)
-        return shard, None, None
+        ctx.wait()
+        return shard, None, None, None

@@ -1,6 +1,7 @@
 """ZeRO-3 of modules that call their blocks in another order, and drop some on some ranks later."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 
 import outpace
 from outpace.launch.forked_job import run_forked
+from outpace.parallel import unit_order
 from outpace.parallel.tensors import whole
+from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
 pytestmark = pytest.mark.gloo
@@ -91,4 +94,75 @@ def evaluate_first(rank):
 
 def test_an_evaluation_settles_no_order(tmp_path):
     ends = run_forked(2, evaluate_first, 60.0, tmp_path)
+    assert [end.said for end in ends] == [None, None]
+
+
+class Iterated(nn.Module):
+    """Calls its first block as often as the first sample says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x):
+        for _ in range(int(x[0, 0])):
+            x = x + torch.tanh(self.blocks[0](x))
+        return self.blocks[1](x)
+
+
+def iterate(rank):
+    """All ranks once, all twice, which is against the order that is kept by then, and one alone."""
+    torch.set_default_dtype(torch.float64)
+    unit_order._WAIT_S = 1.0
+    alone = Iterated()
+    plan = Plan(strategy="zero3", dp_shard=2, micro_batch=1)
+    made = outpace.parallelize(copy.deepcopy(alone), plan, loss=loss, check="off")
+    for step, marks in enumerate([(1, 1), (2, 2), (3, 1)]):
+        alone.zero_grad()
+        for sample in batch(step, *marks).split(1):
+            (loss(alone, sample) / 2).backward()
+        made.forward_backward(made.share(batch(step, *marks)))
+        wanted = {name: p.grad for name, p in alone.named_parameters()}
+        for name, parameter in made.named_parameters():
+            torch.testing.assert_close(whole(parameter.grad), wanted[name])
+    assert made.layout._order._sequence is None
+    again = outpace.parallelize(Iterated(), plan, loss=loss, check="off")
+    again.forward_backward(again.share(batch(0, 1, 1)))
+    with pytest.raises(BadInputError, match=r"block 0 \(a Linear\) is called more often"):
+        again.forward_backward(again.share(batch(1, 2, 1)))
+
+
+def test_one_rank_alone_may_not_call_more_than_the_order_that_is_kept(tmp_path):
+    ends = run_forked(2, iterate, 60.0, tmp_path)
+    assert [end.said for end in ends] == [None, None]
+
+
+def test_whole_parameters_wait_for_shards_that_another_stream_writes():
+    waited = []
+    stream = SimpleNamespace(wait_event=waited.append)
+    device = SimpleNamespace(current_stream=lambda: stream)
+    for event in (None, "reduced"):
+        held = SimpleNamespace(_post_reduce_event=event, device_handle=device)
+        unit_order.wait_for_reduction(held)
+    assert waited == ["reduced"]
+
+
+def penalise(rank):
+    """A penalty of whole parameters, whose gradients join those of shards."""
+    waits = []
+    plan = Plan(strategy="zero3", dp_shard=2, micro_batch=1)
+
+    def penalty(module, x):
+        return loss(module, x) + sum(p.square().sum() for p in module.parameters())
+
+    waited = unit_order.wait_for_reduction
+    unit_order.wait_for_reduction = lambda held: (waits.append(held), waited(held))
+    made = outpace.parallelize(Iterated(), plan, loss=penalty, check="off")
+    made.forward_backward(made.share(batch(0, 1, 1)))
+    assert len(waits) >= len(list(made.named_parameters()))
+
+
+def test_each_gradient_of_a_whole_parameter_waits(tmp_path):
+    ends = run_forked(2, penalise, 60.0, tmp_path)
     assert [end.said for end in ends] == [None, None]
