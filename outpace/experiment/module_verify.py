@@ -37,6 +37,7 @@ from outpace.launch.forked_job import Rank, RankEnd, run_forked
 from outpace.parallel import why_not
 from outpace.parallel.batches import samples_in
 from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, Allowed
+from outpace.parallel.first_batch import explain_new_parameters
 from outpace.parallel.own import refused_strategy
 from outpace.parallel.plain import has_dropout
 from outpace.probe.machine import identify
@@ -268,11 +269,7 @@ class _Bench:
         facts = self._course(1, 1).facts
         dtypes = own_dtypes(self._trial.own.module)
         if facts.made:
-            raise BadInputError(
-                f"the forward makes {first_names(facts.made)} as parameters, which are not there "
-                "before, so that no optimizer would step them. Make them in __init__, or use the "
-                "module after a batch has run through it once."
-            )
+            raise BadInputError(explain_new_parameters(facts.made))
         if facts.draws:
             raise BadInputError(
                 f"{type(self._trial.own.module).__name__} draws random numbers in its forward, "

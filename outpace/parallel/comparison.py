@@ -154,9 +154,9 @@ def square(gradient: Tensor) -> Tensor:
 class Comparison:
     """What one process has, against what a layout has: sums of this rank. Collective to make.
 
-    `plain` are the sums of losses, targets and the sizes of losses, then a product for each name;
-    `layout` the sums of losses and targets; `gradients` (2, names) the products of the layout's
-    gradients and their squares.
+    `plain` are the sums of losses, targets and the sizes of losses, then a product for each name,
+    then how many gradients each had; `layout` the sums of losses and targets; `gradients`
+    (3, names) the products of the layout's gradients, their squares, and how many ranks have them.
     """
 
     def __init__(
@@ -166,13 +166,14 @@ class Comparison:
         layout: Tensor,
         gradients: Tensor,
         allowed: Allowed,
+        in_stages: bool = False,
     ) -> None:
         sums = torch.cat([plain, layout, gradients.flatten()])
         dist.all_reduce(sums)
         first, second = len(plain), len(plain) + len(layout)
         self._plain, self._layout = sums[:first].tolist(), sums[first:second].tolist()
-        self._products, squares = sums[second:].view(2, -1).tolist()
-        self._names, self._allowed = list(names), allowed
+        self._products, squares, self._ranks = sums[second:].view(3, -1).tolist()
+        self._names, self._allowed, self._in_stages = list(names), allowed, in_stages
         self._sizes = [math.sqrt(one) for one in squares]
 
     def first_wrong(self) -> tuple[str, str] | None:
@@ -195,7 +196,7 @@ class Comparison:
         return self._gradient_wrong()
 
     def _gradient_wrong(self) -> tuple[str, str] | None:
-        plain = self._plain[3:]
+        plain = self._plain[3:][: len(self._names)]
         largest = max([*self._sizes, *map(abs, plain)], default=0.0)
         lost: list[str] = []
         off: list[str] = []
@@ -209,6 +210,14 @@ class Comparison:
                 "Ranks that do not use a parameter leave it out, or what it is used for is not "
                 "handed on.",
             )
+        nothing = self._zeros_alone()
+        if nothing:
+            return (
+                f"{first_names(nothing)} {'gets' if len(nothing) == 1 else 'get'} a gradient "
+                "of zeros, and none in one process",
+                "Stages hand on zeros where the gradient stops (detach), so that weight decay "
+                "would move these parameters. Freeze them (requires_grad_(False)).",
+            )
         if off:
             shown = off[0]
             number = self._names.index(shown)
@@ -219,6 +228,14 @@ class Comparison:
                 "Ranks add up what does not belong together, or leave out a part.",
             )
         return None
+
+    def _zeros_alone(self) -> list[str]:
+        """Which parameters have a gradient on a pipeline's stage, and none in one process."""
+        if not self._in_stages:
+            return []
+        made = self._plain[3 + len(self._names) :]
+        each = zip(self._names, made, self._ranks, strict=True)
+        return [name for name, one, ranks in each if ranks and not one]
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:

@@ -3,19 +3,22 @@
 A copy of the user's module, taken before it is laid out, runs forward and backward on the same
 samples, cut as the plan cuts them; every rank takes a part of the pieces. Then the layout does the
 same. Compared are the sums of losses and, of each parameter's gradient, a projection
-(comparison.py). Weights and generators stay as they are, buffers are put back. Where nothing is
-dropped at random, what the layout did is the first step's, and is not done again.
+(comparison.py), and what the forward itself writes to parameters. Generators stay as they are;
+buffers, and weights that the forward changes, are put back. Where nothing is dropped at random,
+what the layout did is the first step's, and is not done again: all stays as it has become.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from outpace.nn.fingerprint import fingerprint
 from outpace.nn.levers import apply_checkpointing
 from outpace.nn.spread import is_spread, local
 from outpace.parallel.api import Batch, Layout, Pass
@@ -23,6 +26,7 @@ from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.comparison import (
+    Allowed,
     Comparison,
     Projection,
     allowed_between_halves,
@@ -30,10 +34,13 @@ from outpace.parallel.comparison import (
     difference,
     square,
 )
+from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.module_state import moves_buffers, preserved
+from outpace.parallel.moved_parameters import MovedParameters, keep_values
 from outpace.parallel.plain import (
     random_state,
     same_random_state,
+    set_random_state,
     without_dropout,
 )
 from outpace.parallel.plain_copy import filled, held_by, holders_of, model_of, standing_for
@@ -48,6 +55,7 @@ Say = Callable[[str], None]
 Run = Callable[[Sequence[Batch], Pass], Tensor]  # a layout's forward and backward of passes
 
 _MOST_OF_FREE = 0.8
+_BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
 
 WAYS_OUT = {
     True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
@@ -81,6 +89,10 @@ class FirstBatch:
         self._synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
         self._plain: nn.Module | None = None
         self._trained: list[nn.Module] = []
+        self._hooks = {
+            name: (gradient_hooks(parameter), accumulation_hooks(parameter))
+            for name, parameter in model_of(objective).named_parameters()
+        }
         try:
             self._plain = hollow(objective)
             self._trained = list(objective.modules())
@@ -116,16 +128,20 @@ class FirstBatch:
         found, apart = self._plain_pass(layout, passes, Pass(given.cast), device)
         if found is None:
             return None
+        self._require_alike(found.moved, layout)
         ready()
-        with preserved(layout.objective, device) as keep:
-            totals, again = self._run_layout(layout, passes, given, run)
+        watch = MovedParameters(layout.named_parameters())
+        kept = False
+        with preserved(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
+            totals, again = self._run_watched(layout, passes, given, run, watch, found.moved)
+            self._require_same(found.moved, watch.moved(), layout, allowed)
             sums = self._sums(layout, found, device, self._factor(layout, given, device))
-            compared = Comparison(found.names, found.sums, totals.to(device), sums, allowed)
+            compared = Comparison(
+                found.names, found.sums, totals.to(device), sums, allowed, self._plan.pp > 1
+            )
             wrong = compared.first_wrong()
             if wrong is not None:
-                error = BadInputError(self._refusal(*wrong))
-                error.on_all_ranks = True
-                raise error
+                raise _on_all_ranks(self._refusal(*wrong))
             kept = reuse and not again and self._plan.precision not in SCALED
             if kept:
                 keep()
@@ -155,15 +171,127 @@ class FirstBatch:
             filled(plain, layout, self._plan, self._ranks) as names,
             standing_for(trained, plain),
         ):
-            found = _Plain(names, model_of(plain), device)
-            reason = _agreed(self._run_plain(plain, found, passes, given, device))
+            model = model_of(plain)
+            found = _Plain(names, model, device)
+            watch = MovedParameters(model.named_parameters())
+            with watch:
+                reason = self._run_plain(plain, found, passes, given, device)
+            found.moved = watch.put_back()
+            reason = _agreed(reason)
             apart = 0.0
             if reason is None:
                 apart = _agreed_number(self._cut_apart(plain, found, passes, given))
+            made = [name for name, _ in model.named_parameters() if name not in found.names]
         if reason is not None:
             self._tell_left_out(reason)
             return None, 0.0
+        made_by_forward = _agreed(explain_new_parameters(made) if made else None)
+        if made_by_forward is not None:
+            raise _on_all_ranks(made_by_forward)
         return found, apart
+
+    def _require_alike(self, moved: Mapping[str, Tensor], layout: Layout) -> None:
+        """Refuse what the forward changes where ranks hold parts, or would come to others.
+
+        Raises BadInputError. Collective.
+        """
+        named = dict(layout.named_parameters())
+        spread = [name for name in moved if name in named and is_spread(named[name])]
+        said: list[Any] = [None] * self._ranks.world_size
+        of_pieces = self._plan.data_rank(self._ranks.rank) is not None
+        prints = {name: fingerprint(values) for name, values in moved.items()}
+        dist.all_gather_object(said, (spread, prints if of_pieces else None))
+        shards = sorted({name for names, _ in said for name in names})
+        if shards:
+            raise _on_all_ranks(
+                self._explain_moves(shards, "what it writes is lost, since ranks hold shards")
+            )
+        if self._alike > 1:
+            return  # ranks with the same samples have taken a part of them each
+        apart = _apart_names([one for _, one in said if one is not None])
+        if apart:
+            raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+
+    def _run_watched(
+        self,
+        layout: Layout,
+        passes: Sequence[Batch],
+        given: Pass,
+        run: Run,
+        watch: MovedParameters,
+        moved: Mapping[str, Tensor],
+    ) -> tuple[Tensor, bool]:
+        """As `_run_layout`; `watch` has noted what was changed. Raises BadInputError.
+
+        Micro-batches that are under way at once may need what another one has changed.
+        """
+        try:
+            with watch:
+                return self._run_layout(layout, passes, given, run)
+        except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or _of_another_rank(error):
+                raise
+            if moved:
+                why = "other micro-batches, which are under way, need it as it was"
+                raise BadInputError(self._explain_moves(sorted(moved), why)) from error
+            said = str(error.__cause__ or error).strip() or type(error).__name__
+            raise BadInputError(
+                f"under strategy {self._plan.strategy} the module fails, and in one process it "
+                f"does not: {type(error).__name__}: {said[:300]}. {WAYS_OUT[self._by_command]}"
+            ) from error
+
+    def _require_same(
+        self,
+        moved: Mapping[str, Tensor],
+        moved_too: Mapping[str, Tensor],
+        layout: Layout,
+        allowed: Allowed,
+    ) -> None:
+        """Refuse a layout in which the forward changes parameters otherwise. Collective.
+
+        Raises BadInputError.
+        """
+        held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
+        said: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(said, ({*moved, *moved_too}, self._moved_otherwise(
+            moved, moved_too, held, allowed
+        )))  # fmt: skip
+        wrong = sorted(set().union(*(names for _, names in said)))
+        if wrong:
+            why = "it is changed more often, or by something else, than in one process"
+            raise _on_all_ranks(self._explain_moves(wrong, why))
+        changed = set().union(*(names for names, _ in said)) & held.keys()
+        prints: list[Any] = [None] * self._ranks.world_size
+        dist.all_gather_object(prints, {name: fingerprint(held[name]) for name in changed})
+        apart = _apart_names(prints, holders_alone=True)
+        if apart:
+            raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+
+    def _moved_otherwise(
+        self,
+        moved: Mapping[str, Tensor],
+        moved_too: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
+        allowed: Allowed,
+    ) -> list[str]:
+        """Which of this rank's parameters do not have the values that the plain module's got."""
+        wrong = []
+        for name in {*moved, *moved_too} & held.keys():
+            wanted, found = moved.get(name), held[name]
+            if self._plan.data_rank(self._ranks.rank) is None:
+                continue  # no forward ran here
+            if wanted is None or wanted.shape != found.shape or not torch.allclose(
+                wanted.double(), found.double(), rtol=allowed.relative, atol=allowed.loss
+            ):  # fmt: skip
+                wrong.append(name)
+        return wrong
+
+    def _explain_moves(self, names: Sequence[str], why: str) -> str:
+        return (
+            f"the module's forward changes the values of {first_names(names)}, and under strategy "
+            f"{self._plan.strategy} {why}. Change parameters between steps instead, all ranks "
+            f"alike. {WAYS_OUT[self._by_command]}"
+        )
 
     def _factor(self, layout: Layout, given: Pass, device: torch.device) -> float:
         """By what gradients are multiplied beside what the exchange divides them by."""
@@ -217,6 +345,7 @@ class FirstBatch:
         model = model_of(plain)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                add_hooks(parameter, *self._hooks.get(name, ((), ())))
                 parameter.register_post_accumulate_grad_hook(
                     lambda p, name=name: found.take(name, p)
                 )
@@ -249,15 +378,24 @@ class FirstBatch:
     def _in_order(
         self, plain: nn.Module, passes: Sequence[Batch], given: Pass, device: torch.device
     ) -> bool:
-        """Whether a piece needs those before it, for buffers that move with each of them."""
+        """Whether a piece needs those before it, for buffers, counters or generators of its own."""
         if self._alike == 1 or not passes:
             return False  # each rank has all pieces of its samples anyway
 
-        def run() -> None:
-            with torch.no_grad(), given.cast():
-                plain(cut(passes[0], self._plan.pp_microbatches)[0])
+        piece = cut(passes[0], self._plan.pp_microbatches)[0]
+        losses: list[Tensor] = []
 
-        return moves_buffers(plain, device, run)
+        def run() -> None:
+            begin = random_state(device)
+            for _ in range(2):  # counters, generators of its own: the second differs
+                set_random_state(begin, device)
+                with torch.no_grad(), given.cast():
+                    losses.append(plain(piece)[0])
+
+        watch = MovedParameters(model_of(plain).named_parameters())
+        with watch:
+            moves = moves_buffers(plain, device, run)
+        return bool(watch.put_back()) or moves or not torch.equal(*losses)
 
     def _pieces(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
         """The micro-batches of this rank, as one process would take them: number, batch and True.
@@ -290,7 +428,8 @@ class FirstBatch:
             return 0.0
         for compare in (self._halves_apart, self._pair_apart):
             try:
-                apart = compare(plain, found.first, passes, given)
+                with keep_values(model_of(plain).named_parameters()):
+                    apart = compare(plain, found.first, passes, given)
             except Exception:
                 continue
             if apart is not None:
@@ -346,10 +485,10 @@ class FirstBatch:
         return totals, bool(_agreed_number(float(again)))
 
     def _sums(self, layout: Layout, plain: "_Plain", device: torch.device, factor: float) -> Tensor:
-        """This rank's shares of the products and squares of the layout's gradients, (2, names)."""
+        """This rank's shares of products and squares of gradients, and 1 for each: (3, names)."""
         named = dict(layout.named_parameters()) if layout.has_sums else {}
         holders = holders_of(named, self._ranks)
-        sums = torch.zeros(2, len(plain.names), dtype=torch.float64, device=device)
+        sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=device)
         for number, name in enumerate(plain.names):
             parameter = named.get(name)
             if parameter is None or parameter.grad is None:
@@ -360,6 +499,7 @@ class FirstBatch:
             product = plain.projection.of_part(parameter.grad, parameter)
             sums[0, number] = product / (alike * factor)
             sums[1, number] = square(local(parameter.grad)) / (alike * factor**2)
+            sums[2, number] = 1
         return sums
 
     def _tell_left_out(self, reason: str) -> None:
@@ -397,6 +537,37 @@ class FirstBatch:
             "train otherwise: the loss is no mean over samples, or samples see each other. To "
             f"train the same, {cure}"
         )
+
+
+def explain_new_parameters(names: Sequence[str]) -> str:
+    """Return what to do where a forward makes parameters, which no optimizer has."""
+    return (
+        f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
+        "there before, so that no optimizer would step it. Make it in __init__, or use the module "
+        "after a batch has run through it once."
+    )
+
+
+def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
+    """Which names have several fingerprints; or, but for `holders_alone`, none on some rank."""
+    names = sorted(set().union(*prints))
+    return [
+        name
+        for name in names
+        if len({one.get(name) for one in prints if name in one or not holders_alone}) > 1
+    ]
+
+
+def _of_another_rank(error: Exception) -> bool:
+    """Whether a collective failed because a peer has gone."""
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or "gloo" in said or "nccl" in said
+
+
+def _on_all_ranks(sentence: str) -> BadInputError:
+    error = BadInputError(sentence)
+    error.on_all_ranks = True
+    return error
 
 
 def _failure(error: Exception) -> str:
@@ -439,20 +610,26 @@ def _agreed_number(number: float) -> float:
 
 
 class _Plain:
-    """What the plain module computes on this rank: sums of loss, count and sizes, then products."""
+    """What the plain module computes on this rank.
+
+    Sums of loss, count and sizes, then products of gradients, then how many gradients there were.
+    """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
         self.names = list(names)
         largest = max((p.numel() for p in model.parameters()), default=1)
         self.projection = Projection(largest, device)
-        self.sums = torch.zeros(3 + len(names), dtype=torch.float64, device=device)
+        self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
         self.first: tuple[Batch, float] | None = None  # piece and its mean loss, if it has run here
+        self.moved: dict[str, Tensor] = {}  # what parameters became by the forward itself
         self._places = {name: 3 + number for number, name in enumerate(names)}
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
         """A gradient of a piece is there, and is given up."""
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return  # which a user's hook has done
         self.sums[self._places[name]] += self.projection.of(parameter.grad)
+        self.sums[self._places[name] + len(self.names)] += 1
         parameter.grad = None
 
     def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:

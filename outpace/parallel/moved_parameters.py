@@ -5,7 +5,7 @@ values would need a copy of them. Here what operators write to is noticed as the
 tensors that are written to are copied.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,13 +53,29 @@ class MovedParameters(TorchDispatchMode):
 
     def put_back(self) -> dict[str, Tensor]:
         """Let all be as before; returns the values that were there in between, by name."""
-        moved = {}
-        for name, (held, before) in self._before.items():
-            if not torch.equal(held, before):
-                moved[name] = held.clone()
-                held.copy_(before)
+        moved = {name: held.clone() for name, held in self.moved().items()}
+        for name in moved:
+            held, before = self._before[name]
+            held.copy_(before)
         self._before.clear()
         return moved
+
+    def moved(self) -> dict[str, Tensor]:
+        """Return the tensors that have other values than before, by name."""
+        return {
+            name: held
+            for name, (held, before) in self._before.items()
+            if not torch.equal(held, before)
+        }
+
+    @contextmanager
+    def put_back_unless(self, kept: Callable[[], bool]) -> Iterator[None]:
+        """Let all be as before afterwards, unless it is kept."""
+        try:
+            yield
+        finally:
+            if not kept():
+                self.put_back()
 
 
 @contextmanager

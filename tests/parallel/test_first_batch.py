@@ -106,7 +106,7 @@ def looked_at(tmp_path, strategy, make=Stack, loss=squares, spoil=None, change=N
                 }
             except BadInputError as error:
                 said["refused"] = str(error)
-        said["passes"], said["restored"] = len(seen), seen[-1]
+        said["passes"], said["restored"] = len(seen), all(seen[-1:])
         said["warnings"] = [str(one.message) for one in heard if one.category is UserWarning]
         (tmp_path / f"{rank.ranks.rank}.json").write_text(json.dumps(said))
 
@@ -363,6 +363,112 @@ def test_what_the_cut_changes_is_said_once_with_the_cure(tmp_path, make, loss, o
     [said] = first["warnings"]
     assert "when the batch is cut in two" in said and "(sum, count)" in said
     assert ("larger micro-batches" if options else "sync_batchnorm=True") in said
+
+
+class Clamped(Stack):
+    """Keeps a weight small in its forward, by what it is or by what it is given."""
+
+    def __init__(self, by_samples=False):
+        super().__init__()
+        self.by_samples = by_samples
+
+    def forward(self, x):
+        most = 0.1 + 0.1 * float(x.max()) if self.by_samples else 0.1
+        self.blocks[0].linear.weight.data.clamp_(-most, most)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by_samples", "words"),
+    [
+        ("ddp", True, "each rank changes it by its own samples"),
+        ("zero2", False, "what it writes is lost, since ranks hold shards"),
+        ("zero1", False, None),
+    ],
+)
+def test_weights_that_the_forward_changes(tmp_path, strategy, by_samples, words):
+    found = looked_at(tmp_path, strategy, lambda: Clamped(by_samples))
+    if words is None:
+        assert [one.get("refused") for one in found] == [None, None]
+        return
+    for said in found:
+        assert words in said["refused"] and "blocks.0.linear.weight" in said["refused"]
+
+
+class Renormalised(nn.Module):
+    """Its embedding shortens the rows that it looks up."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 6, max_norm=0.5)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.embedding((x[..., 0] * 7).long() % 16)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring", "zero1", "zero2", "zero3", "hsdp"])
+def test_embeddings_with_max_norm_are_refused(tmp_path, strategy):
+    for said in looked_at(tmp_path, strategy, Renormalised):
+        assert "changes the values of embedding.weight" in said["refused"]
+        assert "Change parameters between steps" in said["refused"]
+
+
+class Stopped(Stack):
+    def forward(self, x):
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x.detach() if number == 2 else x)
+        return self.head(x)
+
+
+def test_zeros_of_a_stage_where_the_gradient_stops_are_refused(tmp_path):
+    for said in looked_at(tmp_path, "1f1b", Stopped):
+        assert "get a gradient of zeros, and none in one process" in said["refused"]
+        assert "requires_grad_(False)" in said["refused"]
+
+
+class Hooked(Stack):
+    def __init__(self):
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.head.bias.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+
+def test_hooks_on_parameters_are_compared(tmp_path):
+    """ddp runs the first kind on each rank, and what the second leaves it adds up otherwise."""
+    for said in looked_at(tmp_path, "ddp", Hooked):
+        assert "the gradient of head.bias is another" in said["refused"]
+
+
+class Annealed(Block):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.coin = 0, random.Random(1)
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls + self.coin.random()
+
+
+class Counted(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Annealed() for _ in range(4))
+
+
+def test_counters_and_generators_of_blocks_are_no_fault_of_a_pipeline(tmp_path):
+    for said in looked_at(tmp_path, "1f1b", Counted):
+        assert said.get("refused") is None and said["passes"] == 2
 
 
 class Uncopied(Stack):
