@@ -230,7 +230,7 @@ class Comparison:
         return None
 
     def _zeros_alone(self) -> list[str]:
-        """Which parameters have a gradient on a pipeline's stage, and none in one process."""
+        """Return the parameters with a gradient on a pipeline's stage, and none in one process."""
         if not self._in_stages:
             return []
         made = self._plain[3 + len(self._names) :]

@@ -128,13 +128,13 @@ class FirstBatch:
         found, apart = self._plain_pass(layout, passes, Pass(given.cast), device)
         if found is None:
             return None
-        self._require_alike(found.moved, layout)
+        self._require_alike(found, layout)
         ready()
         watch = MovedParameters(layout.named_parameters())
         kept = False
         with preserved(layout.objective, device) as keep, watch.put_back_unless(lambda: kept):
             totals, again = self._run_watched(layout, passes, given, run, watch, found.moved)
-            self._require_same(found.moved, watch.moved(), layout, allowed)
+            self._require_same(found.moved, watch.changes(), layout, allowed)
             sums = self._sums(layout, found, device, self._factor(layout, given, device))
             compared = Comparison(
                 found.names, found.sums, totals.to(device), sums, allowed, self._plan.pp > 1
@@ -177,6 +177,7 @@ class FirstBatch:
             with watch:
                 reason = self._run_plain(plain, found, passes, given, device)
             found.moved = watch.put_back()
+            found.written, found.written_by_samples = watch.written, watch.written_by_samples
             reason = _agreed(reason)
             apart = 0.0
             if reason is None:
@@ -190,25 +191,29 @@ class FirstBatch:
             raise _on_all_ranks(made_by_forward)
         return found, apart
 
-    def _require_alike(self, moved: Mapping[str, Tensor], layout: Layout) -> None:
-        """Refuse what the forward changes where ranks hold parts, or would come to others.
+    def _require_alike(self, found: "_Plain", layout: Layout) -> None:
+        """Refuse writes to parameters of which ranks hold parts, or that ranks do differently.
 
-        Raises BadInputError. Collective.
+        That is also what has changed nothing yet: an embedding with max_norm will, at a later
+        step. Raises BadInputError. Collective.
         """
         named = dict(layout.named_parameters())
-        spread = [name for name in moved if name in named and is_spread(named[name])]
+        spread = [name for name in found.written if name in named and is_spread(named[name])]
         said: list[Any] = [None] * self._ranks.world_size
         of_pieces = self._plan.data_rank(self._ranks.rank) is not None
-        prints = {name: fingerprint(values) for name, values in moved.items()}
-        dist.all_gather_object(said, (spread, prints if of_pieces else None))
-        shards = sorted({name for names, _ in said for name in names})
+        prints = {name: fingerprint(values) for name, values in found.moved.items()}
+        by_samples = sorted(found.written_by_samples)
+        dist.all_gather_object(said, (spread, by_samples, prints if of_pieces else None))
+        shards = sorted({name for names, _, _ in said for name in names})
         if shards:
             raise _on_all_ranks(
                 self._explain_moves(shards, "what it writes is lost, since ranks hold shards")
             )
-        if self._alike > 1:
-            return  # ranks with the same samples have taken a part of them each
-        apart = _apart_names([one for _, one in said if one is not None])
+        if self._plan.data_parallel == 1:
+            return
+        apart = sorted({name for _, names, _ in said for name in names})
+        if self._alike == 1:  # ranks with the same samples have taken a part of them each
+            apart = apart or _apart_names([one for _, _, one in said if one is not None])
         if apart:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
 
@@ -221,7 +226,7 @@ class FirstBatch:
         watch: MovedParameters,
         moved: Mapping[str, Tensor],
     ) -> tuple[Tensor, bool]:
-        """As `_run_layout`; `watch` has noted what was changed. Raises BadInputError.
+        """Run the layout as `_run_layout`; `watch` notes what changes. Raises BadInputError.
 
         Micro-batches that are under way at once may need what another one has changed.
         """
@@ -253,7 +258,7 @@ class FirstBatch:
         """
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
         said: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(said, ({*moved, *moved_too}, self._moved_otherwise(
+        dist.all_gather_object(said, ({*moved, *moved_too}, self._find_wrong_changes(
             moved, moved_too, held, allowed
         )))  # fmt: skip
         wrong = sorted(set().union(*(names for _, names in said)))
@@ -267,14 +272,14 @@ class FirstBatch:
         if apart:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
 
-    def _moved_otherwise(
+    def _find_wrong_changes(
         self,
         moved: Mapping[str, Tensor],
         moved_too: Mapping[str, Tensor],
         held: Mapping[str, Tensor],
         allowed: Allowed,
     ) -> list[str]:
-        """Which of this rank's parameters do not have the values that the plain module's got."""
+        """Return the parameters of this rank without the values that the plain module's got."""
         wrong = []
         for name in {*moved, *moved_too} & held.keys():
             wanted, found = moved.get(name), held[name]
@@ -549,7 +554,7 @@ def explain_new_parameters(names: Sequence[str]) -> str:
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
-    """Which names have several fingerprints; or, but for `holders_alone`, none on some rank."""
+    """Return names of several fingerprints; or, but for `holders_alone`, of none on some rank."""
     names = sorted(set().union(*prints))
     return [
         name
@@ -622,6 +627,8 @@ class _Plain:
         self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
         self.first: tuple[Batch, float] | None = None  # piece and its mean loss, if it has run here
         self.moved: dict[str, Tensor] = {}  # what parameters became by the forward itself
+        self.written: set[str] = set()
+        self.written_by_samples: set[str] = set()
         self._places = {name: 3 + number for number, name in enumerate(names)}
 
     def take(self, name: str, parameter: nn.Parameter) -> None:

@@ -30,6 +30,8 @@ class MovedParameters(TorchDispatchMode):
             if held.numel() and not held.is_meta:
                 self._watched.setdefault(_memory(held), []).append((name, held))
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self.written: set[str] = set()  # also where the values have stayed as they were
+        self.written_by_samples: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,10 +39,12 @@ class MovedParameters(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            self._keep(schema, args, kwargs)
+            self._keep(schema, args, kwargs, func is torch.ops.aten.embedding_renorm_.default)
         return func(*args, **kwargs)
 
-    def _keep(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep(
+        self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
+    ) -> None:
         for place, argument in enumerate(schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -48,19 +52,22 @@ class MovedParameters(TorchDispatchMode):
             for leaf in tree_leaves(given):
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
                     for name, held in self._watched.get(_memory(leaf), ()):
+                        self.written.add(name)
+                        if by_samples:
+                            self.written_by_samples.add(name)
                         if name not in self._before:
                             self._before[name] = held, held.clone()
 
     def put_back(self) -> dict[str, Tensor]:
         """Let all be as before; returns the values that were there in between, by name."""
-        moved = {name: held.clone() for name, held in self.moved().items()}
+        moved = {name: held.clone() for name, held in self.changes().items()}
         for name in moved:
             held, before = self._before[name]
             held.copy_(before)
         self._before.clear()
         return moved
 
-    def moved(self) -> dict[str, Tensor]:
+    def changes(self) -> dict[str, Tensor]:
         """Return the tensors that have other values than before, by name."""
         return {
             name: held

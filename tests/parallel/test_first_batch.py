@@ -396,12 +396,12 @@ def test_weights_that_the_forward_changes(tmp_path, strategy, by_samples, words)
 
 
 class Renormalised(nn.Module):
-    """Its embedding shortens the rows that it looks up."""
+    """Its embedding shortens the rows that it looks up, once they are longer than `longest`."""
 
-    def __init__(self):
+    def __init__(self, longest=0.5):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(16, 6, max_norm=0.5)
+        self.embedding = nn.Embedding(16, 6, max_norm=longest)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(6, 3)
 
@@ -412,9 +412,13 @@ class Renormalised(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ring", "zero1", "zero2", "zero3", "hsdp"])
-def test_embeddings_with_max_norm_are_refused(tmp_path, strategy):
-    for said in looked_at(tmp_path, strategy, Renormalised):
+@pytest.mark.parametrize(
+    ("strategy", "longest"),
+    [("ddp", 0.5), ("ddp", 50.0), ("ring", 0.5), ("zero1", 0.5), ("zero3", 50.0), ("hsdp", 0.5)],
+)
+def test_embeddings_with_max_norm_are_refused(tmp_path, strategy, longest):
+    """Also where no row is too long in the first batch."""
+    for said in looked_at(tmp_path, strategy, lambda: Renormalised(longest)):
         assert "changes the values of embedding.weight" in said["refused"]
         assert "Change parameters between steps" in said["refused"]
 
