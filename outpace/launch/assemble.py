@@ -298,7 +298,7 @@ def _look(
         reset_peak_memory(device)
         stepper.begin()
 
-    totals = first.look(layout, batches, stepper.given, stepper.forward_backward, reuse, ready)
+    totals = first.look(layout, batches, stepper.step_pass, stepper.forward_backward, reuse, ready)
     if totals is None:
         reset_peak_memory(device)
     return totals

@@ -311,22 +311,22 @@ def question(
             vary=default_vary(cluster, keep),
             trained=True,
             naive=False,
-            without=NOT_CLASSIFY if classifies else _not_cut(settings, world),
+            without=NOT_CLASSIFY if classifies else _find_excluded(settings, world),
             on_host=not machine.devices,
         ),
         count=_COUNT,
     )
 
 
-def _not_cut(settings: TrainSettings, world: int) -> Collection[Strategy]:
-    """Strategies by which the user's own module cannot be cut; none of outpace's models."""
+def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
+    """Strategies by which a custom model cannot be cut; none of outpace's models."""
     if not names_code(settings.model):
         return ()
-    from outpace.parallel.own_shape import refused_by_shape
+    from outpace.parallel.module_shape import find_refused_strategies
 
     build = open_model(settings.model).build
     assert build is not None
-    return refused_by_shape(build_own(build), world).keys()
+    return find_refused_strategies(build_own(build), world).keys()
 
 
 def _cluster(

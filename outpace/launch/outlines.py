@@ -108,7 +108,7 @@ def _batch(own: Any) -> Any:
 
 
 def batch_of(own: Any, samples: int, seq_len: int | None) -> Any:
-    """So many samples of a user's data set, or of `seq_len` tokens, which are all 0."""
+    """Return samples of a user's data set, or of `seq_len` tokens, which are all 0."""
     import torch
 
     if own.dataset is not None:

@@ -178,7 +178,7 @@ class Layout:
         """
 
     def take_back(self) -> None:
-        """After a look's `gradients`, which are no step's: forget what an exchange counts."""
+        """Forget what collectives count, after a look's `gradients`, which are no step's."""
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """Forward and backward of this rank's micro-batches of one step.

@@ -139,7 +139,7 @@ class Replicas(Layout):
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def take_back(self) -> None:
-        """As Layout's: PowerSGD counts exchanges, of which the first are whole."""
+        """Count a look as no step: PowerSGD's first collectives are whole."""
         if self._use is not None:
             self._use.steps -= 1
         if self.low_rank is not None:

@@ -55,11 +55,11 @@ class OwnSharded(Sharded):
         WholeParameters(self.objective, self.averages, self._order.used)
 
     def go_on(self, start_step: int) -> None:
-        """As Layout's."""
+        """Remember the steps that are done."""
         self._start_step = start_step
 
     def take_back(self) -> None:
-        """As Layout's."""
+        """Count a look as no step."""
         if self._use is not None:
             self._use.steps -= 1
 
