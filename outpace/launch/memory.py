@@ -68,7 +68,7 @@ class Question(Record):
 class ModuleQuestion:
     """`Question` of a custom model, which is built once."""
 
-    own: OwnModel
+    model: OwnModel
     plan: Plan
     settings: TrainSettings
     global_batch: int
@@ -79,9 +79,9 @@ class ModuleQuestion:
     @property
     def seq_len(self) -> int | None:
         """Tokens of a sample; None of a data set of the user's own."""
-        if self.own.dataset is not None:
+        if self.model.dataset is not None:
             return None
-        return resolve_seq_len(self.settings, own_positions(self.own.module))
+        return resolve_seq_len(self.settings, own_positions(self.model.module))
 
     @property
     def accumulation(self) -> int:
@@ -102,7 +102,7 @@ class ModuleQuestion:
         from outpace.trace.custom_module import account_of_module
 
         return account_of_module(
-            self.own,
+            self.model,
             self._samples,
             self.plan,
             accumulation=self.accumulation,
@@ -113,7 +113,7 @@ class ModuleQuestion:
         )
 
     def _samples(self, count: int) -> Any:
-        return batch_of(self.own, count, self.seq_len)
+        return batch_of(self.model, count, self.seq_len)
 
 
 def _ask_of_module(

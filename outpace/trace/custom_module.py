@@ -87,7 +87,7 @@ class ModuleWorkload:
 
 
 def account_of_module(
-    own: OwnModel,
+    model: OwnModel,
     samples: Callable[[int], Any],
     plan: Plan,
     *,
@@ -99,29 +99,29 @@ def account_of_module(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank`, as `trace.account.account` does of outpace's models.
 
-    `own` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
+    `model` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
     that cannot be run without values.
     """
     _require_traceable(plan)
     rules = Rules(accelerator)
     passes = min(accumulation, MOST_PASSES)
     batch = samples(plan.samples_read)
-    small = [b for b in own.module.buffers() if b.numel() <= _SMALL]
+    small = [b for b in model.module.buffers() if b.numel() <= _SMALL]
     kept = {id(b): b.detach().clone() for b in small}
-    structure = hollow(own.module, kept)
+    structure = hollow(model.module, kept)
     work = ModuleWorkload(
         build=lambda: OwnModel(
             _on_no_memory(structure),
-            own.loss,
-            blocks=own.blocks,
-            layouts=own.layouts,
-            sync_batchnorm=own.sync_batchnorm,
+            model.loss,
+            blocks=model.blocks,
+            layouts=model.layouts,
+            sync_batchnorm=model.sync_batchnorm,
         ),
         samples=lambda count: tree_map(_zeros_like, batch),
         plan=as_traced(plan, rules),
         accumulation=passes,
         settings=settings,
-        drops=has_dropout(own.module),
+        drops=has_dropout(model.module),
         value_free=True,
     )
     try:
@@ -129,7 +129,7 @@ def account_of_module(
     except OutpaceError:
         raise
     except Exception as error:
-        raise BadInputError(_failure(own.module, error)) from error
+        raise BadInputError(_failure(model.module, error)) from error
     return summed_up(strips, plan, rank, rules, accumulation / passes)
 
 

@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """Anything that `run_steps` trains: a `Workload`, or a custom model."""
+    """A training that `run_steps` runs: of a `Workload`, or a custom model."""
 
     @property
     def plan(self) -> Plan: ...
