@@ -17,7 +17,7 @@ from outpace.planner.site import Asked, Site, known
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
-from outpace.records.network import Answer, Need, Network
+from outpace.records.network import Need, Network, NetworkReport
 from outpace.records.optimizers import Precision, default_optimizer
 from outpace.records.plan import Checkpointing, Plan, PlanFile
 
@@ -148,12 +148,12 @@ def _answer(
     rates: tuple[Figure, Figure],
     needs: list[Need],
     refused: dict[str, str],
-) -> Answer:
+) -> NetworkReport:
     probed = None if site.probe is None else site.probe.probed
     fits = [] if probed is None else [f for f in probed.fits if f.collective in _MEASURED]
     assumed = rates[0].origin == "catalog"
     usual = arguments.share == _SHARE
-    return Answer(
+    return NetworkReport(
         model=name,
         parameters=parameter_count(spec),
         seq_len=arguments.seq_len or min(spec.max_positions, 2048),
@@ -166,7 +166,7 @@ def _answer(
         share_source=(_SHARE_SOURCE if usual else "as asked") if assumed else None,
         tolerance=arguments.tolerance,
         inside=site.inside(),
-        own=site.own,
+        present=site.own,
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),
         refused=refused,
@@ -174,7 +174,7 @@ def _answer(
     )
 
 
-def _show(answered: Answer, as_json: bool) -> None:
+def _show(answered: NetworkReport, as_json: bool) -> None:
     if as_json:
         print(answered.model_dump_json(indent=2), flush=True)
         return

@@ -70,9 +70,9 @@ def settle(
         file = PlanFile.load(Path(given).expanduser(), option="--plan ")
         chosen, workload = file.plan, _workload(file, origins)
         _check_file(chosen, settings, origins, ranks)
-    if chosen.untrained is not None:
+    if chosen.training_obstacle is not None:
         raise BadInputError(
-            f"--plan {settings.plan}: outpace does not train it: {chosen.untrained}."
+            f"--plan {settings.plan}: outpace does not train it: {chosen.training_obstacle}."
         )
     values = _values(chosen, settings)
     if given == "auto" and settings.compile is None and chosen.compile:
@@ -137,7 +137,7 @@ def _promised(
         say(f"what a step takes is not checked: {error}")
         return None
     other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
-    if identify(find_accelerator).unlike(tuning.machine):
+    if identify(find_accelerator).differences(tuning.machine):
         other.append("machine")
     if tuning.fastest is None or tuning.fastest.plan != plan:
         other.append("plan")
@@ -237,7 +237,7 @@ def probe_here(machine: Machine) -> Machine | None:
     if not PROBE_FILE.is_file():
         return None
     found = Machine.load(PROBE_FILE)
-    return None if found.probed is None or machine.unlike(found) else found
+    return None if found.probed is None or machine.differences(found) else found
 
 
 def used_of(machine: Machine, device: torch.device) -> Machine:

@@ -52,7 +52,7 @@ from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.standstill import Standstill
+from outpace.records.standstill import HangReport
 from outpace.train.callbacks import Callback, tell
 from outpace.train.cuda_allocator import grow_segments
 from outpace.train.guards import StopSignal, deterministic_kernels
@@ -272,7 +272,7 @@ def _with_compile(
     return plan.model_copy(update={"compile": decision.compile})
 
 
-def _keep(run_dir: RunDir, explain: Explain | None, found: Standstill) -> None:
+def _keep(run_dir: RunDir, explain: Explain | None, found: HangReport) -> None:
     """Write down how ranks stood, where who resumes the run and who reports on it look."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)

@@ -31,7 +31,7 @@ from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.tuning import Trial
+from outpace.records.tuning import PlanTrial
 
 _COUNT = 256  # plans of a number of processes that are looked at
 # How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
@@ -79,7 +79,7 @@ class Proposer:
         self.default = resolve_plan(settings, own, device, self.machine)
         used = auto.used_of(self.machine, device)
         self._jobs: dict[int, Job] = {}
-        self._told: dict[tuple[Trial, ...], _Learned] = {}
+        self._told: dict[tuple[PlanTrial, ...], _Learned] = {}
         refused: list[BadInputError] = []
         for world in _worlds(settings, used):
             limited = settings
@@ -93,7 +93,7 @@ class Proposer:
             raise refused[0]
         self.considered = sum(alike(job, 1)[1] for job in self._jobs.values())
 
-    def proposals(self, trials: Sequence[Trial]) -> list[Proposal]:
+    def proposals(self, trials: Sequence[PlanTrial]) -> list[Proposal]:
         """The fastest that may be worth it, the fastest first, as predicted after `trials`."""
         learned, too_many, found = self._learned(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
@@ -102,11 +102,11 @@ class Proposer:
             found += _proposed(job, _not_in_vain(fit, job.outline.layers), learned)
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
-    def proposal(self, plan: Plan, trials: Sequence[Trial] = ()) -> Proposal:
+    def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> Proposal:
         """Of one plan, whether it fits or not."""
         return _proposed(self._jobs[plan.world_size], [plan], self._learned(trials))[0]
 
-    def _too_many_bytes(self, trials: Sequence[Trial]) -> dict[int, float]:
+    def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
         """By the formula, bytes of a rank: the least that did not fit, though predicted to.
 
         By the number of processes, which share what there is. Of several at once none tells.
@@ -119,13 +119,13 @@ class Proposer:
                 found[world] = min(needs, found.get(world, math.inf))
         return found
 
-    def _learned(self, trials: Sequence[Trial]) -> "_Learned":
+    def _learned(self, trials: Sequence[PlanTrial]) -> "_Learned":
         """What all of them tell: reckoned once, however often it is asked for."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]
 
-    def _learn(self, trials: Sequence[Trial]) -> "_Learned":
+    def _learn(self, trials: Sequence[PlanTrial]) -> "_Learned":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,

@@ -14,7 +14,7 @@ from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats
 from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.outlines import Weight, layer_parameters, weights
 from outpace.records.optimizers import SHARD_DTYPES
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 
 FP32 = 4
@@ -237,7 +237,7 @@ def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Colu
 
 
 def _attention(
-    one: Attention,
+    one: AttentionShape,
     columns: Columns,
     sizes: Shapes,
     device: str,

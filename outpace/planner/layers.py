@@ -14,7 +14,7 @@ from outpace.catalog import efficiency
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device, product_s
 from outpace.planner.outlines import Weight, seen_length, weights
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 # FlashAttention-2 and what came after it; the Triton kernels of before; scores that are written.
 Kernel = Literal["fused", "triton", "unfused"]
@@ -173,7 +173,7 @@ def _float8(device: Device, cells: Cells) -> Floats:
 
 
 def _products(
-    device: Device, cells: Cells, products: Sequence[Product], length: int
+    device: Device, cells: Cells, products: Sequence[ProductShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
     """As of a weight, of products that nothing cuts."""
     for product in products:
@@ -185,7 +185,7 @@ def _products(
 
 
 def _attention(
-    device: Device, cells: Cells, attention: Attention, length: int, keys: int, kernel: Kernel
+    device: Device, cells: Cells, attention: AttentionShape, length: int, keys: int, kernel: Kernel
 ) -> tuple[Floats, Floats]:
     """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
@@ -218,7 +218,7 @@ def _attention(
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
 
 
-def _keys_seen(device: Device, attention: Attention, keys: int) -> int:
+def _keys_seen(device: Device, attention: AttentionShape, keys: int) -> int:
     """Of which scores are computed for a query. On a GPU a window is made of whole blocks."""
     if attention.window is None:
         return keys
@@ -411,7 +411,7 @@ def head(
     own_loss = own_loss and device.kind == "cuda"
     if own_loss and outline.vocab:  # tokens are predicted, not classes
         outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
-    weight = Weight("head", outline.embedded, outputs, "outputs")
+    weight = Weight("head", outline.table_width, outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
     for ahead, back, own in _products(device, cells, outline.head_products, length):
         one, inputs, grads = one + ahead, inputs + back, grads + own
@@ -446,7 +446,7 @@ def embedding(device: Device, outline: Outline, cells: Cells, seq_len: int) -> E
     for ahead, inputs, grads in _products(device, cells, outline.embed_products, length):
         one, back_s = one + ahead, back_s + inputs + grads
     moved = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
-    table = outline.vocab / cells.tp * outline.embedded * cells.wide
+    table = outline.vocab / cells.tp * outline.table_width * cells.wide
     moved_back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
     operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_products))
     return Ends(one + moved, back_s + moved_back, one, back_s, operators)

@@ -17,7 +17,7 @@ from outpace.planner.tables import wired
 from outpace.planner.traffic import Flow, Part, Where, flows
 from outpace.planner.wire import Work
 from outpace.records.model import ModelSpec
-from outpace.records.network import Cost, Exchanged, Need, Network
+from outpace.records.network import Need, Network, NetworkCost, Traffic
 from outpace.records.optimizers import WEIGHTS
 from outpace.records.plan import Plan
 
@@ -70,22 +70,22 @@ def answer(
         global_batch=question.global_batch,
         identity=question.plan.identity(question.global_batch),
         compute_s=step.compute_s,
-        exchanged=tuple(map(step.exchanged, step.crossings)),
+        traffic=tuple(map(step.exchanged, step.crossings)),
         node_bytes=sum(c.node_bytes for c in step.crossings),
         least_node_bytes_per_s=_least(lambda rate: step.seconds(inside, rate) <= by_node),
         least_device_bytes_per_s=_least(lambda rate: step.seconds(rate, math.inf) <= by_device),
         costs=ladder,
         cheapest=_cheapest(ladder, tolerance),
-        own=None if own is None else step.cost(own),
+        present_cost=None if own is None else step.cost(own),
         device_costs=device_ladder,
         cheapest_inside=_cheapest(device_ladder, tolerance),
-        own_inside=None if own_link is None else step.device_cost(own_link),
+        present_device_cost=None if own_link is None else step.device_cost(own_link),
         states_bytes=states,
         fits=None if memory is None or states <= memory else False,
     )
 
 
-def _cheapest(ladder: Iterable[Cost], tolerance: float) -> Network | None:
+def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
     """The slowest that is enough; None where none is."""
     enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
     return min(enough, key=lambda network: network.bytes_per_s, default=None)
@@ -182,16 +182,18 @@ class Step:
         """With a network between nodes that takes no time, and links within them as they are."""
         return self.seconds(self._question.inside_bytes_per_s, math.inf)
 
-    def cost(self, network: Network) -> Cost:
+    def cost(self, network: Network) -> NetworkCost:
         """A step on a network between nodes, against one that takes no time."""
         step_s = self.seconds(self._question.inside_bytes_per_s, network.bytes_per_s)
-        return Cost(network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1))
+        return NetworkCost(
+            network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1)
+        )
 
-    def device_cost(self, link: Network) -> Cost:
+    def device_cost(self, link: Network) -> NetworkCost:
         """A step with a device's link within a node, against one that takes no time."""
         step_s = self.seconds(link.bytes_per_s, math.inf)
         slowdown = max(0.0, step_s / self.compute_s - 1)
-        return Cost(network=link, step_s=step_s, slowdown=slowdown)
+        return NetworkCost(network=link, step_s=step_s, slowdown=slowdown)
 
     def seconds(self, inside: float, across: float) -> float:
         """A step with device links of `inside` bytes/s and nodes' cards of `across` together."""
@@ -251,11 +253,11 @@ class Step:
         """What is exposed of an exchange in equal parts, one fewer of which has company."""
         return max(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
 
-    def exchanged(self, crossing: Crossing) -> Exchanged:
+    def exchanged(self, crossing: Crossing) -> Traffic:
         """For the record, with what it hides behind."""
         flow = crossing.flow
         behind, hide_s = self._behind(flow.part)
-        return Exchanged(
+        return Traffic(
             part=flow.part,
             axis=flow.axis,
             sent_bytes=flow.sent_bytes,

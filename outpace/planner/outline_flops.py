@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from outpace.planner.flops import keys_reached
 from outpace.planner.outlines import Weight, weights
-from outpace.records.outline import Attention, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 
 
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
@@ -25,7 +25,7 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
             seen = length
     predicted = outline.predicted or length
     total += _products(outline.head_products, predicted)
-    total += 2 * predicted * outline.embedded * outline.outputs
+    total += 2 * predicted * outline.table_width * outline.outputs
     return samples * total
 
 
@@ -52,12 +52,12 @@ def _multiplied(weight: Weight) -> int:
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 
-def _scores_and_mix(attention: Attention, queries: int, keys: int) -> int:
+def _scores_and_mix(attention: AttentionShape, queries: int, keys: int) -> int:
     seen = keys_reached(keys, attention.window, attention.causal)
     return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * seen
 
 
-def _products(products: Sequence[Product], rows: int) -> int:
+def _products(products: Sequence[ProductShape], rows: int) -> int:
     return sum(
         2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in products
     )

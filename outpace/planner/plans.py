@@ -187,7 +187,7 @@ def one(job: Job, plan: Plan) -> Planned:
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, columns, times, job.needs(columns), 0),
         why="as given",
-        untrained=job.outline.untrained or plan.untrained,
+        untrained=job.outline.untrained or plan.training_obstacle,
         placement=crossing(job.cluster, plan),
     )
 
@@ -200,7 +200,7 @@ def _planned(job: Job, found: Found, place: int, rank: int) -> Planned:
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, found.columns, found.times, found.needs, place),
         why=why(job, found, place, rank),
-        untrained=job.outline.untrained or plan.untrained,
+        untrained=job.outline.untrained or plan.training_obstacle,
         placement=crossing(job.cluster, plan),
     )
 

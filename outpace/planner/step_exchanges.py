@@ -132,7 +132,7 @@ class Exchanges(Setup):
         """Parts in which replicas sum up; the embedding's gradient is the last to be whole, and a
         bucket is no smaller than it."""
         c = self.c
-        table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
+        table = self.outline.vocab * self.outline.table_width / c.tp / self.parameters
         last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
         buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
         found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))

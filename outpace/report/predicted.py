@@ -66,7 +66,7 @@ def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None
         return "The model is one of a person's own, of which the run's record has no dimensions."
     if record.plan.lora_rank is not None or record.settings.task == "classify":
         return "The planner does not reckon with adapters and classifiers yet."
-    other = [] if probe is None else record.machine.unlike(probe)
+    other = [] if probe is None else record.machine.differences(probe)
     if probe is not None and other:
         return (
             f"The probe is of another machine: {other[0]} is {getattr(probe, other[0])} there, and "

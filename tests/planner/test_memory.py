@@ -14,7 +14,7 @@ from outpace.planner.memory import anatomy, peak_bytes, reserved_bytes
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.stages import representatives
 from outpace.records.model import ModelSpec
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 from outpace.trace.account import account
 
@@ -36,7 +36,7 @@ LENGTH = 2048
 
 def gpt(name: str) -> Outline:
     layers, hidden, heads = GPTS[name]
-    attention = Attention(
+    attention = AttentionShape(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, qkv_bias=True, out_bias=True
     )  # type: ignore[call-arg]  # values as wide as keys
     stack = Stack(
