@@ -13,7 +13,7 @@ from outpace.planner.flops import parameter_count
 from outpace.planner.network import Question, answer
 from outpace.planner.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.roofline import Roof
-from outpace.planner.site import Asked, Site, known
+from outpace.planner.site import Asked, Site, value_of
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
@@ -51,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     plan = None if arguments.plan is None else PlanFile.load(arguments.plan, option="--plan ").plan
     precision = site.precision(arguments.precision if plan is None else plan.precision)
     rate, memory_rate = site.rate(precision), site.memory_rate()
-    roof, link = Roof(known(rate), known(memory_rate)), site.inside()
+    roof, link = Roof(value_of(rate), value_of(memory_rate)), site.device_network()
     inside = math.inf if link is None else link.bytes_per_s  # nothing goes over it
     seq_len = arguments.seq_len or min(spec.max_positions, 2048)
     networks = _networks(arguments.networks or [], site.own)
@@ -165,7 +165,7 @@ def _answer(
         share=arguments.share if assumed else None,
         share_source=(_SHARE_SOURCE if usual else "as asked") if assumed else None,
         tolerance=arguments.tolerance,
-        inside=site.inside(),
+        inside=site.device_network(),
         present=site.own,
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),

@@ -22,7 +22,7 @@ from outpace.launch.tasks import NOT_CLASSIFY
 from outpace.launch.traced import beside_tensors, fullest
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
-from outpace.planner.outlines import classifying
+from outpace.planner.outlines import classifier_outline
 from outpace.planner.plans import plans
 from outpace.planner.space import Wanted
 from outpace.probe.limits import anonymous_bytes
@@ -277,7 +277,7 @@ def question(
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
     classifies = settings.task == "classify"
-    outline = classifying(outline) if classifies else outline
+    outline = classifier_outline(outline) if classifies else outline
     cluster = _cluster(settings, machine, world, per_node or world, measured)
     keep: dict[str, Any] = {}
     if settings.compile is not None:

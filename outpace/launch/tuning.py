@@ -15,13 +15,13 @@ from outpace.planner.calibrate import (
     Calibration,
     Rates,
     SeenStep,
-    calibrated,
+    calibrate,
     steps_s,
 )
 from outpace.planner.columns import MODES, Floats, of_plans
 from outpace.planner.deviations import Deviations
 from outpace.planner.job import Job
-from outpace.planner.plans import alike
+from outpace.planner.plans import fastest_plans
 from outpace.planner.titles import title
 from outpace.probe.host_rates import measure_host_rates
 from outpace.probe.machine import identify
@@ -91,13 +91,13 @@ class Proposer:
                 refused.append(error)
         if own.world_size not in self._jobs:
             raise refused[0]
-        self.considered = sum(alike(job, 1)[1] for job in self._jobs.values())
+        self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[Proposal]:
         """The fastest that may be worth it, the fastest first, as predicted after `trials`."""
         learned, too_many, found = self._learned(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
-            plans, _ = alike(_by(job, learned.rates.rates[world]), _COUNT)
+            plans, _ = fastest_plans(_by(job, learned.rates.rates[world]), _COUNT)
             fit = _within(job, [plan for plan, _ in plans], too_many.get(world, math.inf))
             found += _proposed(job, _not_in_vain(fit, job.outline.layers), learned)
         return sorted(found, key=lambda proposal: proposal.step_time_s)
@@ -137,7 +137,7 @@ class Proposer:
             for world, job in self._jobs.items()
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
-        found = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
+        found = calibrate(rates, seen, _CALIBRATED if known else UNKNOWN)
         # Of a plan that was tried again the faster trial; the fastest of all comes last.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
@@ -170,7 +170,7 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
         return []
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
-    longer, own = learned.deviations.of(plans)
+    longer, own = learned.deviations.predict(plans)
     # Of the rates only what the fastest trial does not rest on just as much.
     spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
     figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
@@ -182,7 +182,7 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
 
 def _needs(job: Job, plans: Sequence[Plan]) -> Floats:
     """Bytes of a rank."""
-    return job.needs(of_plans(plans, job.wanted.global_batch, job.outline.layers))
+    return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
 
 
 def _within(job: Job, plans: Sequence[Plan], too_many: float) -> list[Plan]:

@@ -32,12 +32,12 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
 def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
-    """Of one layer and sample: `length` tokens, whose cross-attention sees `seen` others."""
+    """Return FLOPs of a layer and sample: `length` tokens, `seen` others for cross-attention."""
     total = _products(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
         rows = seen if weight.name == "cross kv" else length
-        total += 2 * rows * _multiplied(weight)
+        total += 2 * rows * _token_elements(weight)
     if not attention:
         return total
     if stack.attention is not None:
@@ -47,7 +47,7 @@ def layer_flops(
     return total
 
 
-def _multiplied(weight: Weight) -> int:
+def _token_elements(weight: Weight) -> int:
     """Elements that a token is multiplied by."""
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 

@@ -25,13 +25,13 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of all experts, with biases."""
+        """Elements of all experts, with biases."""
         each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
         return each * max(1, self.experts)
 
 
 def outline(spec: ModelSpec, name: str) -> Outline:
-    """Of a model that outpace builds."""
+    """Return the outline of a model that outpace builds."""
     attention = AttentionShape(
         heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, value_dim=spec.head_dim,
         causal=spec.causal, qkv_bias=spec.qkv_bias, out_bias=spec.out_bias, qk_norm=spec.qk_norm,
@@ -73,7 +73,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
     )
 
 
-def classifying(found: Outline) -> Outline:
+def classifier_outline(found: Outline) -> Outline:
     """The model with a layer over classes, which sees one token of each text, behind a pooler.
 
     Its last layer is whole here, where outpace computes what that token needs.
@@ -172,7 +172,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Of one layer: matrices, biases, norms and what else was traced."""
+    """Return the parameters of one layer: matrices, biases, norms and what else was traced."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:

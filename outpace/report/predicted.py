@@ -7,7 +7,7 @@ from outpace.planner.estimate import stages_of
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
 from outpace.planner.outlines import outline
-from outpace.planner.plans import one
+from outpace.planner.plans import estimate_plan
 from outpace.planner.space import Wanted
 from outpace.planner.step_pipeline import Stages
 from outpace.records.errors import BadInputError
@@ -52,7 +52,7 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
                 on_host=cluster.device.kind == "cpu",
             ),
         )
-        planned = one(job, plan)
+        planned = estimate_plan(job, plan)
         stages = None
         if plan.pp > 1:
             stages = stages_of(job.question, of_plans([plan], batch, model.layers))

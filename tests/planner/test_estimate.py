@@ -15,7 +15,7 @@ from outpace.planner.columns import Columns, of_plans
 from outpace.planner.device import Device
 from outpace.planner.estimate import Times, estimate, stages_of
 from outpace.planner.fabric import Fabric, Protocol
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.machines import of_catalog
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import outline, parameters
@@ -182,7 +182,7 @@ def test_ranks_that_share_cores_wait_for_less():
     columns = of_plans([Plan.parse({"precision": "bf16", **plan}, "test")], 4, 16)
     times = estimate(question, columns)
     assert times.bubble_s[0] == pytest.approx(0, abs=1e-12)
-    table = played(question, columns, times, np.array([0]))
+    table = simulate_pipelines(question, columns, times, np.array([0]))
     assert table.step_s[0] == pytest.approx(times.step_s[0])
     alone = replace(question, device=FLAT)
     assert estimate(alone, columns).bubble_s[0] == pytest.approx(times.step_s[0] / 4)
@@ -460,6 +460,6 @@ def test_a_pipeline_that_is_played_takes_what_the_closed_form_says(schedule):
     plan = Plan(strategy=schedule, pp=4, pp_microbatches=16, precision="bf16")
     columns: Columns = of_plans([plan], 16, BLOCKS.layers)
     closed = estimate(question, columns)
-    table = played(question, columns, closed, np.array([0]))
+    table = simulate_pipelines(question, columns, closed, np.array([0]))
     assert table.step_s[0] == pytest.approx(closed.step_s[0], rel=0.05)
     assert len(stages_of(question, columns).times) == plan.stages

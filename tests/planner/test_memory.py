@@ -62,7 +62,7 @@ def kept(name: str, mode: str, fused: bool, **axes) -> float:
     columns = columns_of(plan, layers=described.layers)
     sizes = shapes(described, LENGTH, columns)
     one = layer(described, described.stacks[0], columns, sizes, "cuda", fused)
-    return float(one.kept_in(mode)[0]) / (LENGTH * 2 * described.hidden)
+    return float(one.saved_bytes_in(mode)[0]) / (LENGTH * 2 * described.hidden)
 
 
 @pytest.mark.parametrize("name", GPTS)
@@ -193,7 +193,7 @@ def test_who_recomputes_more_keeps_less(spec, precision):
     assert (np.diff(peak) <= 0).all()
     sizes = shapes(described, 512, columns)
     one = layer(described, described.stacks[0], columns, sizes, "cpu", True)
-    amounts = [float(one.kept_in(mode)[i]) for i, mode in enumerate(MODES)]
+    amounts = [float(one.saved_bytes_in(mode)[i]) for i, mode in enumerate(MODES)]
     assert amounts == sorted(amounts, reverse=True)
 
 
