@@ -55,7 +55,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         if measured is None:  # another rank speaks
             return 0
         rank = measured.rank
-    traced = worst(asked) if rank is None else asked.traced(rank)
+    traced = worst(asked) if rank is None else asked.trace(rank)
     _show(asked, traced, measured, arguments.plot, arguments.out_file, arguments.json)
     return 0
 

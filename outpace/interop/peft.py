@@ -325,7 +325,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         found = _KEY.fullmatch(key)
         if found is None:
             raise BadInputError(
-                f"{path} holds {clipped(key, 120)}, which is no pair of LoRA's matrices beside a "
+                f"{path} holds {shorten(key, 120)}, which is no pair of LoRA's matrices beside a "
                 "layer, as of embeddings, heads or layers that were trained whole. Merge the "
                 "adapter into its base model with peft (merge_and_unload)."
             )

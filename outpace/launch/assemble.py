@@ -202,7 +202,7 @@ def assemble(
     recording = Recording(job, start_step)
     guard.tidy = partial(_tidy, job, recording=recording)
     guard.look_inside = partial(answer.anatomy, layout, optimizer)
-    layout.go_on(start_step)
+    layout.resume_from(start_step)
     job.groups.once(lambda: continue_run(job, record, start_step))
     if settings.resume:
         _open_logs(job, record, start_step)

@@ -38,7 +38,7 @@ from outpace.launch.resolve import (
 )
 from outpace.launch.tasks import check_task
 from outpace.launch.tracing import Tracer
-from outpace.nn.compilation import compiler_cache, disabled_by
+from outpace.nn.compilation import compiler_cache, find_disabling_variable
 from outpace.nn.fp8 import require_fp8
 from outpace.nn.mixed import fp32_products
 from outpace.parallel import why_not
@@ -241,7 +241,7 @@ def _as_far_as_torch_compiles(
 
     Raises BadInputError where it was to be compiled.
     """
-    variable = disabled_by(os.environ) if plan.compile else None
+    variable = find_disabling_variable(os.environ) if plan.compile else None
     if variable is None:
         return plan
     if settings.compile:

@@ -59,7 +59,7 @@ class Question(Record):
         ask = self.ask
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
-    def traced(self, rank: int) -> MemoryAccount:
+    def trace(self, rank: int) -> MemoryAccount:
         """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
         return account_of(self.ask.model_copy(update={"rank": rank}))
 
@@ -97,7 +97,7 @@ class ModuleQuestion:
             self.build, self._samples, self.plan, self.accumulation, self.settings
         )
 
-    def traced(self, rank: int) -> MemoryAccount:
+    def trace(self, rank: int) -> MemoryAccount:
         """A rank's memory. Raises BadInputError for what cannot be applied, or traced."""
         from outpace.trace.custom_module import account_of_module
 
@@ -237,6 +237,6 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
 def worst(asked: Question | ModuleQuestion) -> MemoryAccount:
     """The rank that needs most."""
     return max(
-        (asked.traced(rank) for rank in representatives(asked.plan)),
+        (asked.trace(rank) for rank in representatives(asked.plan)),
         key=lambda found: found.needed_bytes,
     )

@@ -168,7 +168,7 @@ class Layout:
         if self.buffers is not None:
             self.buffers.make_equal()
 
-    def go_on(self, start_step: int) -> None:
+    def resume_from(self, start_step: int) -> None:
         """Called once, before the first step of this process: `start_step` are done already."""
 
     def learn_forms(self, batch: Batch, given: Pass) -> None:

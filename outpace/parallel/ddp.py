@@ -130,7 +130,7 @@ class Replicas(Layout):
             self._before.clear()
         return totals
 
-    def go_on(self, start_step: int) -> None:
+    def resume_from(self, start_step: int) -> None:
         """PowerSGD counts the steps from where the run stands."""
         if self._use is not None:
             self._use.steps = start_step

@@ -54,7 +54,7 @@ class OwnSharded(Sharded):
         """Let the loss go through whole parameters. When `averages` is set."""
         WholeParameters(self.objective, self.averages, self._order.used)
 
-    def go_on(self, start_step: int) -> None:
+    def resume_from(self, start_step: int) -> None:
         """Remember the steps that are done."""
         self._start_step = start_step
 

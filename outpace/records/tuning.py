@@ -61,7 +61,7 @@ class PlanTrial(Record):
         return self.undisturbed_s or self.step_time_s
 
 
-def shown_rate(trials: Sequence[Trial]) -> Literal["tokens_per_s", "samples_per_s"]:
+def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
     """The field by which trials' speed is shown: samples, where there are no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
