@@ -62,7 +62,7 @@ def test_inputs_that_are_gathered_again_are_kept_in_shares(tp):
     sizes = shapes(gpt(), LENGTH, columns)
     unit, scores = LENGTH * HIDDEN, 5 * HEADS * LENGTH / HIDDEN / tp
     kept, own = (
-        layer(gpt(), gpt().stacks[0], columns, sizes, "cuda", False, habits).kept[0] / unit
+        layer(gpt(), gpt().stacks[0], columns, sizes, "cuda", False, habits).saved_bytes[0] / unit
         for habits in (MEGATRON_BF16, OUTPACE)
     )
     assert kept == pytest.approx(34 / tp + scores + 16 / HIDDEN / tp)
