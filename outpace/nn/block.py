@@ -44,7 +44,7 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """What several linear layers give of `x`, one after the other, by one product.
+    """Return what several linear layers give of `x`, one after the other, by one product.
 
     Joining the weights moves far less than `x` and its gradient, which are read and made once.
     """

@@ -44,7 +44,7 @@ class Again:
         self._value: Tensor | None = None
 
     def hold(self) -> Callable[[], Tensor]:
-        """What makes it, once more than before."""
+        """Return what makes it, once more than before."""
         self._left += 1
         return self._take
 
@@ -57,7 +57,7 @@ class Again:
 
 
 def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Again | None = None) -> Tensor:
-    """What linear layers give of rows (N, in), by one product of all their weights."""
+    """Return what linear layers give of rows (N, in), by one product of all weights."""
     made = joined_product(rows, layers)
     dtype = made.dtype
 

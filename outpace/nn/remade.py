@@ -1,4 +1,4 @@
-"""What autograd has saved of a linear product, replaced by how to make it again.
+"""Saved tensors of a linear product, replaced by how to make them again.
 
 `torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor that is saved while it
 is entered. Here only the one tensor is asked for, once the product is made.
@@ -43,10 +43,10 @@ def has_hooks() -> bool:
 
 def remake(saved: Any, make: Callable[[], Tensor]) -> None:
     """Forget a tensor that a node has saved, one of its `_raw_saved_` attributes."""
-    saved.register_hooks(lambda _: make, _made)
+    saved.register_hooks(lambda _: make, _make_again)
 
 
-def _made(make: Callable[[], Tensor]) -> Tensor:
+def _make_again(make: Callable[[], Tensor]) -> Tensor:
     if not torch.is_grad_enabled():
         return make()
     with torch.no_grad():
