@@ -230,6 +230,7 @@ def assemble(
         evaluate=partial(measure, heeds_stop=True),
         callbacks=job.callbacks,
         stop=stop,
+        run_started=record.started,
         random_rank=job.plan.random_rank(job.ranks.rank),
         world_size=job.ranks.world_size,
         total_steps=job.total_steps,
