@@ -368,7 +368,19 @@ def load_tokenizer(reference: str) -> Tokenizer:
             f"no tokenizer at {path}: expected tokenizer.json, encoder.json with vocab.bpe, "
             "vocab.json with merges.txt, or vocab.txt"
         )
+    _require_no_dropout(found, path)
     return found
+
+
+def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
+    """Refuse merges left out at random (BPE-dropout, arXiv:1910.13267)."""
+    dropout = getattr(tokenizer.inner.model, "dropout", None)
+    if dropout:
+        raise BadInputError(
+            f"the tokenizer {path} leaves out merges at random (dropout {dropout:.3g}), so that a "
+            "text has other tokens each time, those that are held out too; outpace encodes a text "
+            'once. Set "dropout" of "model" in tokenizer.json to null.'
+        )
 
 
 def _require_files(path: Path) -> None:

@@ -53,11 +53,11 @@ def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
     if chosen is None:
         _require_unsaved(job, job.run_dir.require_run(), job.run_dir.history())
     else:
-        _require_own(chosen, job.run_dir.require_run())
+        _require_saved_by(chosen, job.run_dir.require_run())
     return chosen
 
 
-def _require_own(checkpoint: Path, run: RunRecord) -> None:
+def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
     """Refuse a checkpoint that another run has saved: its weights and data are that run's."""
     of = Progress.load(checkpoint / PROGRESS_FILE).run_started
     if of is not None and of != run.started:
