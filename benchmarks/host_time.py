@@ -7,8 +7,9 @@
 A GPU that computes faster than its host gives it work waits for the host: Python and torch's
 dispatch are then what a step takes. Here nothing is left to compute: 12 layers of width 24 and 16
 tokens under bf16 autocast on one thread of a CPU. outpace takes the way that it takes on CUDA:
-torch's fused attention, GELU and norms in place of its operators for CPUs, the loss for `cuda`,
-Muon's matrices turned in batches, SGD as one kernel; what a GPU compiles is eager.
+torch's fused attention, GELU and norms in place of its operators for CPUs, queries, keys and values
+by one product, the loss for `cuda`, Muon's matrices turned in batches, SGD as one kernel; what a
+GPU compiles is eager.
 Steps (forward, backward, clipping, optimizer) of both alternate, A B, B A, in one process; of
 several ranks in each of two processes. What is timed is the time of the process on cores, which
 neighbours on the machine disturb less than the wall's. The ratio is the median of those of pairs,
@@ -134,7 +135,7 @@ def make_stepper(case: Case, ranks: Ranks, control: dist.ProcessGroup | None) ->
     mixed = make_mixed(plan.precision, CPU, False)
     model = Transformer(ModelSpec.parse(SPEC, "host_time"), 0)
     for one in model.blocks:
-        one.attention.mix = block.fused_attention
+        one.attention.mix, one.attention.joins = block.fused_attention, True
     objective = LanguageModelObjective(model, "plain", mixed.dtype)
     objective.runs_on = "cuda"
     apply_levers(model, plan)

@@ -33,7 +33,7 @@ from outpace.catalog.nodes import NODES
 from outpace.planner import memory
 from outpace.planner.columns import OPTIMIZERS, of_plans
 from outpace.planner.estimate import estimate
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.habits import LIGHTNING_FSDP
 from outpace.planner.job import Job
 from outpace.planner.machines import of_catalog
@@ -100,7 +100,7 @@ def predict(row: Row) -> Predicted:
         fits = needs <= room
         step = np.where(fits | ~fits.any(), step, np.inf)
     place = int(np.argmin(step))
-    times = played(question, columns, times, np.array([place]))
+    times = simulate_pipelines(question, columns, times, np.array([place]))
     parts = {f.name: float(getattr(times, f.name)[place]) for f in fields(times)}
     total = sum(parts.values())
     peak = question.device.peak_flops_per_s["bf16"]

@@ -251,7 +251,7 @@ def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     """What the planner says of a configuration."""
     from outpace.planner.job import Job
     from outpace.planner.outlines import outline
-    from outpace.planner.plans import one
+    from outpace.planner.plans import estimate_plan
     from outpace.planner.space import Wanted
     from outpace.records.plan import Plan
 
@@ -260,7 +260,7 @@ def predicted(cluster: Any, row: dict[str, Any]) -> Any:
     asked = Plan.parse(row["plan"], "benchmark")
     model = outline(_spec(number), name)
     wanted = Wanted(model, seq_len, batch, world, world, asked.precision, on_host=True)
-    return one(Job(model, cluster, wanted), asked).estimate
+    return estimate_plan(Job(model, cluster, wanted), asked).estimate
 
 
 def _course(row: dict[str, Any]) -> int:

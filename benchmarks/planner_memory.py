@@ -236,7 +236,7 @@ def compared(case: Case) -> dict[str, Any]:
         "error": reckoned / traced.peak_memory_bytes - 1,
         "traced_by_kind": {k: v for k, v in traced.peak.by_kind.items() if v},
         "reckoned_by_kind": {k: round(v[0]) for k, v in kinds.items() if round(v[0])},
-        "peak_at": traced.peak.where,
+        "peak_at": traced.peak.location,
         "rank": traced.rank,
         "trace_s": round(took_s, 2),
     }

@@ -22,7 +22,7 @@ from outpace.planner.networks import read_network
 from outpace.planner.step_setup import Question
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Node
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 from outpace.records.plan import Plan
 
 PUBLISHED = Path(__file__).parent / "data" / "published.csv"
@@ -222,7 +222,7 @@ def outline(row: Row) -> Outline:
     gated = llama or "swiglu" in arch
     bert = arch == "bert"
     vocab = padded(row)
-    attention = Attention(
+    attention = AttentionShape(
         heads=heads, kv_heads=row.optional("kv_heads", heads), head_dim=hidden // heads,
         value_dim=hidden // heads, causal=not bert, qkv_bias=not llama, out_bias=not llama,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def outline(row: Row) -> Outline:
         norm_bias=not llama,
         dropout=row.framework.dropout,
     )
-    transform = Product(name="head transform", inputs=hidden, outputs=hidden)
+    transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
     return Outline(
         name=row["model"] or arch,
         hidden=hidden,

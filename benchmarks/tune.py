@@ -203,10 +203,12 @@ def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[A
 
 def grid_kept(rows: list[dict[str, Any]], proposed: list[Any]) -> list[Any]:
     """The same trials, as they were recorded: without plans and runs."""
-    from outpace.records.tuning import Trial
+    from outpace.records.tuning import PlanTrial
 
     return [
-        Trial.parse({**row, "plan": proposal.plan.model_dump(mode="json"), "run": ""}, "tune.json")
+        PlanTrial.parse(
+            {**row, "plan": proposal.plan.model_dump(mode="json"), "run": ""}, "tune.json"
+        )
         for row, proposal in zip(rows, proposed, strict=True)
     ]
 

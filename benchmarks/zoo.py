@@ -28,7 +28,7 @@ import outpace
 from outpace.experiment.module_verify import CUT, plan_for_module, verify_own
 from outpace.interop.own import OwnModel
 from outpace.launch.forked_job import Rank, run_forked
-from outpace.records.certificate import Verdict
+from outpace.records.certificate import ParityVerdict
 from outpace.records.errors import BadInputError
 
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
@@ -52,7 +52,7 @@ def entries() -> Iterator[tuple[str, str, Entry]]:
                 yield path.stem, entry.__name__, entry
 
 
-def outcome(verdict: Verdict) -> str:
+def outcome(verdict: ParityVerdict) -> str:
     """A cell of the table."""
     if verdict.passed:
         return "equal"

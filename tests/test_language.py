@@ -81,6 +81,8 @@ NO_ADVERBS = words_of(
     supply
     """
 )
+# Code and names of files within a text: what they are called is another matter.
+CODE = re.compile(r"`[^`]*`|\b[\w/]+\.(?:json|md|py)\b")
 COLLECTIVE = ["all", "to", "all"]
 
 # Words with which a docstring does not begin: what follows is no phrase that stands alone.
@@ -141,7 +143,7 @@ class Glossary:
 
     def find_in_text(self, text: str) -> Iterator[tuple[str, str]]:
         """Yield (forbidden phrase, term to use) for each phrase that the text has."""
-        flat = " ".join(text.lower().replace("’", "'").split())
+        flat = " ".join(CODE.sub("", text.lower().replace("’", "'")).split())
         for phrase, term in self.phrases.items():
             if phrase in flat and re.search(rf"(?<![\w-]){re.escape(phrase)}(?![\w])", flat):
                 yield phrase, term
@@ -414,7 +416,7 @@ class GoOn:
 
 def take_up_run(persons: int):
     """Goes  on
-    with it."""
+    with it, as `person` and person.json say."""
     raise ValueError(f"{persons} is no person, it goes on")
 '''
     assert keys(source) == [

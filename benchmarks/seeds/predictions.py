@@ -12,7 +12,7 @@ from outpace.catalog.nodes import find_node
 from outpace.planner import memory
 from outpace.planner.columns import of_plans
 from outpace.planner.estimate import estimate
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.layers import Kernel
 from outpace.planner.machines import of_catalog
 from outpace.planner.networks import read_network
@@ -53,7 +53,7 @@ def step(
     )
     question = Question(of, seq_len, cluster.device, cluster.fabric, kernel, other_program=True)
     columns = of_plans([Plan.parse(dict(plan), "seeds")], global_batch, of.layers)
-    times = played(question, columns, estimate(question, columns), np.array([0]))
+    times = simulate_pipelines(question, columns, estimate(question, columns), np.array([0]))
     parts = {f.name: float(getattr(times, f.name)[0]) for f in fields(times)}
     needs = memory.reserved_bytes(of, seq_len, columns, fused_attention=kernel != "unfused")
     step_s = sum(parts.values())

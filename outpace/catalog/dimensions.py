@@ -1,4 +1,4 @@
-"""Models of which only the dimensions are known here: to reckon with, not to train.
+"""Models of which only the dimensions are known here: to plan for, not to train.
 
 What makes them models of their own (BLOOM's ALiBi positions and the norm after its embedding) has
 no place in a ModelSpec, and next to no parameters.

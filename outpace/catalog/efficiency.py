@@ -1,4 +1,4 @@
-"""What accelerators and links reach of what their datasheets say: published measurements.
+"""Shares of their datasheets that accelerators and links reach: published measurements.
 
 Each figure has its source. A chip that nobody has published has the shares of its architecture's
 measured one; an architecture without has those of the nearest, which the source then says.
@@ -66,7 +66,7 @@ _HOPPER = ProductCurve(
 _OF_BEST = _HOPPER.share / (794.5 / 989.5)
 
 
-def _like(share: float, what: str, shape: ProductCurve, whose: str) -> ProductCurve:
+def _copy_curve(share: float, what: str, shape: ProductCurve, whose: str) -> ProductCurve:
     return shape.model_copy(
         update={"share": share * _OF_BEST, "source": _LIKE.format(_MAMF.format(what), whose)}
     )
@@ -80,9 +80,9 @@ PRODUCTS: Mapping[Architecture, ProductCurve] = MappingProxyType(
         "ampere": _AMPERE,
         "ada": _AMPERE.model_copy(update={"source": f"as Ampere: {_TRITON}"}),
         "hopper": _HOPPER,
-        "blackwell": _like(1745 / 2250, "B200 1745 of 2250", _HOPPER, "Hopper"),
-        "cdna2": _like(147 / 191.5, "MI250X, one GCD, 147 of 191.5", _AMPERE, "Ampere"),
-        "cdna3": _like(668.4 / 1307.4, "MI300X 668.4 of 1307.4", _HOPPER, "Hopper"),
+        "blackwell": _copy_curve(1745 / 2250, "B200 1745 of 2250", _HOPPER, "Hopper"),
+        "cdna2": _copy_curve(147 / 191.5, "MI250X, one GCD, 147 of 191.5", _AMPERE, "Ampere"),
+        "cdna3": _copy_curve(668.4 / 1307.4, "MI300X 668.4 of 1307.4", _HOPPER, "Hopper"),
     }
 )
 
@@ -281,5 +281,5 @@ NCCL_SOURCE = (
 
 
 def product_curve(accelerator: Accelerator) -> ProductCurve:
-    """Of its architecture."""
+    """Return the curve of the accelerator's architecture."""
     return PRODUCTS[accelerator.architecture]

@@ -82,5 +82,5 @@ def find_link(name: str) -> Link:
 
 
 def bytes_per_s(bundle: Bundle | None) -> float | None:
-    """What a bundle carries in one direction, bytes/s. None for none."""
+    """Return what a bundle carries in one direction, bytes/s. None for none."""
     return None if bundle is None else LINKS[bundle.link].bytes_per_s * bundle.count

@@ -1,7 +1,7 @@
-"""Machines by the names that people rent and buy them under, each with where it is published.
+"""Machines by the names under which they are rented and bought, each with where it is published.
 
-Several cards that one plugs into a host of one's own say nothing of that host: its cores, memory
-and network stay unknown.
+Several cards that you plug into a host say nothing of that host: its cores, memory and network stay
+unknown.
 """
 
 import re
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.records.aliases import meant_by
+from outpace.records.aliases import translate_alias
 from outpace.records.errors import BadInputError, nearest, nearest_of
 from outpace.records.hardware import Accelerator, Bundle, Node, Topology
 
@@ -131,7 +131,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
             source=f"one accelerator of its kind: {chip.source}",
         )
     known = [*NODES, *plain]
-    alike = [] if meant_by(wanted, known)[0] else _similar_names(wanted, plain)
+    alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
     meant = f" Did you mean {' or '.join(alike)}?" if alike else nearest(wanted, known)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
@@ -140,7 +140,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 
 
 def _similar_names(wanted: str, chips: Iterable[str]) -> list[str]:
-    """Machines of so many such accelerators, "8xh100" or "h100", each with what it is.
+    """Return machines with that many such accelerators, "8xh100" or "h100", and what each is.
 
     One accelerator where a longer name ends with its own: "NVIDIA GeForce RTX 4090", "4090".
     """

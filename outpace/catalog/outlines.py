@@ -7,16 +7,18 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 _HF = "config.json of {} on Hugging Face"
 
 
-def _heads(heads: int, kv_heads: int, head_dim: int, **more: Any) -> Attention:
-    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, **more)
+def _heads(heads: int, kv_heads: int, head_dim: int, **more: Any) -> AttentionShape:
+    return AttentionShape(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=head_dim, **more
+    )
 
 
-def _untrained(family: str) -> str:
+def _no_family(family: str) -> str:
     return f"outpace has no {family}"
 
 
@@ -38,7 +40,7 @@ def _gpt_like(
     return Outline(
         name=name, hidden=hidden, stacks=(block,), vocab=vocab, outputs=vocab, tied=tied,
         learned_positions=learned, outside_parameters=(2 if bias else 1) * hidden + outside,
-        max_positions=positions, source=source, untrained=_untrained(family),
+        max_positions=positions, source=source, untrained=_no_family(family),
     )  # fmt: skip
 
 
@@ -46,11 +48,11 @@ def _rms(
     name: str, family: str, source: str, stacks: tuple[Stack, ...], hidden: int, vocab: int,
     positions: int, *, tied: bool = False,
 ) -> Outline:  # fmt: skip
-    """With a norm without bias after the layers."""
+    """Return an outline with a norm without bias after the layers."""
     return Outline(
         name=name, hidden=hidden, stacks=stacks, vocab=vocab, outputs=vocab, tied=tied,
         outside_parameters=hidden, max_positions=positions, source=source,
-        untrained=_untrained(family),
+        untrained=_no_family(family),
     )  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def _mixtures() -> Iterator[Outline]:
 
 def _latent() -> Iterator[Outline]:
     """DeepSeek's: the layers for predicting further tokens are not among V3's."""
-    attention = Attention(
+    attention = AttentionShape(
         heads=128, kv_heads=128, head_dim=192, value_dim=128,
         query_rank=1536, kv_rank=512, rope_dim=64,
     )  # fmt: skip
@@ -167,7 +169,9 @@ def _phi3() -> Outline:
 
 
 def _t5() -> Outline:
-    """What lies outside: two final norms, and 32 biases by distance for each head, twice."""
+    """Return T5's outline; outside of layers: two norms, and 32 biases by distance a head,
+    twice.
+    """
     hidden, heads = 1024, 128
     attention = _heads(heads, heads, 128, causal=False)
     mlp = Mlp(width=65536)
@@ -180,7 +184,7 @@ def _t5() -> Outline:
         name="t5-11b", hidden=hidden, stacks=(encoder, decoder), vocab=32128, outputs=32128,
         tied=True, outside_parameters=2 * (hidden + 32 * heads), max_positions=512,
         source=f"{_HF.format('google-t5/t5-11b')}; arXiv 1910.10683, §3.7",
-        untrained=_untrained("T5"),
+        untrained=_no_family("T5"),
     )  # fmt: skip
 
 
@@ -200,13 +204,13 @@ def _vits() -> Iterator[Outline]:
             norm_bias=True,
             seq_len=patches + 1,
         )
-        cut = Product(name="patches", inputs=3 * 16 * 16, outputs=hidden, positions=patches)
+        cut = ProductShape(name="patches", inputs=3 * 16 * 16, outputs=hidden, positions=patches)
         yield Outline(
             name=f"vit-{size}-16", hidden=hidden, stacks=(stack,), vocab=0, outputs=classes,
             learned_positions=patches + 1, embed_products=(cut,), predicted=1,
             # The patches' bias, the class's token, the final norm, the classifier's bias.
             outside_parameters=4 * hidden + classes, max_positions=patches + 1,
-            source=_HF.format(f"google/vit-{published}-patch16-224"), untrained=_untrained("ViT"),
+            source=_HF.format(f"google/vit-{published}-patch16-224"), untrained=_no_family("ViT"),
         )  # fmt: skip
 
 

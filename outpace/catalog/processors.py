@@ -7,11 +7,11 @@ are not catalogued: under wide vectors they depend on load, cooling and model.
 
 from collections.abc import Collection
 
-from outpace.records.hardware import Dtype, Processor, Span
+from outpace.records.hardware import Dtype, Processor, ValueRange
 
 
-def _span(least: int, most: int) -> Span:
-    return Span(least=least, most=most)
+def _span(least: int, most: int) -> ValueRange:
+    return ValueRange(least=least, most=most)
 
 
 _INTEL = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
@@ -67,7 +67,7 @@ def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
     return known[-1].vector_bits if known else None
 
 
-def flops_per_cycle(features: Collection[str], dtype: Dtype) -> Span | None:
+def flops_per_cycle(features: Collection[str], dtype: Dtype) -> ValueRange | None:
     """FLOP per cycle of one core with these features (as Machine.cpu_features), at the peak.
 
     None where none of them is known to compute in that dtype: a processor without bf16 products

@@ -1,9 +1,8 @@
-"""Small trainings whose steps `outpace probe` times: what the planner cannot add up from parts.
+"""Small runs whose steps `outpace probe` times: what the planner cannot add up from parts.
 
-What operators take one after the other in a step is not what each takes alone: caches are cold,
-allocators and autograd are at work, hooks of strategies run. Models of which one waits for
-operators, one computes, one does both and one has long sequences, by every strategy of so many
-ranks.
+Operators in a step do not take what each takes alone: caches are cold, allocators and autograd are
+at work, hooks of strategies run. Models of which one waits for operators, one computes, one does
+both and one has long sequences, by every strategy of that number of ranks.
 """
 
 import hashlib
@@ -52,14 +51,14 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Of all that determines it: steps of another version's are of something else."""
+        """Hash of all that determines it: steps of another version are of something else."""
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """By name, those that `ranks` processes step; those of a quick probe are among the others."""
+    """Return those that `ranks` processes step, by name, with those of a quick probe."""
     found = {}
     for size, values in _cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)

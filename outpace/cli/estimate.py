@@ -20,7 +20,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Estimate a plan and print it; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     from outpace.launch.planning import Asked, job
-    from outpace.planner.plans import one
+    from outpace.planner.plans import estimate_plan
     from outpace.records.plan import PlanFile
 
     file = PlanFile.load(arguments.plan, option="--plan ")
@@ -44,7 +44,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         batch = least * math.ceil(question.wanted.global_batch / least)
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))
     try:
-        planned = one(question, plan)
+        planned = estimate_plan(question, plan)
     except BadInputError as error:
         raise BadInputError(f"{arguments.plan}: {error}") from None
     if arguments.depth == "trace":

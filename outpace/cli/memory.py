@@ -17,7 +17,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from outpace.launch.memory import OwnQuestion, Question
+    from outpace.launch.memory import ModuleQuestion, Question
 
 _ABOUT = "Where memory goes in a training step, and whether it fits: traced, without a GPU."
 _EPILOG = (
@@ -55,7 +55,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         if measured is None:  # another rank speaks
             return 0
         rank = measured.rank
-    traced = worst(asked) if rank is None else asked.traced(rank)
+    traced = worst(asked) if rank is None else asked.trace(rank)
     _show(asked, traced, measured, arguments.plot, arguments.out_file, arguments.json)
     return 0
 
@@ -86,7 +86,7 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
 
 
 def _measured(
-    asked: "Question | OwnQuestion", ranks: Ranks, rank: int | None, environ: Mapping[str, str]
+    asked: "Question | ModuleQuestion", ranks: Ranks, rank: int | None, environ: Mapping[str, str]
 ) -> MemoryAccount | None:
     """Two real steps; the account of `rank`, or of the fullest, on rank 0."""
     import torch
@@ -105,7 +105,7 @@ def _measured(
 
 
 def _show(
-    asked: "Question | OwnQuestion",
+    asked: "Question | ModuleQuestion",
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     plot: Path | None,

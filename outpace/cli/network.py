@@ -13,11 +13,11 @@ from outpace.planner.flops import parameter_count
 from outpace.planner.network import Question, answer
 from outpace.planner.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.roofline import Roof
-from outpace.planner.site import Asked, Site, known
+from outpace.planner.site import Asked, Site, value_of
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 from outpace.records.model import ModelSpec
-from outpace.records.network import Answer, Need, Network
+from outpace.records.network import Need, Network, NetworkReport
 from outpace.records.optimizers import Precision, default_optimizer
 from outpace.records.plan import Checkpointing, Plan, PlanFile
 
@@ -51,7 +51,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     plan = None if arguments.plan is None else PlanFile.load(arguments.plan, option="--plan ").plan
     precision = site.precision(arguments.precision if plan is None else plan.precision)
     rate, memory_rate = site.rate(precision), site.memory_rate()
-    roof, link = Roof(known(rate), known(memory_rate)), site.inside()
+    roof, link = Roof(value_of(rate), value_of(memory_rate)), site.device_network()
     inside = math.inf if link is None else link.bytes_per_s  # nothing goes over it
     seq_len = arguments.seq_len or min(spec.max_positions, 2048)
     networks = _networks(arguments.networks or [], site.own)
@@ -148,12 +148,12 @@ def _answer(
     rates: tuple[Figure, Figure],
     needs: list[Need],
     refused: dict[str, str],
-) -> Answer:
+) -> NetworkReport:
     probed = None if site.probe is None else site.probe.probed
     fits = [] if probed is None else [f for f in probed.fits if f.collective in _MEASURED]
     assumed = rates[0].origin == "catalog"
     usual = arguments.share == _SHARE
-    return Answer(
+    return NetworkReport(
         model=name,
         parameters=parameter_count(spec),
         seq_len=arguments.seq_len or min(spec.max_positions, 2048),
@@ -165,8 +165,8 @@ def _answer(
         share=arguments.share if assumed else None,
         share_source=(_SHARE_SOURCE if usual else "as asked") if assumed else None,
         tolerance=arguments.tolerance,
-        inside=site.inside(),
-        own=site.own,
+        inside=site.device_network(),
+        present=site.own,
         measured=tuple(fit.bandwidth for fit in fits),
         needs=tuple(needs),
         refused=refused,
@@ -174,7 +174,7 @@ def _answer(
     )
 
 
-def _show(answered: Answer, as_json: bool) -> None:
+def _show(answered: NetworkReport, as_json: bool) -> None:
     if as_json:
         print(answered.model_dump_json(indent=2), flush=True)
         return

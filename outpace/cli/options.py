@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from outpace.cli.parser import Parser, read_duration, whole_number
 from outpace.records.base import read_toml
-from outpace.records.errors import BadInputError, clipped, nearest, shown
+from outpace.records.errors import BadInputError, excerpt, nearest, shorten
 from outpace.records.settings import Size, TrainSettings
 from outpace.records.units import read_bytes
 
@@ -205,12 +205,12 @@ def _at_commas(word: Any) -> list[Any]:
 def _convert_one(holds: Shape, value: Any, where: str) -> Any:
     if holds.choices and value not in holds.choices:
         raise BadInputError(
-            f"{where}: {shown(value)} is not one of {', '.join(holds.choices)}."
+            f"{where}: {excerpt(value)} is not one of {', '.join(holds.choices)}."
             f"{nearest(str(value), holds.choices)}"
         )
     if holds.kind is int and not holds.size and _is_share(value):
         raise BadInputError(
-            f"{where}: {shown(value)} is not a whole number: give a count (of steps, samples, "
+            f"{where}: {excerpt(value)} is not a whole number: give a count (of steps, samples, "
             "ranks), not a share"
         )
     if not isinstance(value, str) or holds.kind not in (int, float) or value in holds.words:
@@ -226,7 +226,7 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
     except ValueError:
         example = "a whole number, such as 200, 1e6 or 10M" if holds.kind is int else "a number"
         words = "".join(f", and not {word!r}" for word in holds.words)
-        raise BadInputError(f"{where}: {shown(value)} is not {example}{words}") from None
+        raise BadInputError(f"{where}: {excerpt(value)} is not {example}{words}") from None
 
 
 def _is_share(value: Any) -> bool:
@@ -279,7 +279,7 @@ def _sentence(origins: Mapping[str, str], problem: Any) -> str:
     message, value = problem["msg"], problem["input"]
     if problem["type"] == "extra_forbidden":
         return f"{origin}: unknown key {name!r}.{nearest(name, _fields())}"
-    said = clipped(value) if isinstance(value, str) else shown(value)
+    said = shorten(value) if isinstance(value, str) else excerpt(value)
     return f"{where} {said}: {message[0].lower()}{message[1:]}"
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outpace.records.errors import BadInputError, shown
+from outpace.records.errors import BadInputError, excerpt
 
 if TYPE_CHECKING:
     from outpace.records.base import Record
@@ -18,7 +18,7 @@ def output_file(text: str) -> Path:
     path = output_place(text)
     why = "an empty name" if not text else _why_not(path)
     if why is not None:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: {why}. Name a file that can be written")
+        raise argparse.ArgumentTypeError(f"{excerpt(text)}: {why}. Name a file that can be written")
     return path
 
 

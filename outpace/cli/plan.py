@@ -166,7 +166,7 @@ def _save(plan: "Plan", question: "Job", path: Path) -> None:
     """Write a plan with the length and the batch that it is for."""
     from outpace.records.plan import PlanFile
 
-    file = PlanFile.of(plan, question.wanted.seq_len, question.wanted.global_batch)
+    file = PlanFile.from_plan(plan, question.wanted.seq_len, question.wanted.global_batch)
     save_output(path, file)
 
 

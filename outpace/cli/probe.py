@@ -56,7 +56,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     def end() -> None:
         end_at_once("stopped at once by a second Ctrl-C", 128 + signal.SIGINT, argv, environ)
 
-    with progress_of(sections, quiet) as shown, stopped_once(shown.stopping, end):
+    with progress_of(sections, quiet) as shown, stopped_once(shown.show_stopping, end):
         if ranks is None:
             machine = probing.probe_here(wishes, shown)
         else:

@@ -16,7 +16,7 @@ from outpace.records.comparison import Comparison
 from outpace.records.errors import BadInputError, harmless
 from outpace.records.estimate import Plans
 from outpace.records.machine import Machine
-from outpace.records.standstill import Standstill
+from outpace.records.standstill import HangReport
 from outpace.records.tuning import Tuning
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _RECORDS: Mapping[str, type[Any]] = {
     "plans": Plans,
     "verdicts": Certificate,
     "host_cores": Machine,
-    "ranks": Standstill,
+    "ranks": HangReport,
 }
 
 
@@ -177,7 +177,7 @@ def _document(subject: _Subject, probe: Machine | None) -> "Document":
         from outpace.report.certificate_document import certificate_document
 
         return certificate_document(record)
-    if isinstance(record, Standstill):
+    if isinstance(record, HangReport):
         from outpace.report.standstill_document import standstill_document
 
         return standstill_document(record)

@@ -286,12 +286,12 @@ def _train_here(
 
 def _explain(path: Path) -> None:
     """A page beside a file that says how ranks stood, and where it is on standard error."""
-    from outpace.records.standstill import Standstill
+    from outpace.records.standstill import HangReport
     from outpace.report.page import page
     from outpace.report.standstill_document import standstill_document
 
     shown = path.with_suffix(".html")
-    write_atomic(shown, page([standstill_document(Standstill.load(path))]))
+    write_atomic(shown, page([standstill_document(HangReport.load(path))]))
     _say(f"how all ranks stood: {shown}")
 
 

@@ -27,7 +27,7 @@ from outpace.records.machine import Machine
 from outpace.records.plan import PlanFile
 from outpace.records.ranks import Ranks
 from outpace.records.settings import OF_A_RUN, TrainSettings
-from outpace.records.tuning import TUNING_FILE, Trial, Tuning
+from outpace.records.tuning import TUNING_FILE, PlanTrial, Tuning
 
 if TYPE_CHECKING:
     from outpace.experiment.tune import Ended, Limits
@@ -79,7 +79,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _tuned(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
-    asked: dict[str, Any], folder: Path, before: list[Trial],
+    asked: dict[str, Any], folder: Path, before: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
     """Tune and keep what is found, also where it is interrupted."""
     from outpace.experiment.tune import Limits, tuned
@@ -113,7 +113,7 @@ def _tuned(
     tuning.save(folder / TUNING_FILE)
     if tuning.fastest is not None:
         found = tuning.fastest.plan
-        PlanFile.of(found, settings.seq_len, settings.global_batch).save(folder / PLAN_FILE)
+        PlanFile.from_plan(found, settings.seq_len, settings.global_batch).save(folder / PLAN_FILE)
     if interrupt is not None:
         raise interrupt
     return tuning
@@ -137,7 +137,7 @@ def _require_host(folder: Path, machine: Machine) -> None:
         machine.save(path)
         return
     then = Machine.load(path)
-    for name in machine.unlike(then):
+    for name in machine.differences(then):
         raise BadInputError(
             f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, "
             f"and is {getattr(machine, name)} here. Go on there, or use another --out."
@@ -149,7 +149,7 @@ def _trials(
     asked: dict[str, Any],
     folder: Path,
     limits: "Limits",
-    before: list[Trial],
+    before: list[PlanTrial],
     host_bytes: int | None,
 ) -> tuple["Ended", BaseException | None]:
     """Each is written as soon as it is there; and what interrupted them, if so."""
@@ -160,12 +160,12 @@ def _trials(
     trials, seen = Trials(own, folder, host_bytes), list(before)
     with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
 
-        def told(trial: Trial) -> None:
+        def told(trial: PlanTrial) -> None:
             seen.append(trial)
             file.write(encode_line(trial).decode())
             _say(_line(trial))
 
-        def race(number: int, several: Sequence[Chosen]) -> Sequence[Trial]:
+        def race(number: int, several: Sequence[Chosen]) -> Sequence[PlanTrial]:
             titles = ", ".join(one.proposal.title for one in several)
             plans = [one.proposal.plan for one in several]
             if fit_together(plans, seen, host_bytes, proposer.machine):
@@ -192,7 +192,7 @@ def _given(limits: "Limits") -> dict[str, Any]:
     return {"trials": limits.trials, "budget": limits.budget_s, "within": limits.within}
 
 
-def _line(trial: Trial) -> str:
+def _line(trial: PlanTrial) -> str:
     from outpace.records.units import show_seconds
     from outpace.report.tuning import disturbed
 
@@ -234,7 +234,7 @@ def _asked(settings: TrainSettings, origins: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Trial]:
+def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[PlanTrial]:
     """Trials that are there already. Raises BadInputError."""
     path = folder / TRIALS_FILE
     if not goes_on(folder, path, resumes, "tuning"):
@@ -249,7 +249,7 @@ def _before(folder: Path, asked: dict[str, Any], resumes: bool) -> list[Trial]:
     changed = {name for name in {*then, *asked} if then.get(name) != asked.get(name)}
     if changed.difference(_NOT_OF_TRIALS):
         raise BadInputError(f"{folder} holds a tuning with other settings. Use another --out.")
-    return [Trial.parse(values, str(path)) for values in whole_lines(path)]
+    return [PlanTrial.parse(values, str(path)) for values in whole_lines(path)]
 
 
 def _command(asked: Mapping[str, Any], folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from outpace.records.base import read_object
-from outpace.records.errors import BadInputError, shown
+from outpace.records.errors import BadInputError, excerpt
 
 ADDED_TOKENS_FILE = "added_tokens.json"
 _NAMED = (
@@ -118,7 +118,7 @@ def _require_ids(inner: tokenizers.Tokenizer, wanted: Mapping[str, int], where: 
         found = inner.token_to_id(name)
         if found != number:
             raise BadInputError(
-                f"{where} gives the token {shown(name)} the id {number}, but the tokenizer "
+                f"{where} gives the token {excerpt(name)} the id {number}, but the tokenizer "
                 f"{'does not have it' if found is None else f'gives it {found}'}: ids of added "
                 "tokens follow those before them, without a gap. Correct the ids, or fetch the "
                 "folder again from where the tokenizer came from."

@@ -170,6 +170,24 @@ class ChatFormat:
             )  # fmt: skip
         return checked_text(rendered, where, "the chat template's text")
 
+    def _text_before(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        tools: Sequence[Mapping[str, Any]],
+        template: str,
+    ) -> str:
+        """The text up to an answer to the messages, which have to be some for most templates."""
+        try:
+            return self._text(messages, True, where, tools, template)
+        except BadInputError:
+            if messages:
+                raise
+        raise BadInputError(
+            f"{where}: the assistant says the first message, which answers nothing. Put a user's "
+            "or a system message before it, or use a template with {% generation %} blocks."
+        )
+
     def text(
         self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
@@ -192,7 +210,7 @@ class ChatFormat:
         answers = _answers_of(messages)
         spans = []
         for number in answers:
-            before = self._text(messages[:number], True, where, tools, template)
+            before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
             is_prefix = text.startswith(through) and through.startswith(before)
             spans.append((len(before), len(through)) if is_prefix else None)

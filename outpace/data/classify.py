@@ -13,7 +13,7 @@ from outpace.data.padded import Ragged, ragged
 from outpace.data.row_files import Row, checked_text, nested_rows
 from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
-from outpace.records.errors import BadInputError, clipped, shown
+from outpace.records.errors import BadInputError, excerpt, shorten
 
 # Columns of texts by what benchmarks call them, pairs before single ones.
 _TEXTS = (
@@ -154,10 +154,10 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
         value = int(value)
     if not isinstance(value, int):
         raise BadInputError(
-            f"{row.where}: the label {shown(value)} is no class. --task classify learns one class "
-            "for each row: a name or a whole number, not a number on a scale or several."
+            f"{row.where}: the label {excerpt(value)} is no class. --task classify learns one "
+            "class for each row: a name or a whole number, not a number on a scale or several."
         )
-    return classes[value] if 0 <= value < len(classes) else clipped(str(int(value)))
+    return classes[value] if 0 <= value < len(classes) else shorten(str(int(value)))
 
 
 def _is_none(value: Any) -> bool:
@@ -202,12 +202,12 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
         return tuple(classes)
     if len(seen) < 2:
         raise BadInputError(
-            f"all {len(examples)} samples have the label {shown(next(iter(seen)))}, so there is "
+            f"all {len(examples)} samples have the label {excerpt(next(iter(seen)))}, so there is "
             "nothing to tell apart. Give data with two labels or more."
         )
     if len(seen) > max(2, len(examples) // 2):
         raise BadInputError(
-            f"{len(examples)} samples have {len(seen)} labels, such as {shown(min(seen))}: these "
+            f"{len(examples)} samples have {len(seen)} labels, such as {excerpt(min(seen))}: these "
             "look like numbers on a scale or texts. Name the column of classes with --label-field."
         )
     return tuple(sorted(seen, key=_by_number))

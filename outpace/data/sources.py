@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from outpace.records.base import require_no_pointer
-from outpace.records.errors import BadInputError, shown
+from outpace.records.errors import BadInputError, excerpt
 
 # "text" is files that are a document each, "rows" files of records with named columns.
 Kind = Literal["text", "rows", "dataset", "tokens"]
@@ -110,7 +110,7 @@ def open_source(reference: str, *, rows: bool = False) -> Source:
         return _opened(reference, rows)
     except OSError as error:  # a folder that may not be looked into, a name longer than may be
         raise BadInputError(
-            f"the data at {shown(reference)} cannot be found: {error.strerror}"
+            f"the data at {excerpt(reference)} cannot be found: {error.strerror}"
         ) from None
 
 

@@ -20,7 +20,7 @@ from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
 from outpace.records.base import require_no_pointer
 from outpace.records.checksums import require_small_files
-from outpace.records.errors import BadInputError, OutpaceError, clipped, shown
+from outpace.records.errors import BadInputError, OutpaceError, excerpt, shorten
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -223,8 +223,8 @@ def _templates(told: Any) -> dict[str, str]:
         )
         if not isinstance(name, str) or not isinstance(text, str):
             raise BadInputError(
-                f"its chat_template is {shown(told)}; it has to be a text, or a list of templates "
-                "with name and template"
+                f"its chat_template is {excerpt(told)}; it has to be a text, or a list of "
+                "templates with name and template"
             )
         found[name] = text
     return found
@@ -336,7 +336,7 @@ def _refusing_panics() -> Iterator[None]:
         if not is_panic(error):
             raise
         raise BadInputError(
-            f"the tokenizer gives up on a text of the data: {clipped(str(error), 300)}. A pattern "
+            f"the tokenizer gives up on a text of the data: {shorten(str(error), 300)}. A pattern "
             "of its pre-tokenizer or normalizer does not come to an end with it: look for one very "
             "long word, or use another tokenizer."
         ) from None
@@ -361,14 +361,26 @@ def load_tokenizer(reference: str) -> Tokenizer:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
         if not (isinstance(error, Exception) and refused) and not is_panic(error):
             raise  # a signal, too
-        said = clipped(str(error), 1000)
+        said = shorten(str(error), 1000)
         raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
     if found is None:
         raise BadInputError(
             f"no tokenizer at {path}: expected tokenizer.json, encoder.json with vocab.bpe, "
             "vocab.json with merges.txt, or vocab.txt"
         )
+    _require_no_dropout(found, path)
     return found
+
+
+def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
+    """Refuse merges left out at random (BPE-dropout, arXiv:1910.13267)."""
+    dropout = getattr(tokenizer.inner.model, "dropout", None)
+    if dropout:
+        raise BadInputError(
+            f"the tokenizer {path} leaves out merges at random (dropout {dropout:.3g}), so that a "
+            "text has other tokens each time, those that are held out too; outpace encodes a text "
+            'once. Set "dropout" of "model" in tokenizer.json to null.'
+        )
 
 
 def _require_files(path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outpace.experiment.sequential import verdict
-from outpace.records.comparison import Arm, Experiment, Outcome, Verdict, left
+from outpace.records.comparison import Arm, Experiment, Outcome, Verdict, remaining_arms
 
 ALPHA = 0.01  # of claiming a difference that is none, of all pairs together
 LEVEL = 0.95
@@ -47,7 +47,7 @@ def compare(
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
     for number in range(begin, experiment.rounds):
-        arms = left(experiment, outcomes)
+        arms = remaining_arms(experiment, outcomes)
         if experiment.arms[0] not in arms:
             return Ended(
                 tuple(outcomes),
@@ -104,7 +104,7 @@ def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Ou
     last = max((one.round for one in outcomes), default=-1)
     before = [one for one in outcomes if one.round < last]
     ran = {one.arm for one in outcomes if one.round == last}
-    whole = ran.issuperset(arm.name for arm in left(experiment, before))
+    whole = ran.issuperset(arm.name for arm in remaining_arms(experiment, before))
     return list(outcomes) if whole else before
 
 

@@ -170,5 +170,5 @@ def expected(action: Action, times: Sequence[StageTime]) -> float:
     """A stage's time; on the first, whose inputs need no gradients, all in the weights' part."""
     whole = times[action.stage]
     if action.stage == 0 and action.kind in ("I", "W"):
-        return 0.0 if action.kind == "I" else whole.of("B")
-    return whole.of(action.kind)
+        return 0.0 if action.kind == "I" else whole.seconds("B")
+    return whole.seconds(action.kind)

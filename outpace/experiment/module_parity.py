@@ -273,7 +273,7 @@ class PlannedRun:
         self._at("reading the checkpoint")
         folder = self._folder / "checkpoints" / f"step-{SAVED_STEP}"
         self._checkpointer.load(folder, *self.layout.saved(self._optimizer))
-        self.layout.go_on(SAVED_STEP)
+        self.layout.resume_from(SAVED_STEP)
         for step in range(SAVED_STEP + 1, STEPS + 1):
             self._take(step, " after resuming")
         self._compare_state(" after resuming")

@@ -42,7 +42,7 @@ from outpace.parallel.own import refused_strategy
 from outpace.parallel.plain import has_dropout
 from outpace.probe.machine import identify
 from outpace.probe.versions import commit, versions
-from outpace.records.certificate import Certificate, TensorDifference, Verdict
+from outpace.records.certificate import Certificate, ParityVerdict, TensorDifference
 from outpace.records.errors import BadInputError, first_names, nearest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
@@ -312,7 +312,7 @@ class _Bench:
     def _next(self) -> Path:
         return self._folder / f"job-{next(self._numbers)}"
 
-    def judge(self, plan: Plan, allowed: Allowed) -> Verdict:
+    def judge(self, plan: Plan, allowed: Allowed) -> ParityVerdict:
         """Run a plan, and say how it compares."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
@@ -351,7 +351,7 @@ class _Bench:
 
     def _unfinished(
         self, plan: Plan, allowed: Allowed, ends: Sequence[RankEnd], phase: str
-    ) -> Verdict:
+    ) -> ParityVerdict:
         refusal = next((end.said for end in ends if end.refused), None)
         if refusal is not None:
             return _make(plan, allowed, reason=refusal, refused=True)
@@ -412,7 +412,7 @@ def _how_it_ended(end: RankEnd, limit_s: float) -> str:
 
 def _verdict(
     plan: Plan, allowed: Allowed, found: Sequence[Found], course: Course, world: int
-) -> Verdict:
+) -> ParityVerdict:
     whole = _worst(one.whole for one in found)
     cut = _worst(one.cut for one in found)
     unmatched = {key: why for one in found for key, why in one.unmatched.items()}
@@ -551,9 +551,9 @@ def _make(
     refused: bool = False,
     cause: str | None = None,
     differences: tuple[TensorDifference, ...] = (),
-) -> Verdict:
+) -> ParityVerdict:
     named = None if worst_key is None else f"{worst_key[0]} {worst_key[1]} (step {worst_key[2]})"
-    return Verdict(
+    return ParityVerdict(
         strategy=plan.strategy,
         mesh=plan.mesh,
         precision=allowed.precision,
@@ -563,8 +563,8 @@ def _make(
         tolerance=allowed.relative,
         bytes_on_wire=None,
         bytes_formula=None,
-        exchanges={},
-        exchanges_formula=None,
+        collectives={},
+        collectives_formula=None,
         bytes_by_kind={},
         bytes_by_kind_formula=None,
         reason=reason,

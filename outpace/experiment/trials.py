@@ -18,7 +18,7 @@ from outpace.experiment.turns import Entrant, Turned, in_turn
 from outpace.records.machine import Machine
 from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.plan import Plan
-from outpace.records.tuning import Trial
+from outpace.records.tuning import PlanTrial
 
 _STEPS_S = 10.0  # of a trial, as predicted: what disturbs lasts for some seconds
 _FEWEST, _MOST = 8, 60  # steps, beside those of warm-up
@@ -40,7 +40,7 @@ class Trials:
     folder: Path
     host_bytes: int | None = None
 
-    def run(self, number: int, chosen: Chosen) -> Trial:
+    def run(self, number: int, chosen: Chosen) -> PlanTrial:
         """Train by a plan for a few steps, with limits of time and memory."""
         expected_s = chosen.proposal.step_time_s
         steps = min(max(round(_STEPS_S / expected_s), _FEWEST), _MOST) + WARMUP_STEPS
@@ -53,7 +53,7 @@ class Trials:
             found = {"step_time_s": ended.step_time_s, "undisturbed_s": quarter(steps_s)}
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
-    def race(self, number: int, several: Sequence[Chosen]) -> list[Trial]:
+    def race(self, number: int, several: Sequence[Chosen]) -> list[PlanTrial]:
         """Train by several at once, which take turns; all of them must fit together."""
         entrants = [self._entrant(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
@@ -85,7 +85,7 @@ class Trials:
 
     def _trial(
         self, number: int, chosen: Chosen, ended: Measurement | Failed, **found: Any
-    ) -> Trial:
+    ) -> PlanTrial:
         proposal = chosen.proposal
         if isinstance(ended, Failed):
             found.update(failure=ended.words, exit_code=ended.exit_code)
@@ -98,7 +98,7 @@ class Trials:
             if not found.get("raced"):  # in a race the others are trials, too
                 used = [disturbing_cores(load) for load in ended.utilisation]
                 found["other_cores"] = max((one for one in used if one is not None), default=None)
-        return Trial(
+        return PlanTrial(
             number=number,
             why=chosen.why,
             title=proposal.title,
@@ -111,7 +111,7 @@ class Trials:
 
 
 def fit_together(
-    plans: Sequence[Plan], trials: Sequence[Trial], host_bytes: int | None, machine: Machine
+    plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
     """Whether ranks by all of these plans fit at once, by the peaks of their trials.
 

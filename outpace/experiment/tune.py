@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from outpace.launch.tuning import Proposal
 from outpace.records.plan import Plan
-from outpace.records.tuning import Trial
+from outpace.records.tuning import PlanTrial
 from outpace.records.units import show_seconds
 
 _CLOSE = 0.1  # plans nearer to the fastest than this run in turn at the end, to tell them apart
@@ -36,8 +36,8 @@ class Planner(Protocol):
 
     @property
     def default(self) -> Plan: ...
-    def proposals(self, trials: Sequence[Trial]) -> list[Proposal]: ...
-    def proposal(self, plan: Plan, trials: Sequence[Trial] = ()) -> Proposal: ...
+    def proposals(self, trials: Sequence[PlanTrial]) -> list[Proposal]: ...
+    def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> Proposal: ...
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,17 @@ class Chosen:
     first_s: float
 
 
-Run = Callable[[int, Chosen], Trial]  # under a number
-Race = Callable[[int, Sequence[Chosen]], Sequence[Trial]]  # several in turn, from that number on
+Run = Callable[[int, Chosen], PlanTrial]  # under a number
+Race = Callable[
+    [int, Sequence[Chosen]], Sequence[PlanTrial]
+]  # several in turn, from that number on
 
 
 @dataclass(frozen=True)
 class Ended:
     """All trials, and why there are no more."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[PlanTrial, ...]
     stopped: str
 
 
@@ -66,8 +68,8 @@ def tune(
     run: Run,
     race: Race,
     limits: Limits,
-    before: Sequence[Trial] = (),
-    told: Callable[[Trial], None] = lambda trial: None,
+    before: Sequence[PlanTrial] = (),
+    told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Ended:
     """Trials after those of `before`: the default, what may be fastest, then what is close."""
@@ -92,7 +94,7 @@ def tune(
             told(trial)
 
 
-def _next(planner: Planner, trials: Sequence[Trial], within: float) -> Chosen | None:
+def _next(planner: Planner, trials: Sequence[PlanTrial], within: float) -> Chosen | None:
     """None: nothing is worth it."""
     if not trials:
         return _chosen(planner, DEFAULT_WHY, planner.proposal(planner.default))
@@ -106,7 +108,7 @@ def _chosen(planner: Planner, why: str, proposal: Proposal) -> Chosen:
     return Chosen(why, proposal, planner.proposal(proposal.plan).step_time_s)
 
 
-def _finalists(planner: Planner, trials: Sequence[Trial], most: int) -> list[Chosen]:
+def _finalists(planner: Planner, trials: Sequence[PlanTrial], most: int) -> list[Chosen]:
     """What is to run in turn: the fastest, what is close to it, and the default if there is room.
 
     None where the last trials were that, or nothing is to be told apart.
@@ -126,7 +128,7 @@ def _finalists(planner: Planner, trials: Sequence[Trial], most: int) -> list[Cho
     return found[:most] if len(found[:most]) >= _FEWEST_RACE else []
 
 
-def _untried(planner: Planner, trials: Sequence[Trial], within: float) -> Proposal | None:
+def _untried(planner: Planner, trials: Sequence[PlanTrial], within: float) -> Proposal | None:
     """Of the plans left that may win by so much the one that shortens the best time most."""
     tried = {_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
@@ -162,19 +164,19 @@ def _key(plan: Plan) -> str:
     return plan.model_dump_json()
 
 
-def step_times_s(trials: Sequence[Trial]) -> dict[str, float]:
+def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
     """By plan, as JSON: by its last trial that did not fail, which is in turn with others."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
-def _race_of(trials: Sequence[Trial]) -> list[Trial]:
+def _race_of(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
     """Of those that ran in turn at the end what came to its end; none where that is but one."""
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
     return done if len(done) > 1 else []
 
 
-def tuned(trials: Sequence[Trial]) -> dict[str, Any]:
+def tuned(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     """What trials come to, by the names of `Tuning`: the fastest, the default, the gain.
 
     Of those that ran in turn at the end the fastest, else of all: only these had the machine alike.

@@ -18,7 +18,7 @@ from outpace.parallel import Layout
 from outpace.planner.wire import Tally, step_traffic
 from outpace.probe.machine import identify
 from outpace.probe.versions import commit, versions
-from outpace.records.certificate import Certificate, Verdict
+from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import EXACT, Precision
@@ -220,7 +220,7 @@ def _judge(
     missing: set[str],
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
-) -> Verdict:
+) -> ParityVerdict:
     """What all ranks found, as one verdict. `traffic` is what was sent, and by formula."""
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
@@ -238,7 +238,7 @@ def _judge(
     elif causes:
         cause = min(causes, key=lambda difference: difference.cause)
         reason = f"{cause} is off by {cause.relative:.2g} of its scale"
-    return Verdict(
+    return ParityVerdict(
         strategy=plan.strategy,
         mesh=plan.mesh,
         precision=plan.precision,
@@ -249,8 +249,8 @@ def _judge(
         # Horovod's do not pass through torch.
         bytes_on_wire=None if plan.strategy == "horovod" else sent.bytes,
         bytes_formula=None if formula is None else formula.bytes,
-        exchanges=dict(sent.exchanges),
-        exchanges_formula=None if formula is None else dict(formula.exchanges),
+        collectives=dict(sent.exchanges),
+        collectives_formula=None if formula is None else dict(formula.exchanges),
         bytes_by_kind=dict(sent.bytes_by_kind),
         bytes_by_kind_formula=None if formula is None else dict(formula.bytes_by_kind),
         reason=reason,

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from outpace.interop.config_check import ReadValues, left_out, reading_notes, require_consistent
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
-from outpace.records.errors import BadInputError, clipped
+from outpace.records.errors import BadInputError, shorten
 from outpace.records.model import Family, ModelSpec
 
 CONFIG_FILE = "config.json"
@@ -115,7 +115,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
 def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
     """The error of a config.json that does not say what it is of."""
     architectures = values.get("architectures")
-    hint = f" (architectures: {clipped(str(architectures))})" if architectures else ""
+    hint = f" (architectures: {shorten(str(architectures))})" if architectures else ""
     return BadInputError(
         f"{where} has no model_type, so the architecture is unknown{hint}. Fetch config.json again "
         "from where the model came from; a model of your own goes through --model file.py:build."
@@ -167,7 +167,7 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
                 str(directory), local_files_only=True, trust_remote_code=False
             )
     except Exception as error:
-        said = clipped(" ".join(str(error).split()), 1000)
+        said = shorten(" ".join(str(error).split()), 1000)
         raise BadInputError(
             f"{where} is not understood by transformers: {said}{left_out(values)}"
         ) from None

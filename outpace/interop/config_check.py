@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from outpace.records.errors import BadInputError, clipped, shown
+from outpace.records.errors import BadInputError, excerpt, shorten
 
 _OWN_MODEL = "Any other model can be trained or planned for through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
@@ -149,7 +149,7 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
             r"(text)?(for|model|lm|doubleheads|pretrained)|$", rest
         ):
             raise BadInputError(
-                f"{where}: architectures says {clipped(architecture)}, model_type says "
+                f"{where}: architectures says {shorten(architecture)}, model_type says "
                 f"{model_type!r}: two different models. Fetch config.json again from where the "
                 f"model came from, and do not change model_type. {_OWN_MODEL}"
             )
@@ -165,7 +165,7 @@ def _check_dimensions(values: Mapping[str, Any], where: str) -> None:
         value = values[name]
         if value is not None and (type(value) is not int or value < 1):
             raise BadInputError(
-                f"{where}: {name} = {shown(value)}; it has to be a whole number, at least 1"
+                f"{where}: {name} = {excerpt(value)}; it has to be a whole number, at least 1"
             )
 
 
@@ -223,8 +223,8 @@ def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: boo
         _refuse_rope(name, rope, where, "has two types, of which")
     if not kinds and not (name == "rope_parameters" and set(rope) <= _ROPE_COMMON):
         raise BadInputError(
-            f"{where}: {name} = {shown(rope)} has no rope_type, so it says nothing. Write the one "
-            "that the model was trained with (as in config.json where the model came from), or "
+            f"{where}: {name} = {excerpt(rope)} has no rope_type, so it says nothing. Write the "
+            "one that the model was trained with (as in config.json where the model came from), or "
             "null for none."
         )
     known = _ROPE_KEYS.get(next(iter(kinds), "default"))
@@ -247,14 +247,14 @@ def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
     for key, old, new in pairs:
         if old is not None and new is not None and old != new:
             raise BadInputError(
-                f"{where} says two different things: {key} {shown(old)} and, in rope_parameters, "
-                f"{shown(new)}; transformers 4 and 5 read another model each. Leave one out."
+                f"{where} says two different things: {key} {excerpt(old)} and, in rope_parameters, "
+                f"{excerpt(new)}; transformers 4 and 5 read another model each. Leave one out."
             )
 
 
 def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> NoReturn:
     raise BadInputError(
-        f"{where}: {name} = {shown(rope)} {what} transformers does not read: another model, or a "
+        f"{where}: {name} = {excerpt(rope)} {what} transformers does not read: another model, or a "
         f"slip. Fetch config.json again from where the model came from. {_OWN_MODEL}"
     )
 
@@ -364,8 +364,8 @@ def _passed_over(
 def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
     """Keys with their values: "logits_scaling 8.0, embedding_multiplier 12.0"."""
     said = [
-        f"{clipped(name, 60)} {{…}}" if isinstance(values[name], dict)
-        else f"{clipped(name, 60)} {clipped(shown(values[name]), 40)}"
+        f"{shorten(name, 60)} {{…}}" if isinstance(values[name], dict)
+        else f"{shorten(name, 60)} {shorten(excerpt(values[name]), 40)}"
         for name in names[:_MOST_NAMED]
     ]  # fmt: skip
     more = len(names) - len(said)
@@ -399,7 +399,7 @@ def _own_code(values: Mapping[str, Any], where: str) -> list[str]:
     if not classes:
         return []
     return [
-        f"{where}: auto_map names code of the model's own ({clipped(classes[0], 60)}), which "
+        f"{where}: auto_map names code of the model's own ({shorten(classes[0], 60)}), which "
         f"outpace does not run: the layers are those of transformers' {values['model_type']}."
     ]
 
@@ -409,7 +409,7 @@ def _left_out(values: Mapping[str, Any], where: str) -> list[str]:
     notes = []
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict):
-        kind = clipped(str(quantized.get("quant_method", "quantized")), 40)
+        kind = shorten(str(quantized.get("quant_method", "quantized")), 40)
         notes.append(
             f"{where}: the weights are stored in {kind} (quantization_config). The plan is for "
             "training in the precision that it names, from weights that are converted first."

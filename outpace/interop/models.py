@@ -20,7 +20,7 @@ from outpace.interop.peft import ADAPTER_CONFIG, base_of
 from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
-from outpace.records.errors import BadInputError, shown
+from outpace.records.errors import BadInputError, excerpt
 from outpace.records.model import ModelSpec
 from outpace.records.run import resume_command
 
@@ -87,7 +87,7 @@ def _place(reference: str) -> Path:
         path.exists()
     except (OSError, RuntimeError) as error:  # too long a name; nobody's home
         why = error.strerror if isinstance(error, OSError) else error
-        raise BadInputError(f"the model {shown(reference)} cannot be looked up: {why}") from None
+        raise BadInputError(f"the model {excerpt(reference)} cannot be looked up: {why}") from None
     return path
 
 
@@ -158,7 +158,7 @@ def read_spec(path: Path) -> ModelSpec:
         )
     if values.get("family") not in FAMILIES:
         said = (
-            f"unknown family {shown(values['family'])}"
+            f"unknown family {excerpt(values['family'])}"
             if "family" in values
             else "family is missing"
         )

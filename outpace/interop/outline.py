@@ -24,9 +24,9 @@ from outpace.interop.config import (
 from outpace.interop.config_check import ReadValues, reading_notes
 from outpace.planner.outlines import outline
 from outpace.records.base import explain
-from outpace.records.errors import BadInputError, shown
+from outpace.records.errors import BadInputError, excerpt
 from outpace.records.model import ModelSpec
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 # More is a slip of the pen.
 _MOST_LAYERS, _MOST = 100_000, 2**32
@@ -58,7 +58,7 @@ class _Values:
         said = (
             f"{self.where} has no {name}"
             if found is None
-            else f"{self.where}: {name} = {shown(found)}"
+            else f"{self.where}: {name} = {excerpt(found)}"
         )
         raise BadInputError(f"{said}; {allowed}")
 
@@ -136,7 +136,7 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
 
 def _unknown(model_type: str, where: str) -> BadInputError:
     return BadInputError(
-        f"{where}: outpace does not know how the layers of the architecture {shown(model_type)} "
+        f"{where}: outpace does not know how the layers of the architecture {excerpt(model_type)} "
         f"are made. Known: {', '.join(READERS)}. Any other model can be traced, through a Python "
         "function that builds it: --model file.py:build."
     )
@@ -184,10 +184,10 @@ def _windows(values: _Values, layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-def _attention(values: _Values, hidden: int, **more: Any) -> Attention:
+def _attention(values: _Values, hidden: int, **more: Any) -> AttentionShape:
     heads = values.whole("num_attention_heads")
     dim = values.head_dim(hidden, heads)
-    return Attention(
+    return AttentionShape(
         heads=heads,
         kv_heads=values.whole("num_key_value_heads", heads),
         head_dim=dim,
@@ -304,7 +304,7 @@ def _deepseek(values: _Values) -> dict[str, Any]:
     hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
     heads, bias = values.whole("num_attention_heads"), bool(values.get("attention_bias", False))
     rope = values.whole("qk_rope_head_dim")
-    attention = Attention(
+    attention = AttentionShape(
         heads=heads,
         kv_heads=heads,
         head_dim=values.whole("qk_nope_head_dim") + rope,
@@ -413,7 +413,7 @@ def _bert(values: _Values) -> dict[str, Any]:
         values, values.whole("intermediate_size"), outside=outside, causal=False,
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     )  # fmt: skip
-    transform = Product(name="head transform", inputs=hidden, outputs=hidden)
+    transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
     return {**read, "learned_positions": positions, "head_products": (transform,)}
 
 
@@ -472,8 +472,8 @@ def _opt(values: _Values) -> dict[str, Any]:
     read["learned_positions"] = values.whole("max_position_embeddings") + 2
     if narrow != hidden:
         read["embedding_width"] = narrow
-        read["embed_products"] = (Product(name="project in", inputs=narrow, outputs=hidden),)
-        read["head_products"] = (Product(name="project out", inputs=hidden, outputs=narrow),)
+        read["embed_products"] = (ProductShape(name="project in", inputs=narrow, outputs=hidden),)
+        read["head_products"] = (ProductShape(name="project out", inputs=hidden, outputs=narrow),)
     return read
 
 
@@ -495,7 +495,7 @@ def _vit(values: _Values) -> dict[str, Any]:
         dropout=values.drops("hidden_dropout_prob", "attention_probs_dropout_prob"),
     )
     inputs = values.whole("num_channels", 3) * patch[0] * patch[1]
-    cut = Product(name="patches", inputs=inputs, outputs=hidden, positions=patches)
+    cut = ProductShape(name="patches", inputs=inputs, outputs=hidden, positions=patches)
     return {
         "hidden": hidden,
         "stacks": (stack,),
@@ -522,7 +522,9 @@ def _t5(values: _Values) -> dict[str, Any]:
     """An encoder, and a decoder that also sees what the encoder gave."""
     hidden, heads = values.whole("d_model"), values.whole("num_heads")
     dim = values.whole("d_kv")
-    attention = Attention(heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, causal=False)
+    attention = AttentionShape(
+        heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, causal=False
+    )
     common = {
         "mlp": Mlp(width=values.whole("d_ff"), gated=bool(values.get("is_gated_act", False))),
         "dropout": values.drops("dropout_rate"),

@@ -30,7 +30,7 @@ from outpace.nn.nf4 import dequantize, quantize
 from outpace.nn.transformer import Transformer
 from outpace.records.base import Record, read_object
 from outpace.records.checksums import require_readable, require_small_files
-from outpace.records.errors import BadInputError, clipped, shown
+from outpace.records.errors import BadInputError, excerpt, shorten
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Base, Plan
 
@@ -205,15 +205,15 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
     begun = values.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
         raise BadInputError(
-            f"{path}: init_lora_weights is {shown(begun)}: the adapter may belong to weights that "
-            "it changed when it began, not to those of its base model. Merge it with peft "
+            f"{path}: init_lora_weights is {excerpt(begun)}: the adapter may belong to weights "
+            "that it changed when it began, not to those of its base model. Merge it with peft "
             "(merge_and_unload), or save it for the base model with "
             "path_initial_model_for_weight_conversion."
         )
     for name, value in values.items():
         if value and name not in _HARMLESS and _CHANGING.fullmatch(name):
             raise BadInputError(
-                f"{path}: {clipped(name)} is {shown(value)}, which is not read here. Merge the "
+                f"{path}: {shorten(name)} is {excerpt(value)}, which is not read here. Merge the "
                 "adapter into its base model with peft (merge_and_unload)."
             )
 
@@ -223,18 +223,18 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
     patterns = values.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise BadInputError(
-            f"{path}: alpha_pattern is {shown(patterns)}; it has to be an object, of names of "
+            f"{path}: alpha_pattern is {excerpt(patterns)}; it has to be an object, of names of "
             "modules with their alphas"
         )
     for name, alpha in {"lora_alpha": values.get("lora_alpha", 8), **patterns}.items():
         if type(alpha) not in (int, float) or not abs(alpha) < _MOST_ALPHA:
-            raise BadInputError(f"{path}: {clipped(name)} is {shown(alpha)}, which is no alpha")
+            raise BadInputError(f"{path}: {shorten(name)} is {excerpt(alpha)}, which is no alpha")
     for name in patterns:
         try:
             re.compile(name)
         except re.error as error:
             raise BadInputError(
-                f"{path}: alpha_pattern has {shown(name)}, which is no pattern of names: {error}"
+                f"{path}: alpha_pattern has {excerpt(name)}, which is no pattern of names: {error}"
             ) from None
 
 
@@ -244,7 +244,7 @@ def base_of(folder: Path) -> Path:
     base = _directory(named)
     if base is None:
         raise BadInputError(
-            f"{folder} is an adapter of {clipped(named) or 'a model that it does not name'}, which "
+            f"{folder} is an adapter of {shorten(named) or 'a model that it does not name'}, which "
             "is no directory here. Fetch that model, and merge with outpace merge --model DIR."
         )
     return base
@@ -317,7 +317,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
     try:
         tensors = load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise BadInputError(f"{path} cannot be read: {clipped(str(error))}") from None
+        raise BadInputError(f"{path} cannot be read: {shorten(str(error))}") from None
     if not tensors:
         raise BadInputError(f"{path} holds no tensors: the adapter would change nothing.")
     halves: dict[str, dict[str, Tensor]] = {}
@@ -325,7 +325,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         found = _KEY.fullmatch(key)
         if found is None:
             raise BadInputError(
-                f"{path} holds {clipped(key, 120)}, which is no pair of LoRA's matrices beside a "
+                f"{path} holds {shorten(key, 120)}, which is no pair of LoRA's matrices beside a "
                 "layer, as of embeddings, heads or layers that were trained whole. Merge the "
                 "adapter into its base model with peft (merge_and_unload)."
             )

@@ -20,7 +20,7 @@ from outpace.interop.config import CONFIG_FILE, read_config
 from outpace.interop.names import Naming, group, naming
 from outpace.nn.transformer import Transformer
 from outpace.records.checksums import require_readable
-from outpace.records.errors import BadInputError, clipped, first_names, shown
+from outpace.records.errors import BadInputError, excerpt, first_names, shorten
 from outpace.records.model import ModelSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -344,13 +344,13 @@ def _shards(index: Path) -> list[Path]:
         raise BadInputError(f"cannot read {index}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadInputError(f"{index} is corrupt: it has no weight_map of files") from None
-    outside = [shown(name) for name in names if Path(str(name)).name != name]
+    outside = [excerpt(name) for name in names if Path(str(name)).name != name]
     if outside:
         raise BadInputError(
             f"{index} names files outside of its directory: {first_names(outside, _SHOWN)}"
         )
     there = {path.name for path in index.parent.iterdir() if path.is_file()}
-    absent = [clipped(name) for name in names if name not in there]
+    absent = [shorten(name) for name in names if name not in there]
     if absent:
         raise BadInputError(
             f"{index} names {len(names)} files, but {len(absent)} of them are not there: "
@@ -365,7 +365,7 @@ def _open_safetensors(path: Path, stack: ExitStack) -> list[Stored]:
         file = stack.enter_context(safe_open(str(path), framework="pt"))
         return [_entry(path, file, name) for name in file.keys()]  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        said = clipped(str(error))
+        said = shorten(str(error))
         raise BadInputError(f"{path} is corrupt or cut short: {said}. Fetch it again.") from None
 
 

@@ -27,7 +27,7 @@ from outpace.launch.environment import free_port
 from outpace.launch.interfaces import variables_for
 from outpace.probe.versions import versions
 from outpace.records.errors import OutpaceError
-from outpace.records.hosts import Facts, Question, Work
+from outpace.records.hosts import HostCommand, HostFacts, HostQuery
 
 MARK = "outpace-agent: "
 SILENCE_S = 60.0  # of a host that is lost no end of the input is seen
@@ -39,19 +39,19 @@ def main(argv: list[str]) -> int:
     """Do what is asked; returns 0 where an answer was given."""
     line = sys.stdin.readline()
     if argv == ["check"]:
-        print(MARK + check(Question.parse(json.loads(line), "question")).model_dump_json())
+        print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())
     else:
-        run(Work.parse(json.loads(line), "work"))
+        run(HostCommand.parse(json.loads(line), "work"))
     return 0
 
 
-def check(asked: Question) -> Facts:
+def check(asked: HostQuery) -> HostFacts:
     """What is found here."""
     now_s = time.time()
     client, _, server, *_ = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""]
     folder = Path(asked.folder)
     paths = {path: folder / path for path in asked.seen}
-    return Facts(
+    return HostFacts(
         versions=versions(),
         time_s=now_s,
         address=server or None,
@@ -71,7 +71,7 @@ def _processes_of(runs: Sequence[str]) -> Iterator[int]:
                 yield process.pid
 
 
-def run(work: Work) -> NoReturn:
+def run(work: HostCommand) -> NoReturn:
     """Start the ranks, wait for them, and say how they ended."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 

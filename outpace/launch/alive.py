@@ -28,7 +28,7 @@ from outpace.records.errors import (
     InterruptedRunError,
     OutpaceError,
 )
-from outpace.records.standstill import Standing, Standstill
+from outpace.records.standstill import HangReport, RankSnapshot
 from outpace.train.guards import NOTHING_TRAINED, StopSignal
 
 _LISTEN_S = 0.5
@@ -90,7 +90,7 @@ class Doing:
 
     what: str = "the beginning"
     limited_s: float | None = None
-    kept: Callable[[Standstill], None] = lambda found: None
+    kept: Callable[[HangReport], None] = lambda found: None
 
     def at(self, what: str, limited: bool = False) -> None:
         """Something else begins."""
@@ -352,12 +352,12 @@ class _Watcher:
         store.set(_VERDICT, verdict)
         when = datetime.now(UTC).isoformat(timespec="seconds")
         with suppress(Exception):  # how all stand is worth less than an end in order
-            self.doing.kept(Standstill(sentence=verdict, when=when, ranks=tuple(found)))
+            self.doing.kept(HangReport(sentence=verdict, when=when, ranks=tuple(found)))
         if self.failed is not None and self.rank == 0:
             time.sleep(_LOOK_S)  # it may have the store, which others still ask
         return verdict
 
-    def _asked_all(self, store: Any) -> list[Standing]:
+    def _asked_all(self, store: Any) -> list[RankSnapshot]:
         asks = store.add(_ASKS, 1)
         self._answer(store, asks)  # its thread may be the one that asks
         until_s = time.monotonic() + _LOOK_S
@@ -368,7 +368,7 @@ class _Watcher:
             if all(_never(_who(store, rank)) for rank in missing):
                 break
         found = {
-            rank: Standing.model_validate_json(store.get(f"alive/stands/{rank}"))
+            rank: RankSnapshot.model_validate_json(store.get(f"alive/stands/{rank}"))
             for rank in self.everyone
             if rank not in missing
         }
@@ -445,7 +445,7 @@ def _who(store: Any, rank: int) -> dict[str, Any]:
     return found
 
 
-def _silent(rank: int, who: dict[str, Any], others: Iterable[Standing]) -> Standing:
+def _silent(rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]) -> RankSnapshot:
     """What those on its host say of the process of a rank that does not answer."""
     host, pid = str(who.get("host", "")), int(who.get("pid", 0))
     if host == socket.gethostname():
@@ -455,20 +455,20 @@ def _silent(rank: int, who: dict[str, Any], others: Iterable[Standing]) -> Stand
     place = _NOT_RUNNING.get(seen, f"does not answer; its process is {seen}")
     if seen == "unseen":
         place = _UNSEEN
-    return Standing(rank=rank, host=host, pid=pid, state="silent", place=place)
+    return RankSnapshot(rank=rank, host=host, pid=pid, state="silent", place=place)
 
 
-def _is_lost(one: Standing) -> bool:
+def _is_lost(one: RankSnapshot) -> bool:
     """Whether a rank that is silent is so for good: not because it is too busy to answer."""
     return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), _UNSEEN}
 
 
-def blamed(found: Sequence[Standing]) -> list[Standing]:
+def blamed(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Those that are silent; else those that have begun fewer exchanges than others, or none."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent
-    begun = [{each.group: each.number for each in one.exchanges} for one in found]
+    begun = [{each.group: each.number for each in one.collectives} for one in found]
     most: dict[str, int] = {}
     for its in begun:
         for group, number in its.items():
@@ -485,7 +485,7 @@ def blamed(found: Sequence[Standing]) -> list[Standing]:
     return working if len(working) < len(found) else []
 
 
-def _said(guilty: Sequence[Standing]) -> str:
+def _said(guilty: Sequence[RankSnapshot]) -> str:
     if not guilty:
         return (
             "all ranks are alive, but not all came to it in time: one hangs, or a connection "

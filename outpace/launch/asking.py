@@ -20,7 +20,7 @@ from typing import Any
 from outpace.launch.agent import MARK
 from outpace.launch.interfaces import LOOPBACK
 from outpace.records.errors import BadInputError
-from outpace.records.hosts import Facts, Host, Question
+from outpace.records.hosts import Host, HostFacts, HostQuery
 from outpace.records.python import PYTHON
 from outpace.train.run_dir import TOKEN_PREFIX
 
@@ -41,7 +41,7 @@ class Answered:
     """
 
     host: Host
-    facts: Facts | None
+    facts: HostFacts | None
     away: str = ""
     against: tuple[str, ...] = ()
 
@@ -57,7 +57,7 @@ class Answered:
 
 
 def ask(
-    hosts: Sequence[Host], question: Question, out: Path, like: Answered | None = None
+    hosts: Sequence[Host], question: HostQuery, out: Path, like: Answered | None = None
 ) -> list[Answered]:
     """What each host says to the question, and whether it sees where `out` is.
 
@@ -102,7 +102,10 @@ def _token(out: Path) -> Iterator[Path]:
 
 
 def _against(
-    answer: Facts, first: tuple[Host, Facts], between: tuple[float, float], tokens: dict[str, Path]
+    answer: HostFacts,
+    first: tuple[Host, HostFacts],
+    between: tuple[float, float],
+    tokens: dict[str, Path],
 ) -> Iterator[str]:
     """What of a host's answer stands against a training. `tokens`: files that stand for folders."""
     for name in _SAME:
@@ -124,7 +127,7 @@ def _against(
             yield f"there is no {path}"
 
 
-def _ask(host: Host, question: Question) -> tuple[Facts | str, tuple[float, float]]:
+def _ask(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
     """A host's answer or why there is none; times between which it was given."""
     began_s = time.time()
     try:
@@ -140,7 +143,7 @@ def _ask(host: Host, question: Question) -> tuple[Facts | str, tuple[float, floa
     found = marked(done.stdout)
     if done.returncode == 0 and found is not None:
         with suppress(BadInputError):
-            return Facts.parse(found, host.name), (began_s, time.time())
+            return HostFacts.parse(found, host.name), (began_s, time.time())
         return "it has another version of outpace; install the same", (began_s, began_s)
     said = next(iter(reversed(done.stderr.strip().splitlines())), "it said nothing")
     why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
@@ -172,7 +175,7 @@ def marked(output: str) -> dict[str, Any] | None:
     return None
 
 
-def addresses(facts: Sequence[Facts]) -> list[str]:
+def addresses(facts: Sequence[HostFacts]) -> list[str]:
     """Of hosts as the others reach them: of the one that asks, as those that were asked say."""
     asking = next((one.asked_from for one in facts if one.asked_from), None)
     return [one.address or asking or LOOPBACK for one in facts]

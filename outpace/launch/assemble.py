@@ -202,7 +202,7 @@ def assemble(
     recording = Recording(job, start_step)
     guard.tidy = partial(_tidy, job, recording=recording)
     guard.look_inside = partial(answer.anatomy, layout, optimizer)
-    layout.go_on(start_step)
+    layout.resume_from(start_step)
     job.groups.once(lambda: continue_run(job, record, start_step))
     if settings.resume:
         _open_logs(job, record, start_step)
@@ -230,6 +230,7 @@ def assemble(
         evaluate=partial(measure, heeds_stop=True),
         callbacks=job.callbacks,
         stop=stop,
+        run_started=record.started,
         random_rank=job.plan.random_rank(job.ranks.rank),
         world_size=job.ranks.world_size,
         total_steps=job.total_steps,
@@ -298,7 +299,7 @@ def _look(
         reset_peak_memory(device)
         stepper.begin()
 
-    totals = first.look(layout, batches, stepper.given, stepper.forward_backward, reuse, ready)
+    totals = first.look(layout, batches, stepper.step_pass, stepper.forward_backward, reuse, ready)
     if totals is None:
         reset_peak_memory(device)
     return totals

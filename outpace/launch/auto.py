@@ -22,7 +22,7 @@ from outpace.launch.tasks import NOT_CLASSIFY
 from outpace.launch.traced import beside_tensors, fullest
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
-from outpace.planner.outlines import classifying
+from outpace.planner.outlines import classifier_outline
 from outpace.planner.plans import plans
 from outpace.planner.space import Wanted
 from outpace.probe.limits import anonymous_bytes
@@ -70,9 +70,9 @@ def settle(
         file = PlanFile.load(Path(given).expanduser(), option="--plan ")
         chosen, workload = file.plan, _workload(file, origins)
         _check_file(chosen, settings, origins, ranks)
-    if chosen.untrained is not None:
+    if chosen.training_obstacle is not None:
         raise BadInputError(
-            f"--plan {settings.plan}: outpace does not train it: {chosen.untrained}."
+            f"--plan {settings.plan}: outpace does not train it: {chosen.training_obstacle}."
         )
     values = _values(chosen, settings)
     if given == "auto" and settings.compile is None and chosen.compile:
@@ -137,7 +137,7 @@ def _promised(
         say(f"what a step takes is not checked: {error}")
         return None
     other = [name for name in _OF_A_STEP if getattr(then, name) != getattr(settings, name)]
-    if identify(find_accelerator).unlike(tuning.machine):
+    if identify(find_accelerator).differences(tuning.machine):
         other.append("machine")
     if tuning.fastest is None or tuning.fastest.plan != plan:
         other.append("plan")
@@ -237,7 +237,7 @@ def probe_here(machine: Machine) -> Machine | None:
     if not PROBE_FILE.is_file():
         return None
     found = Machine.load(PROBE_FILE)
-    return None if found.probed is None or machine.unlike(found) else found
+    return None if found.probed is None or machine.differences(found) else found
 
 
 def used_of(machine: Machine, device: torch.device) -> Machine:
@@ -277,7 +277,7 @@ def question(
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
     classifies = settings.task == "classify"
-    outline = classifying(outline) if classifies else outline
+    outline = classifier_outline(outline) if classifies else outline
     cluster = _cluster(settings, machine, world, per_node or world, measured)
     keep: dict[str, Any] = {}
     if settings.compile is not None:
@@ -311,22 +311,22 @@ def question(
             vary=default_vary(cluster, keep),
             trained=True,
             naive=False,
-            without=NOT_CLASSIFY if classifies else _not_cut(settings, world),
+            without=NOT_CLASSIFY if classifies else _find_excluded(settings, world),
             on_host=not machine.devices,
         ),
         count=_COUNT,
     )
 
 
-def _not_cut(settings: TrainSettings, world: int) -> Collection[Strategy]:
-    """Strategies by which the user's own module cannot be cut; none of outpace's models."""
+def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
+    """Strategies by which a custom model cannot be cut; none of outpace's models."""
     if not names_code(settings.model):
         return ()
-    from outpace.parallel.own_shape import refused_by_shape
+    from outpace.parallel.module_shape import find_refused_strategies
 
     build = open_model(settings.model).build
     assert build is not None
-    return refused_by_shape(build_own(build), world).keys()
+    return find_refused_strategies(build_own(build), world).keys()
 
 
 def _cluster(

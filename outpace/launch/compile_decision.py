@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from outpace.launch.auto import question, used_of
-from outpace.planner.plans import one
+from outpace.planner.plans import estimate_plan
 from outpace.records.compiled import Region, compiled_region
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
@@ -100,7 +100,7 @@ def _step_times_s(
     try:
         job = question(asked, {}, used_of(machine, device), plan.world_size, ranks.local_world_size)
         eager, compiled = (
-            one(job, plan.model_copy(update={"compile": value})).estimate.step_time_s
+            estimate_plan(job, plan.model_copy(update={"compile": value})).estimate.step_time_s
             for value in (False, True)
         )
     except BadInputError:

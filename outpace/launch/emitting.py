@@ -7,7 +7,7 @@ from types import MappingProxyType
 from outpace.interop.emit import Emitted, emit
 from outpace.planner.habits import MEGATRON_BF16, MEGATRON_FP16, OUTPACE, Habits
 from outpace.planner.job import Job
-from outpace.planner.plans import fastest_plan, one
+from outpace.planner.plans import estimate_plan, fastest_plan
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Planned, Plans
 from outpace.records.model import ModelSpec
@@ -51,7 +51,7 @@ def pick(name: str, job: Job, answer: Plans, model: Named, chosen: int | None) -
     Where it can express none, the first of the answer. Raises BadInputError where a configuration
     of the chosen one, or of any, cannot be written.
     """
-    there = replace(job.on(answer.nodes - answer.idle_nodes), habits=_habits(name, job))
+    there = replace(job.with_nodes(answer.nodes - answer.idle_nodes), habits=_habits(name, job))
     if chosen is not None:
         planned = answer.plans[chosen - 1]
         return _picked(name, there, planned, model, chosen, f"Plan {chosen}: {planned.title}.")
@@ -132,7 +132,7 @@ def _as_written(job: Job, plan: Plan, written: Emitted) -> tuple[Estimate | None
     if described is None:
         return None, False
     try:
-        return one(job, described).estimate, known
+        return estimate_plan(job, described).estimate, known
     except BadInputError:
         return None, False
 

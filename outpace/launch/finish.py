@@ -231,7 +231,7 @@ def _measurement(
         sample=sample,
         skipped_steps=ledger.skipped_steps,
         cache_freed_bytes=ledger.median_cache_freed_bytes(),
-        promise=ledger.promise(job.settings.expect_step_time_s),
+        step_time_check=ledger.promise(job.settings.expect_step_time_s),
         start_step=loop.start_step,
         train_runtime=train_s,
         train_samples_per_second=steps * costs.samples / train_s,

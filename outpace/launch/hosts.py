@@ -34,7 +34,7 @@ from outpace.launch.local import (
 from outpace.launch.restarts import Restarts
 from outpace.probe.versions import variables
 from outpace.records.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, BadInputError
-from outpace.records.hosts import Elastic, Facts, Host, Question, Work
+from outpace.records.hosts import Elastic, Host, HostCommand, HostFacts, HostQuery
 from outpace.records.run import resume_command
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
@@ -67,7 +67,7 @@ class Training:
     ) -> list[Answered]:
         """What the hosts say; ranks of the last round are no earlier ones `during` it."""
         rounds = self.rounds[:-1] if during else self.rounds
-        question = Question(
+        question = HostQuery(
             folder=str(self.folder),
             seen=tuple(self.paths),
             earlier=tuple(f"{RUN_ID_PREFIX}{name}" for name in rounds),
@@ -212,13 +212,13 @@ class _Asked:
 
 
 def _parts(using: Sequence[Answered], training: Training, kept: Path) -> "list[_Part]":
-    facts: list[Facts] = [one.facts for one in using if one.facts is not None]
+    facts: list[HostFacts] = [one.facts for one in using if one.facts is not None]
     at = asking.addresses(facts)
     first = f"[{at[0]}]" if ":" in at[0] else at[0]
     endpoint = f"{first}:{facts[0].port}"
     command = training.command if len(training.rounds) == 1 else training.again
     return [
-        _Part(one.host, Work(
+        _Part(one.host, HostCommand(
             folder=str(training.folder), command=tuple(command), slots=one.host.slots,
             nodes=len(using), node=place, endpoint=endpoint, run_id=training.rounds[-1],
             address=at[place], environment=_passed_on(),
@@ -264,7 +264,7 @@ class _Part:
     """A host's part that runs. `ended`: what its agent said at the end."""
 
     host: Host
-    work: Work
+    work: HostCommand
     kept: Path
     ended: dict[str, Any] | None = None
     errors: list[str] = field(default_factory=list)

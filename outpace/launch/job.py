@@ -38,7 +38,7 @@ from outpace.launch.resolve import (
 )
 from outpace.launch.tasks import check_task
 from outpace.launch.tracing import Tracer
-from outpace.nn.compilation import compiler_cache, disabled_by
+from outpace.nn.compilation import compiler_cache, find_disabling_variable
 from outpace.nn.fp8 import require_fp8
 from outpace.nn.mixed import fp32_products
 from outpace.parallel import why_not
@@ -52,7 +52,7 @@ from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.standstill import Standstill
+from outpace.records.standstill import HangReport
 from outpace.train.callbacks import Callback, tell
 from outpace.train.cuda_allocator import grow_segments
 from outpace.train.guards import StopSignal, deterministic_kernels
@@ -241,7 +241,7 @@ def _as_far_as_torch_compiles(
 
     Raises BadInputError where it was to be compiled.
     """
-    variable = disabled_by(os.environ) if plan.compile else None
+    variable = find_disabling_variable(os.environ) if plan.compile else None
     if variable is None:
         return plan
     if settings.compile:
@@ -272,7 +272,7 @@ def _with_compile(
     return plan.model_copy(update={"compile": decision.compile})
 
 
-def _keep(run_dir: RunDir, explain: Explain | None, found: Standstill) -> None:
+def _keep(run_dir: RunDir, explain: Explain | None, found: HangReport) -> None:
     """Write down how ranks stood, where who resumes the run and who reports on it look."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)

@@ -45,12 +45,12 @@ class Question(Record):
 
     @property
     def settings(self) -> TrainSettings:
-        """What is trained."""
+        """Settings of the training."""
         return self.ask.settings
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Whose memory it is; None for the CPU's."""
+        """Accelerator whose memory it is; None for the CPU's."""
         return self.ask.accelerator
 
     @property
@@ -59,16 +59,16 @@ class Question(Record):
         ask = self.ask
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
-    def traced(self, rank: int) -> MemoryAccount:
+    def trace(self, rank: int) -> MemoryAccount:
         """A rank's memory. Raises BadInputError for a plan that cannot be applied."""
         return account_of(self.ask.model_copy(update={"rank": rank}))
 
 
 @dataclass(frozen=True)
-class OwnQuestion:
-    """As `Question`, of a module of the user's own, which is built once."""
+class ModuleQuestion:
+    """`Question` of a custom model, which is built once."""
 
-    own: OwnModel
+    model: OwnModel
     plan: Plan
     settings: TrainSettings
     global_batch: int
@@ -79,9 +79,9 @@ class OwnQuestion:
     @property
     def seq_len(self) -> int | None:
         """Tokens of a sample; None of a data set of the user's own."""
-        if self.own.dataset is not None:
+        if self.model.dataset is not None:
             return None
-        return resolve_seq_len(self.settings, own_positions(self.own.module))
+        return resolve_seq_len(self.settings, own_positions(self.model.module))
 
     @property
     def accumulation(self) -> int:
@@ -90,17 +90,19 @@ class OwnQuestion:
 
     @property
     def workload(self) -> Trainable:
-        """For two real steps, of a module that is built anew for them."""
-        from outpace.trace.own import OwnWorkload
+        """Workload of two real steps, for which the module is built again."""
+        from outpace.trace.custom_module import ModuleWorkload
 
-        return OwnWorkload(self.build, self._samples, self.plan, self.accumulation, self.settings)
+        return ModuleWorkload(
+            self.build, self._samples, self.plan, self.accumulation, self.settings
+        )
 
-    def traced(self, rank: int) -> MemoryAccount:
+    def trace(self, rank: int) -> MemoryAccount:
         """A rank's memory. Raises BadInputError for what cannot be applied, or traced."""
-        from outpace.trace.own import own_account
+        from outpace.trace.custom_module import account_of_module
 
-        return own_account(
-            self.own,
+        return account_of_module(
+            self.model,
             self._samples,
             self.plan,
             accumulation=self.accumulation,
@@ -111,27 +113,29 @@ class OwnQuestion:
         )
 
     def _samples(self, count: int) -> Any:
-        return batch_of(self.own, count, self.seq_len)
+        return batch_of(self.model, count, self.seq_len)
 
 
-def _own_question(
+def _ask_of_module(
     build: Callable[[], Any],
     settings: TrainSettings,
     plan: Plan,
     global_batch: int,
     accelerator: Accelerator | None,
     per_host: int,
-) -> OwnQuestion:
-    def again() -> OwnModel:
+) -> ModuleQuestion:
+    def build_module() -> OwnModel:
         seed_generators(settings.seed)
         return build_own(build)
 
-    return OwnQuestion(again(), plan, settings, global_batch, accelerator, per_host, again)
+    return ModuleQuestion(
+        build_module(), plan, settings, global_batch, accelerator, per_host, build_module
+    )
 
 
 def question(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
-) -> Question | OwnQuestion:
+) -> Question | ModuleQuestion:
     """Settle what was left open, as training would on that machine. Raises BadInputError.
 
     Where no global batch was given, it is one micro-batch on each data-parallel rank.
@@ -150,7 +154,7 @@ def question(
     opened = open_model(settings.model)
     if opened.build is not None:
         batch = given or plan.samples_per_pass * plan.data_parallel
-        return _own_question(opened.build, settings, plan, batch, accelerator, per_host)
+        return _ask_of_module(opened.build, settings, plan, batch, accelerator, per_host)
     spec = opened.spec
     assert spec is not None
     if settings.dropout is not None:
@@ -230,9 +234,9 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
         )
 
 
-def worst(asked: Question | OwnQuestion) -> MemoryAccount:
+def worst(asked: Question | ModuleQuestion) -> MemoryAccount:
     """The rank that needs most."""
     return max(
-        (asked.traced(rank) for rank in representatives(asked.plan)),
+        (asked.trace(rank) for rank in representatives(asked.plan)),
         key=lambda found: found.needed_bytes,
     )

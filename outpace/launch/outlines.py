@@ -107,13 +107,13 @@ def _batch(own: Any) -> Any:
     return batch_of(own, _TRACED_SAMPLES, length)
 
 
-def batch_of(own: Any, samples: int, seq_len: int | None) -> Any:
-    """So many samples of a user's data set, or of `seq_len` tokens, which are all 0."""
+def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
+    """Return samples of a user's data set, or of `seq_len` tokens, which are all 0."""
     import torch
 
-    if own.dataset is not None:
-        return _samples_of(own.dataset, 0, samples)
-    _require_tokens(own.module)
+    if model.dataset is not None:
+        return _samples_of(model.dataset, 0, samples)
+    _require_tokens(model.module)
     assert seq_len is not None
     tokens = torch.zeros((samples, seq_len), dtype=torch.int64)
     return {"tokens": tokens, "targets": tokens}

@@ -158,7 +158,7 @@ def _this_machine(asked: Asked) -> Cluster:
     machine = identify(find_accelerator)
     if PROBE_FILE.is_file():
         found = Machine.load(PROBE_FILE)
-        if found.probed is not None and not machine.unlike(found):
+        if found.probed is not None and not machine.differences(found):
             return _cluster(replace(asked, machine=str(PROBE_FILE)))
     if asked.network is not None:
         raise BadInputError(f"--network {asked.network} is of a machine: name it with --machine.")

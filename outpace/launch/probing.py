@@ -216,7 +216,7 @@ def _started(names: Sequence[SectionName], here: _Here, nproc: int) -> Turns[Sec
         command = [*PYTHON, "-m", "outpace", "probe", *names]
         command += ["--handed-over", str(given), "--out", str(out)]
         command += ["--budget", str(sum(wishes.budget_s(name) for name in names))]
-        local.start(nproc, command + ["--quick"] * wishes.quick, shown.stopping)
+        local.start(nproc, command + ["--quick"] * wishes.quick, shown.show_stopping)
         probed = Machine.load(out).probed
     assert probed is not None
     for name in names:

@@ -14,6 +14,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.run import RunRecord
 from outpace.train.callbacks import tell
 from outpace.train.checkpoint import (
+    PROGRESS_FILE,
     Checkpointer,
     Progress,
     newest_intact,
@@ -51,7 +52,20 @@ def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
     chosen = newest_intact(job.run_dir.checkpoints, say)
     if chosen is None:
         _require_unsaved(job, job.run_dir.require_run(), job.run_dir.history())
+    else:
+        _require_saved_by(chosen, job.run_dir.require_run())
     return chosen
+
+
+def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
+    """Refuse a checkpoint that another run has saved: its weights and data are that run's."""
+    of = Progress.load(checkpoint / PROGRESS_FILE).run_started
+    if of is not None and of != run.started:
+        raise BadInputError(
+            f"checkpoint {checkpoint} was saved by another run, which was started at {of}; the run "
+            f"that you resume was started at {run.started}. Move it out of {checkpoint.parent} to "
+            "resume from this run's own checkpoints, or resume the run that it is from."
+        )
 
 
 def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:

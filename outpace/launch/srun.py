@@ -52,7 +52,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_shell(environ: Mapping[str, str]) -> bool:
-    """Whether a person types into the shell that srun has started as this task.
+    """Whether the user types into the shell that srun has started as this task.
 
     `srun --pty -n 4 bash` gives task 0 the terminal, and nobody types into the other three shells.
     One that runs a script does so in every task.

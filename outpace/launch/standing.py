@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from outpace.nn.torch_versions import flight_recorder_dumps
-from outpace.records.standstill import Exchange, Standing
+from outpace.records.standstill import CollectiveEvent, RankSnapshot
 
 _LAST = 20  # exchanges that are kept
 _OPEN = "started"  # gloo's stay "scheduled", also when they are over
@@ -24,7 +24,7 @@ _WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/train/step.py")
 
 def standing(
     rank: int, thread: int, doing: str, neighbours: Mapping[int, int], failed: str | None
-) -> Standing:
+) -> RankSnapshot:
     """Of this rank, whose thread `thread` trains.
 
     `neighbours`: process numbers by rank of this host. `failed`: where an exchange has failed
@@ -42,7 +42,7 @@ def standing(
         place = f"{last[0].name}, number {last[0].number} of {last[0].group}"
     else:
         place = "its main thread has ended" if at is None else _line(at)
-    return Standing(
+    return RankSnapshot(
         rank=rank,
         host=socket.gethostname(),
         pid=psutil.Process().pid,
@@ -51,7 +51,7 @@ def standing(
         place=place,
         processes={one: process_state(pid) for one, pid in neighbours.items()},
         stacks=_stacks(frames, thread),
-        exchanges=tuple(_latest(exchanges)),
+        collectives=tuple(_latest(exchanges)),
     )
 
 
@@ -69,7 +69,7 @@ def _line(at: traceback.FrameSummary) -> str:
     return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
 
 
-def _latest(exchanges: list[Exchange]) -> list[Exchange]:
+def _latest(exchanges: list[CollectiveEvent]) -> list[CollectiveEvent]:
     """The last ones, and of every group the last."""
     last = {one.group: place for place, one in enumerate(exchanges)}
     kept = {*last.values(), *range(len(exchanges))[-_LAST:]}
@@ -87,18 +87,18 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
     return "\n".join(said)
 
 
-def recorded() -> list[Exchange]:
+def recorded() -> list[CollectiveEvent]:
     """What torch's flight recorder has of this rank; [] where it has nothing."""
-    found: list[Exchange] = []
+    found: list[CollectiveEvent] = []
     for dump in flight_recorder_dumps():
         with suppress(ValueError, KeyError, TypeError, RuntimeError):
             found += _parsed(json.loads(dump()).get("entries", ()))
     return found
 
 
-def _parsed(entries: Sequence[Mapping[str, Any]]) -> list[Exchange]:
+def _parsed(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
     return [
-        Exchange(
+        CollectiveEvent(
             group=_group(*one["process_group"]),
             number=int(one["p2p_seq_id"] if one["is_p2p"] else one["collective_seq_id"]),
             name=str(one["profiling_name"]).partition(":")[2] or str(one["profiling_name"]),

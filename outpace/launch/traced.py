@@ -66,4 +66,4 @@ def beside_tensors(plan: Plan, job: Job) -> int:
     wanted, kind = job.wanted, job.cluster.device.kind
     columns = of_plans([plan], wanted.global_batch, job.outline.layers)
     peak = peak_bytes(job.outline, wanted.seq_len, columns, kind)
-    return round(float(job.needs(columns)[0] - peak[0]))
+    return round(float(job.required_bytes(columns)[0] - peak[0]))

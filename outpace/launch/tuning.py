@@ -15,13 +15,13 @@ from outpace.planner.calibrate import (
     Calibration,
     Rates,
     SeenStep,
-    calibrated,
+    calibrate,
     steps_s,
 )
 from outpace.planner.columns import MODES, Floats, of_plans
 from outpace.planner.deviations import Deviations
 from outpace.planner.job import Job
-from outpace.planner.plans import alike
+from outpace.planner.plans import fastest_plans
 from outpace.planner.titles import title
 from outpace.probe.host_rates import measure_host_rates
 from outpace.probe.machine import identify
@@ -31,7 +31,7 @@ from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
-from outpace.records.tuning import Trial
+from outpace.records.tuning import PlanTrial
 
 _COUNT = 256  # plans of a number of processes that are looked at
 # How far rates may still be off where a probe's steps put them right, a deviation of logarithms.
@@ -79,7 +79,7 @@ class Proposer:
         self.default = resolve_plan(settings, own, device, self.machine)
         used = auto.used_of(self.machine, device)
         self._jobs: dict[int, Job] = {}
-        self._told: dict[tuple[Trial, ...], _Learned] = {}
+        self._told: dict[tuple[PlanTrial, ...], _Learned] = {}
         refused: list[BadInputError] = []
         for world in _worlds(settings, used):
             limited = settings
@@ -91,22 +91,22 @@ class Proposer:
                 refused.append(error)
         if own.world_size not in self._jobs:
             raise refused[0]
-        self.considered = sum(alike(job, 1)[1] for job in self._jobs.values())
+        self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
-    def proposals(self, trials: Sequence[Trial]) -> list[Proposal]:
+    def proposals(self, trials: Sequence[PlanTrial]) -> list[Proposal]:
         """The fastest that may be worth it, the fastest first, as predicted after `trials`."""
         learned, too_many, found = self._learned(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
-            plans, _ = alike(_by(job, learned.rates.rates[world]), _COUNT)
+            plans, _ = fastest_plans(_by(job, learned.rates.rates[world]), _COUNT)
             fit = _within(job, [plan for plan, _ in plans], too_many.get(world, math.inf))
             found += _proposed(job, _not_in_vain(fit, job.outline.layers), learned)
         return sorted(found, key=lambda proposal: proposal.step_time_s)
 
-    def proposal(self, plan: Plan, trials: Sequence[Trial] = ()) -> Proposal:
+    def proposal(self, plan: Plan, trials: Sequence[PlanTrial] = ()) -> Proposal:
         """Of one plan, whether it fits or not."""
         return _proposed(self._jobs[plan.world_size], [plan], self._learned(trials))[0]
 
-    def _too_many_bytes(self, trials: Sequence[Trial]) -> dict[int, float]:
+    def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
         """By the formula, bytes of a rank: the least that did not fit, though predicted to.
 
         By the number of processes, which share what there is. Of several at once none tells.
@@ -119,13 +119,13 @@ class Proposer:
                 found[world] = min(needs, found.get(world, math.inf))
         return found
 
-    def _learned(self, trials: Sequence[Trial]) -> "_Learned":
+    def _learned(self, trials: Sequence[PlanTrial]) -> "_Learned":
         """What all of them tell: reckoned once, however often it is asked for."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]
 
-    def _learn(self, trials: Sequence[Trial]) -> "_Learned":
+    def _learn(self, trials: Sequence[PlanTrial]) -> "_Learned":
         first = next(iter(self._jobs.values()))
         seen = [
             SeenStep(first.outline, first.wanted.seq_len, first.wanted.global_batch, trial.plan,
@@ -137,7 +137,7 @@ class Proposer:
             for world, job in self._jobs.items()
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
-        found = calibrated(rates, seen, _CALIBRATED if known else UNKNOWN)
+        found = calibrate(rates, seen, _CALIBRATED if known else UNKNOWN)
         # Of a plan that was tried again the faster trial; the fastest of all comes last.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
@@ -170,7 +170,7 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
         return []
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
-    longer, own = learned.deviations.of(plans)
+    longer, own = learned.deviations.predict(plans)
     # Of the rates only what the fastest trial does not rest on just as much.
     spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
     figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
@@ -182,7 +182,7 @@ def _proposed(job: Job, plans: Sequence[Plan], learned: _Learned) -> list[Propos
 
 def _needs(job: Job, plans: Sequence[Plan]) -> Floats:
     """Bytes of a rank."""
-    return job.needs(of_plans(plans, job.wanted.global_batch, job.outline.layers))
+    return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
 
 
 def _within(job: Job, plans: Sequence[Plan], too_many: float) -> list[Plan]:

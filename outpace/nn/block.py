@@ -15,6 +15,7 @@ from outpace.nn.gelu import gelu_tanh
 from outpace.nn.kernels import attend_by, attend_by_blocks, choose_kernel, suits_flash
 from outpace.nn.masks import Visibility, at_places
 from outpace.nn.norms import RMSNorm, suits_operator
+from outpace.nn.remade import remake_operands
 from outpace.nn.rotary import Tables, rotate, tables_at
 from outpace.nn.spread import is_spread
 from outpace.records.model import ModelSpec
@@ -36,15 +37,39 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is Linear and not asked and not is_spread(module.weight)
 
 
-def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """What each of several linear layers gives of `x`, by one product of all their weights.
+def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
+    """The weights of linear layers (out, in), one after the other in one matrix."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    return torch.cat(weights) if len(weights) > 1 else weights[0]
+
+
+def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """Return what several linear layers give of `x`, one after the other, by one product.
 
     Joining the weights moves far less than `x` and its gradient, which are read and made once.
     """
-    weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    outputs = F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-    return torch.split(outputs, [len(weight) for weight in weights], dim=-1)
+    bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+    return F.linear(x, joined_weight(layers), bias)
+
+
+def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """What each of several linear layers gives of `x`, by one product.
+
+    The joined weights are not kept for the backward, which joins them again: all layers' would be
+    held at once, and whole where each rank has a part of them.
+    """
+    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+        return split_product(joined_product(x, layers), layers)
+    rows = joined_product(x.flatten(0, -2), layers)
+    dtype = rows.dtype
+    remake_operands(rows, None, lambda: joined_weight(layers).to(dtype).t())
+    return split_product(rows.view(*x.shape[:-1], -1), layers)
+
+
+def split_product(product: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Each layer's part of a product of several."""
+    return torch.split(product, [len(layer.weight) for layer in layers], dim=-1)
 
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
@@ -161,14 +186,14 @@ class Attention(nn.Module):
         asking = x_BSD
         if read_B is not None:
             asking, sees = at_places(x_BSD, read_B), sees.of_queries(read_B, x_BSD.shape[1])
-        if read_B is None and self._can_join(x_BSD):
+        if read_B is None and self.can_join(x_BSD):
             q, k, v = joined_linear(x_BSD, (self.q, self.k, self.v))
         else:
             q, k, v = self.q(asking), self.k(x_BSD), self.v(x_BSD)
         out: Tensor = self.out(self.mixed(q, k, v, sees, rotary, cache, read_B))
         return out
 
-    def _can_join(self, x: Tensor) -> bool:
+    def can_join(self, x: Tensor) -> bool:
         """Whether one product serves: no layer is split, adapted, quantised or listened to."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))

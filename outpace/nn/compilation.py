@@ -98,7 +98,7 @@ class CompiledForward:
         return copy.deepcopy(self._forward, memo)
 
 
-def disabled_by(environ: Mapping[str, str]) -> str | None:
+def find_disabling_variable(environ: Mapping[str, str]) -> str | None:
     """The variable by which torch.compile does nothing, as it is set; None where it compiles."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if environ.get(name) == "1":

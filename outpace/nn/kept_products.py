@@ -2,22 +2,32 @@
 again in the backward, without Python for each operator.
 
 torch's selective checkpointing asks a policy about every operator, twice. Here nothing is asked:
-what linear layers would save for their backward is replaced, as it is saved, by how to make it
-again. That is their input, which a norm or an activation function made, and the cast of their
-weight. What is kept are the same bytes: of the residual stream the sum within the block in fp32
-rather than the two terms in 16 bits.
+what linear layers have saved for their backward is replaced by how to make it again. That is their
+input, which a norm or an activation function made, and a copy of their weight: its cast, or weights
+that were joined. What is kept are the same bytes: of the residual stream the sum within the block
+in fp32 rather than the two terms in 16 bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from outpace.nn.block import MLP, Attention, Block, activate, is_plain, lowered
+from outpace.nn.block import (
+    MLP,
+    Attention,
+    Block,
+    activate,
+    is_plain,
+    joined_product,
+    joined_weight,
+    lowered,
+    split_product,
+)
 from outpace.nn.masks import Visibility
 from outpace.nn.norms import suits_operator
+from outpace.nn.remade import has_hooks, remake, remake_operands
 from outpace.nn.rotary import Tables
 
 
@@ -28,64 +38,40 @@ class Again:
     no autocast.
     """
 
-    def __init__(self, tensor: Tensor, compute: Callable[[], Tensor]) -> None:
-        self.storage = tensor.untyped_storage()._cdata
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
         self._compute = compute
         self._left = 0
         self._value: Tensor | None = None
 
-    def hold(self) -> "Again":
-        """It will be taken once more."""
+    def hold(self) -> Callable[[], Tensor]:
+        """Return what makes it, once more than before."""
         self._left += 1
-        return self
+        return self._take
 
-    def take(self) -> Tensor:
+    def _take(self) -> Tensor:
         """The tensor; forgotten when nothing is left to take it."""
-        value = self._value
-        if value is None:
-            with torch.no_grad():
-                value = self._compute()
+        value = self._compute() if self._value is None else self._value
         self._left -= 1
         self._value = value if self._left > 0 else None
         return value
 
 
-def _replacing(again: Again | None, linear: nn.Linear | None = None) -> saved_tensors_hooks:
-    """Within this autograd saves how to make the tensor of `again`, and the cast of a weight."""
+def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Again | None = None) -> Tensor:
+    """Return what linear layers give of rows (N, in), by one product of all weights."""
+    made = joined_product(rows, layers)
+    dtype = made.dtype
 
-    def pack(saved: Tensor) -> Any:
-        if again is not None and saved.untyped_storage()._cdata == again.storage:
-            return again.hold(), saved.size(), saved.stride(), saved.storage_offset()
-        if linear is not None and _is_cast(saved, linear.weight):
-            return linear, saved.dtype
-        return saved
+    def make_weight() -> Tensor:
+        # Asked for in the backward: a shard has its whole weight there only.
+        return joined_weight(layers).to(dtype).t()
 
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if isinstance(packed[0], Again):
-            again, size, stride, offset = packed
-            value: Tensor = again.take().as_strided(size, stride, offset)
-            return value
-        # Asked for now: a shard has its whole weight in the backward only.
-        of, dtype = packed
-        cast: Tensor = of.weight.detach().to(dtype).t()
-        return cast
-
-    return saved_tensors_hooks(pack, unpack)
-
-
-def _is_cast(saved: Tensor, weight: Tensor) -> bool:
-    """Whether a tensor is the transpose of a cast of a weight; inputs lie in rows."""
-    rows, columns = weight.shape
-    there = saved.shape == (columns, rows) and saved.stride() == (1, columns) and columns > 1
-    return there and saved.dtype != weight.dtype
-
-
-def _linear(linear: nn.Module, x: Tensor, again: Again | None = None) -> Tensor:
-    assert isinstance(linear, nn.Linear)
-    with _replacing(again, linear):
-        made: Tensor = linear(x)
+    copied = len(layers) > 1 or layers[0].weight.dtype != dtype
+    trains = any(layer.weight.requires_grad for layer in layers)
+    remake_operands(
+        made,
+        again.hold() if again is not None and trains else None,
+        make_weight if copied and rows.requires_grad else None,
+    )
     return made
 
 
@@ -93,16 +79,21 @@ def _normed(norm: nn.Module, x: Tensor) -> tuple[Tensor, Again]:
     """The norm in autocast's dtype, and how to make it again of `x`, which the norm saves."""
     low, kept = lowered(norm(x)), x.detach()
     kind, dtype = x.device.type, low.dtype
-    autocasts = kind != "meta" and torch.is_autocast_enabled(kind)
+    autocasts = kind != "meta" and torch.is_autocast_enabled(kind) and not _is_fp32(norm, kept)
 
     def compute() -> Tensor:
         if not autocasts:
-            made: Tensor = norm(kept)
+            made: Tensor = norm(kept).to(dtype)
             return made
         with torch.autocast(kind, dtype=dtype, cache_enabled=False):
             return lowered(norm(kept))
 
-    return low, Again(low, compute)
+    return low, Again(compute)
+
+
+def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
+    """Whether a norm is computed in fp32 with autocast and without."""
+    return x.dtype == getattr(norm.weight, "dtype", None) == torch.float32
 
 
 def can_keep_products(
@@ -128,7 +119,7 @@ def can_keep_products(
     low = x.element_size() == 2 or (kind != "meta" and torch.is_autocast_enabled(kind))
     if not block.norm_first or attention.spec.qk_norm or (low and suits_operator(x)):
         return False
-    return all(is_plain(part) for part in (*attention.children(), *mlp.children()))
+    return all(map(is_plain, attention.children())) and all(map(is_plain, mlp.children()))
 
 
 def keep_products(
@@ -136,20 +127,29 @@ def keep_products(
 ) -> Tensor:
     """As the block's own forward, (B, S, D) to (B, S, D), without dropout."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
-    low, again = _normed(block.attention_norm, x_BSD)
-    q, k, v = (_linear(part, low, again) for part in (attention.q, attention.k, attention.v))
-    x_BSD = x_BSD + _linear(attention.out, attention.mixed(q, k, v, sees, rotary))
-    low, again = _normed(block.mlp_norm, x_BSD)
-    up = _linear(mlp.up, low, again)
+    x_ND = x_BSD.flatten(0, -2)  # rows, as products have them: a view for all rather than for each
+    low, again = _normed(block.attention_norm, x_ND)
+    parts = [attention.q, attention.k, attention.v]
+    if attention.can_join(low):
+        joined = _linear(parts, low, again)
+        q, k, v = split_product(joined.view(*x_BSD.shape[:-1], -1), parts)
+    else:
+        q, k, v = (_linear([part], low, again).view(*x_BSD.shape[:-1], -1) for part in parts)
+    mixed_BSD = attention.mixed(q, k, v, sees, rotary)
+    x_ND = x_ND + _linear([attention.out], mixed_BSD.flatten(0, -2))
+    low, again = _normed(block.mlp_norm, x_ND)
+    up = _linear([mlp.up], low, again)
     kept_up = up.detach()
     if not spec.gated:
         inner = activate(spec, up)
-        its = Again(inner, lambda: activate(spec, kept_up))
+        its = Again(lambda: activate(spec, kept_up))
     else:
-        gate = _linear(mlp.gate, low, again)
+        gate = _linear([mlp.gate], low, again)
         kept_gate = gate.detach()
         active = activate(spec, gate)
-        with _replacing(Again(active, lambda: activate(spec, kept_gate))):
-            inner = active * up
-        its = Again(inner, lambda: activate(spec, kept_gate) * kept_up)
-    return x_BSD + _linear(mlp.down, inner, its)
+        inner = active * up
+        node: Any = inner.grad_fn
+        if node is not None and up.requires_grad and not has_hooks():
+            remake(node._raw_saved_self, lambda: activate(spec, kept_gate))
+        its = Again(lambda: activate(spec, kept_gate) * kept_up)
+    return (x_ND + _linear([mlp.down], inner, its)).view(x_BSD.shape)

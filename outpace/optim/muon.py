@@ -45,8 +45,8 @@ def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 class Muon(torch.optim.Optimizer):
     """Groups with "orthogonal" are stepped by Muon, the others by AdamW.
 
-    `together`: matrices of one shape are turned as a batch, and the others are stepped by one
-    operator over all of them, as a GPU wants it.
+    `together`: matrices of one shape are turned as a batch, and the others are stepped by torch's
+    fused kernels, as a GPU wants it: its operators over lists ask each tensor for its step.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         others = [group for group in groups if not group.get("orthogonal")]
         # Fills the groups that it is given with AdamW's other settings.
         self._adamw = torch.optim.AdamW(
-            others or [{"params": []}], lr=lr, betas=betas, foreach=together
+            others or [{"params": []}], lr=lr, betas=betas, foreach=False, fused=together
         )
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False})
 

@@ -37,10 +37,10 @@ _OWN_FILES = {**dict.fromkeys(SCHEDULES, "own_pipeline"), "tp": "own_tensor"}
 def apply(request: Request) -> Layout:
     """Lay the objective (on its device, or on meta: see `fill`) out as the plan's strategy says."""
     strategy, plan = request.plan.strategy, request.plan
-    if plan.untrained is not None:
+    if plan.training_obstacle is not None:
         raise BadInputError(
-            f"outpace does not train this plan: {plan.untrained}. Write it for another trainer "
-            "with outpace plan --emit, or take the next that outpace plan proposes."
+            f"outpace does not train this plan: {plan.training_obstacle}. Write it for another "
+            "trainer with outpace plan --emit, or take the next that outpace plan proposes."
         )
     require(plan, request.device)
     lacking = _split_backward_refusal(strategy, request.device)

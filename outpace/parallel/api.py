@@ -168,7 +168,7 @@ class Layout:
         if self.buffers is not None:
             self.buffers.make_equal()
 
-    def go_on(self, start_step: int) -> None:
+    def resume_from(self, start_step: int) -> None:
         """Called once, before the first step of this process: `start_step` are done already."""
 
     def learn_forms(self, batch: Batch, given: Pass) -> None:
@@ -178,7 +178,7 @@ class Layout:
         """
 
     def take_back(self) -> None:
-        """After a look's `gradients`, which are no step's: forget what an exchange counts."""
+        """Forget what collectives count, after a look's `gradients`, which are no step's."""
 
     def gradients(self, batches: Sequence[Batch], given: Pass) -> Tensor:
         """Forward and backward of this rank's micro-batches of one step.

@@ -1,4 +1,4 @@
-"""How two computations of a user's module are compared: what may be off, and by what it is seen.
+"""Comparison of two computations of a user's module: tolerances, and what shows a difference.
 
 Used by the look before the first step (first_batch.py), by a pipeline's look at its first
 micro-batch (own_look.py) and by `outpace.verify`. docs/proof.md has the tolerances' reasons.
@@ -26,7 +26,7 @@ MISSING = "is missing, and is there in one process"
 
 @dataclass(frozen=True)
 class Allowed:
-    """How far two computations of the same may be apart, by the numbers that they compute in.
+    """Tolerances between two computations of the same, by the numbers that they compute in.
 
     A whole tensor may be off by `relative` of its scale, its projection by `projection`. The scale
     is at least `floor` of the largest of its kind, for gradients of many samples may cancel. `loss`
@@ -51,19 +51,19 @@ SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
 HALF = Allowed("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
 
 
-def allowed_for(plan: Plan, narrowest: int) -> Allowed:
-    """Of gradients under a plan, by the bytes of the narrowest numbers of any rank's parameters.
+def choose_tolerance(plan: Plan, narrowest: int) -> Allowed:
+    """Return a plan's tolerances, by the bytes of the narrowest numbers of any parameter.
 
     Under autocast the same samples go through the same kernels, and what is added up over them and
     over ranks is fp32; but for parts of products (tp), and weights that are gathered in 16 bits.
     """
-    found = _allowed(plan, narrowest)
+    found = _choose_by_numbers(plan, narrowest)
     if plan.compress_gradients == "bf16":  # which rounds what ranks then add up
         return replace(found, projection=HALF.projection, floor=HALF.floor)
     return found
 
 
-def _allowed(plan: Plan, narrowest: int) -> Allowed:
+def _choose_by_numbers(plan: Plan, narrowest: int) -> Allowed:
     casts = plan.precision not in ("fp32", "fp64")
     if narrowest <= 2 or (casts and (plan.fully_shards or plan.tp > 1)):
         return HALF
@@ -72,20 +72,20 @@ def _allowed(plan: Plan, narrowest: int) -> Allowed:
     return SINGLE_IN_PARTS if casts or plan.tp > 1 else SINGLE
 
 
-def allowed_between_halves(plan: Plan, allowed: Allowed) -> float:
-    """Of the loss of a batch and of its two halves, which have other shapes and other kernels."""
+def halves_tolerance(plan: Plan, allowed: Allowed) -> float:
+    """Return the tolerance between the loss of a batch and of its halves, with other kernels."""
     return HALF.cut if plan.precision not in ("fp32", "fp64") else allowed.cut
 
 
-def micro_loss_allowed(narrowest: int, casts: bool) -> float:
-    """Of a micro-batch's loss by stages, by the bytes of the narrowest parameters."""
+def micro_loss_tolerance(narrowest: int, casts: bool) -> float:
+    """Return the tolerance of a micro-batch's loss by stages, by the narrowest bytes."""
     if casts or narrowest <= 2:
         return HALF.micro_loss
     return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
 
 
 def difference(one: float, other: float) -> float:
-    """Between two numbers, relative to the larger; 0 where `other` is not finite."""
+    """Return the relative difference of two numbers; 0 where `other` is not finite."""
     if not math.isfinite(other):
         return 0.0
     return abs(one - other) / max(abs(one), abs(other), 1e-30)
@@ -107,28 +107,28 @@ class Projection:
         signs = torch.randint(2, (count,), generator=drawn) * 2 - 1
         self._weights = (sizes * signs).to(device)
 
-    def of(self, gradient: Tensor) -> Tensor:
-        """Of a whole gradient: one float64."""
+    def project(self, gradient: Tensor) -> Tensor:
+        """Return the product of a whole gradient: one float64."""
         values = _flat(gradient)
         width = len(self._weights)
         rows = values.numel() // width
         if rows <= 1:
-            return _dot(values, self._tiled(values.numel()))
+            return _dot(values, self._repeat_weights(values.numel()))
         weights = self._weights.to(torch.promote_types(values.dtype, torch.float32))
         total = _dot(values[rows * width :], self._weights[: values.numel() - rows * width])
         for some in values[: rows * width].view(rows, width).split(_ROWS):
             total = total + (some.to(weights.dtype) @ weights).double().sum()
         return total
 
-    def of_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
-        """Of what this rank has of a parameter's gradient, which may be a part of it."""
+    def project_part(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        """Return the product of this rank's part of a parameter's gradient."""
         values = local(gradient)
         if values is gradient:
-            return self.of(gradient)
-        weights = self._tiled(parameter.numel()).float().view(parameter.shape)
+            return self.project(gradient)
+        weights = self._repeat_weights(parameter.numel()).float().view(parameter.shape)
         return _dot(_flat(values), part_of(weights, parameter).flatten())
 
-    def _tiled(self, count: int) -> Tensor:
+    def _repeat_weights(self, count: int) -> Tensor:
         return self._weights.repeat(-(-count // len(self._weights)))[:count]
 
 
@@ -151,8 +151,8 @@ def square(gradient: Tensor) -> Tensor:
     return norm.abs().double().square()
 
 
-class Comparison:
-    """What one process has, against what a layout has: sums of this rank. Collective to make.
+class LayoutComparison:
+    """Comparison of one process with a layout, by sums of this rank. Collective to make.
 
     `plain` are the sums of losses, targets and the sizes of losses, then a product for each name,
     then how many gradients each had; `layout` the sums of losses and targets; `gradients`
@@ -177,7 +177,7 @@ class Comparison:
         self._sizes = [math.sqrt(one) for one in squares]
 
     def first_wrong(self) -> tuple[str, str] | None:
-        """What differs, and the likely cause; None where nothing does."""
+        """Return what differs, and the likely cause; None where nothing does."""
         loss, count, size = self._plain[:3]
         mine, mine_count = self._layout[:2]
         if not math.isfinite(loss):
@@ -239,7 +239,7 @@ class Comparison:
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """What each tensor's difference is measured by: some gradients are truly zero."""
+    """Return what each tensor's difference is measured by: some gradients are truly zero."""
     sizes = {name: largest(tensor) for name, tensor in known.items()}
     least = floor * max(sizes.values(), default=0.0)
     return {name: max(size, least) for name, size in sizes.items()}
@@ -277,7 +277,7 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 
 
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Why a tensor cannot be compared with one process's."""
+    """Return why a tensor cannot be compared with one process's."""
     if known is None:
         return "is there, and is not in one process"
     if known.numel() and not tensor.numel():
@@ -286,7 +286,7 @@ def mismatch(tensor: Tensor, known: Tensor | None) -> str:
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """What a wrong gradient looks like: a multiple of the right one, or another parameter's."""
+    """Describe a wrong gradient: a multiple of the right one, or another parameter's."""
     known = wanted.get(name)
     if known is None or tensor.shape != known.shape or not largest(known):
         return None

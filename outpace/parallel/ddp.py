@@ -130,7 +130,7 @@ class Replicas(Layout):
             self._before.clear()
         return totals
 
-    def go_on(self, start_step: int) -> None:
+    def resume_from(self, start_step: int) -> None:
         """PowerSGD counts the steps from where the run stands."""
         if self._use is not None:
             self._use.steps = start_step
@@ -139,7 +139,7 @@ class Replicas(Layout):
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def take_back(self) -> None:
-        """As Layout's: PowerSGD counts exchanges, of which the first are whole."""
+        """Count a look as no step: PowerSGD's first collectives are whole."""
         if self._use is not None:
             self._use.steps -= 1
         if self.low_rank is not None:

@@ -27,11 +27,11 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.comparison import (
     Allowed,
-    Comparison,
+    LayoutComparison,
     Projection,
-    allowed_between_halves,
-    allowed_for,
+    choose_tolerance,
     difference,
+    halves_tolerance,
     square,
 )
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
@@ -121,7 +121,7 @@ class FirstBatch:
             self._tell_left_out(reason)
             return None
         device = layout._device()
-        allowed = allowed_for(self._plan, _narrowest(layout))
+        allowed = choose_tolerance(self._plan, _narrowest(layout))
         layout.learn_forms(passes[0] if passes else None, Pass(given.cast))
         for _, parameter in layout.named_parameters():
             parameter.grad = None
@@ -136,7 +136,7 @@ class FirstBatch:
             totals, again = self._run_watched(layout, passes, given, run, watch, found.moved)
             self._require_same(found.moved, watch.changes(), layout, allowed)
             sums = self._sums(layout, found, device, self._factor(layout, given, device))
-            compared = Comparison(
+            compared = LayoutComparison(
                 found.names, found.sums, totals.to(device), sums, allowed, self._plan.pp > 1
             )
             wrong = compared.first_wrong()
@@ -150,14 +150,14 @@ class FirstBatch:
                     parameter.grad = None
         if not kept:
             layout.take_back()
-        if apart > allowed_between_halves(self._plan, allowed):
+        if apart > halves_tolerance(self._plan, allowed):
             self._say(self._about_cut(apart))
         return totals if kept else None
 
     def _plain_pass(
         self, layout: Layout, passes: Sequence[Batch], given: Pass, device: torch.device
     ) -> tuple["_Plain | None", float]:
-        """What the plain module computes, and how far the loss of halves is apart. Collective.
+        """Run the plain module; return its sums, and how far halves are apart. Collective.
 
         None where it cannot: that is said.
         """
@@ -212,7 +212,7 @@ class FirstBatch:
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for _, names, _ in said for name in names})
-        if self._alike == 1:  # ranks with the same samples have taken a part of them each
+        if self._ranks_per_share == 1:  # ranks with the same samples have taken a part of them each
             apart = apart or _apart_names([one for _, _, one in said if one is not None])
         if apart:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
@@ -299,7 +299,7 @@ class FirstBatch:
         )
 
     def _factor(self, layout: Layout, given: Pass, device: torch.device) -> float:
-        """By what gradients are multiplied beside what the exchange divides them by."""
+        """Return the factor of gradients beside what the collective divides them by."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)
@@ -371,20 +371,20 @@ class FirstBatch:
                 drew = not same_random_state(begin, random_state(device))
         except Exception as error:
             return _failure(error)
-        if drew and self._alike > 1:
+        if drew and self._ranks_per_share > 1:
             return "the module draws random numbers, dropout apart"
         return None
 
     @property
-    def _alike(self) -> int:
-        """How many ranks have the same samples."""
+    def _ranks_per_share(self) -> int:
+        """Number of ranks that have the same samples."""
         return (self._plan.world_size - self._plan.servers) // self._plan.data_parallel
 
     def _in_order(
         self, plain: nn.Module, passes: Sequence[Batch], given: Pass, device: torch.device
     ) -> bool:
         """Whether a piece needs those before it, for buffers, counters or generators of its own."""
-        if self._alike == 1 or not passes:
+        if self._ranks_per_share == 1 or not passes:
             return False  # each rank has all pieces of its samples anyway
 
         piece = cut(passes[0], self._plan.pp_microbatches)[0]
@@ -414,7 +414,9 @@ class FirstBatch:
         for batch in passes:
             parts = cut(batch, plan.pp_microbatches) if plan.pp_microbatches > 1 else [batch]
             for part in parts:
-                mine = number % self._alike == (0 if self._alike == 1 else place)
+                mine = number % self._ranks_per_share == (
+                    0 if self._ranks_per_share == 1 else place
+                )
                 if mine or in_order:
                     yield number, part, mine
                 number += 1
@@ -444,22 +446,22 @@ class FirstBatch:
     def _halves_apart(
         self, plain: nn.Module, first: tuple[Batch, float], passes: Sequence[Batch], given: Pass
     ) -> float | None:
-        """Of the first piece, which has been run whole; None where it cannot be halved."""
+        """Compare the first piece with its halves; None where it cannot be halved."""
         piece, mean = first
         if samples_in(piece) % 2:
             return None
-        return _apart(mean, self._mean_of(plain, cut(piece, 2), given))
+        return _difference(mean, self._mean_of(plain, cut(piece, 2), given))
 
     def _pair_apart(
         self, plain: nn.Module, first: tuple[Batch, float], passes: Sequence[Batch], given: Pass
     ) -> float | None:
-        """Of a pipeline's first two pieces in one; None where there are none."""
+        """Compare a pipeline's first two pieces with both in one; None where there are none."""
         samples, size = samples_in(passes[0]), 2 * samples_in(first[0])
         if self._plan.pp_microbatches == 1 or samples % size:
             return None
         pair = cut(passes[0], samples // size)[0]
         means = [self._mean_of(plain, pieces, given) for pieces in ([pair], cut(pair, 2))]
-        return _apart(*means)
+        return _difference(*means)
 
     def _mean_of(self, plain: nn.Module, pieces: Sequence[Batch], given: Pass) -> float:
         device = next(plain.parameters()).device
@@ -501,7 +503,7 @@ class FirstBatch:
             held_by = sum(name in one for one in holders)
             share = copies(parameter.grad, self._ranks.world_size)
             alike = share if is_spread(parameter.grad) else held_by
-            product = plain.projection.of_part(parameter.grad, parameter)
+            product = plain.projection.project_part(parameter.grad, parameter)
             sums[0, number] = product / (alike * factor)
             sums[1, number] = square(local(parameter.grad)) / (alike * factor**2)
             sums[2, number] = 1
@@ -589,7 +591,7 @@ def _narrowest(layout: Layout) -> int:
     return 16 - int(_agreed_number(16 - min(sizes, default=8)))
 
 
-def _apart(whole_mean: float, halves_mean: float) -> float:
+def _difference(whole_mean: float, halves_mean: float) -> float:
     apart = difference(whole_mean, halves_mean)
     return apart if math.isfinite(apart) else 0.0
 
@@ -615,7 +617,7 @@ def _agreed_number(number: float) -> float:
 
 
 class _Plain:
-    """What the plain module computes on this rank.
+    """Results of the plain module on this rank.
 
     Sums of loss, count and sizes, then products of gradients, then how many gradients there were.
     """
@@ -635,7 +637,7 @@ class _Plain:
         """A gradient of a piece is there, and is given up."""
         if parameter.grad is None:
             return  # which a user's hook has done
-        self.sums[self._places[name]] += self.projection.of(parameter.grad)
+        self.sums[self._places[name]] += self.projection.project(parameter.grad)
         self.sums[self._places[name] + len(self.names)] += 1
         parameter.grad = None
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from outpace.parallel.api import Batch, Pass
 from outpace.parallel.blocks import named_blocks
-from outpace.parallel.comparison import difference, micro_loss_allowed
+from outpace.parallel.comparison import difference, micro_loss_tolerance
 from outpace.parallel.module_state import preserved
 from outpace.parallel.moved_parameters import keep_values
 from outpace.parallel.own_checkpoints import without_reentry
@@ -217,7 +217,7 @@ class Look:
         with given.cast():
             low = torch.is_autocast_enabled(self._at.type)
         sizes = [p.itemsize for p in self._held.parameters() if p.is_floating_point()]
-        return micro_loss_allowed(min(sizes, default=4), low)
+        return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _whole(self, batch: Batch, given: Pass) -> Tensor | None:
         """The totals of one process, of each rank's parameters; None where its forward fails."""

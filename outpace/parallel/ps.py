@@ -56,7 +56,7 @@ class Role(Layout):
 
     @property
     def has_sums(self) -> bool:  # type: ignore[override]
-        """As Layout's: where parameters are stepped."""
+        """Whether parameters are stepped on this rank."""
         return self.steps
 
     def _device(self) -> torch.device:

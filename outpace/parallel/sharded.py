@@ -56,12 +56,12 @@ class OwnSharded(Sharded):
         order = self._order
         WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 
-    def go_on(self, start_step: int) -> None:
-        """As Layout's."""
+    def resume_from(self, start_step: int) -> None:
+        """Remember the steps that are done."""
         self._start_step = start_step
 
     def take_back(self) -> None:
-        """As Layout's."""
+        """Count a look as no step."""
         if self._use is not None:
             self._use.steps -= 1
 

@@ -25,7 +25,7 @@ def nearest_batches(wanted: Wanted) -> tuple[int, ...]:
 
 
 def _units(wanted: Wanted) -> set[int]:
-    """What a batch has to be a multiple of, for each number of replicas there may be."""
+    """Return the numbers that a batch has to be a multiple of, by number of replicas."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))

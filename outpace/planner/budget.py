@@ -1,4 +1,4 @@
-"""What to recompute so that a step fits a memory budget and takes as little longer as can be.
+"""Choice of blocks to recompute so that a step fits a memory budget at the least cost in time.
 
 Blocks are alike, so a choice is a number of blocks for each mode: few enough that all are looked
 at. (Feng and Huang, "Optimal Gradient Checkpoint Search", arXiv 1808.00079, and Jain et al.,
@@ -95,14 +95,14 @@ def cheapest(
 
 
 def _ceil(wanted: float, each: float) -> int:
-    """How many of `each` make up what is wanted; too many to be had where they don't."""
+    """Return how many of `each` make up what is wanted; too many to be had where they don't."""
     if wanted <= 0:
         return 0
     return int(-(-wanted // each)) if each > 0 else 2**62
 
 
 def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
-    """The plan with so many blocks of each mode in its largest stage.
+    """Return the plan with these numbers of blocks of each mode in its largest stage.
 
     What is recomputed most comes first: when its turn comes in the backward, the blocks after it
     are done with, so what comes back for a moment finds room.
@@ -110,14 +110,16 @@ def with_modes(plan: Plan, stages: tuple[int, ...], counts: Counts) -> Plan:
     pattern = [mode for mode in reversed(MODES) for _ in range(counts.get(mode, 0))]
     pattern += ["none"] * (max(stages) - len(pattern))
     layers = tuple(mode for stage in stages for mode in pattern[:stage])
-    return Plan.parse({**_without(plan), "checkpoint_layers": layers}, "memory budget")
+    return Plan.parse(
+        {**_without_recomputation(plan), "checkpoint_layers": layers}, "memory budget"
+    )
 
 
 def _uniform(plan: Plan, mode: Checkpointing) -> Plan:
-    return Plan.parse({**_without(plan), "checkpointing": mode}, "memory budget")
+    return Plan.parse({**_without_recomputation(plan), "checkpointing": mode}, "memory budget")
 
 
-def _without(plan: Plan) -> dict[str, object]:
+def _without_recomputation(plan: Plan) -> dict[str, object]:
     return {
         **plan.model_dump(),
         "checkpointing": "none",

@@ -1,4 +1,4 @@
-"""What measured steps say of a machine: factors on the rates that plans are reckoned from.
+"""Calibration by measured steps: factors on the rates by which plans are estimated.
 
 Probes take products and copies one by one; a step's operators follow each other, with cold caches,
 autograd and hooks between them. A step's time is a sum of terms, each of which is proportional to
@@ -17,7 +17,7 @@ from outpace.planner.columns import Columns, Floats, of_plans
 from outpace.planner.device import Device
 from outpace.planner.estimate import estimate
 from outpace.planner.fabric import Fabric
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.step_setup import Question
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
@@ -43,7 +43,7 @@ class SeenStep:
 
 @dataclass(frozen=True)
 class Rates:
-    """What plans are reckoned from."""
+    """Rates by which plans are estimated."""
 
     device: Device
     fabric: Fabric
@@ -58,7 +58,7 @@ class Calibration:
     """Rates by number of ranks, and how well they are known.
 
     `off`: by how much the steps that were seen are mispredicted in the median. `covariance`: of the
-    logarithms of what the knobs were turned by, (knobs, knobs).
+    logarithms of what the knobs were turn_knobs by, (knobs, knobs).
     """
 
     rates: dict[int, Rates]
@@ -70,12 +70,12 @@ class Calibration:
         """Derivatives of the logarithms of times by those of the knobs, (knobs, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
-        turned = [np.log(steps_s(knob(rates, math.exp(_SLOPE)))) for knob in self.knobs]
-        found: Floats = (np.array(turned) - here) / _SLOPE
+        turn_knobs = [np.log(steps_s(knob(rates, math.exp(_SLOPE)))) for knob in self.knobs]
+        found: Floats = (np.array(turn_knobs) - here) / _SLOPE
         return found
 
     def spreads(self, slopes: Floats) -> Floats:
-        """How far times of these slopes may be off for their rates: deviations of logarithms.
+        """Return how far times of these slopes may be off: deviations of logarithms.
 
         Of the ratio of two times, their slopes' difference tells: what both rest on cancels out.
         """
@@ -83,7 +83,7 @@ class Calibration:
         return found
 
 
-def calibrated(
+def calibrate(
     rates: Mapping[int, Rates], seen: Sequence[SeenStep], spread: float = UNKNOWN
 ) -> Calibration:
     """The rates by which `seen` are predicted best.
@@ -96,14 +96,14 @@ def calibrated(
     knobs, groups = _knobs(next(iter(rates.values()))), _groups(seen)
     took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])
 
-    def turned(logs: Floats) -> dict[int, Rates]:
+    def turn_knobs(logs: Floats) -> dict[int, Rates]:
         found = dict(rates)
         for knob, log in zip(knobs, logs, strict=True):
             found = {ranks: knob(one, math.exp(log)) for ranks, one in found.items()}
         return found
 
     def misses(logs: Floats) -> Floats:
-        found = turned(logs)
+        found = turn_knobs(logs)
         said = np.concatenate(
             [np.empty(0), *(group.steps_s(found[group.ranks]) for group in groups)]
         )
@@ -111,15 +111,15 @@ def calibrated(
         return missed
 
     def residuals(logs: Floats) -> Floats:
-        return np.concatenate([_softened(misses(logs) / _STEP_SPREAD), logs / spread])
+        return np.concatenate([_soften(misses(logs) / _STEP_SPREAD), logs / spread])
 
     found = least_squares(residuals, np.zeros(len(knobs)), xtol=1e-4, ftol=1e-5)
     off = float(np.median(np.abs(misses(found.x)))) if seen else 0.0
     covariance = np.linalg.inv(found.jac.T @ found.jac)
-    return Calibration(turned(found.x), off, tuple(knobs), covariance)
+    return Calibration(turn_knobs(found.x), off, tuple(knobs), covariance)
 
 
-def _softened(misses: Floats) -> Floats:
+def _soften(misses: Floats) -> Floats:
     """Misses in spreads whose squares grow linearly beyond _SOFT: a disturbed step counts less."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     found: Floats = np.sign(misses) * np.sqrt(squares)
@@ -137,16 +137,16 @@ class _Group:
     step_time_s: Floats
 
     def steps_s(self, rates: Rates) -> Floats:
-        """What is predicted of each."""
+        """Return the predicted time of each step."""
         return steps_s(
             Question(self.outline, self.seq_len, rates.device, rates.fabric), self.columns
         )
 
 
 def steps_s(question: Question, columns: Columns) -> Floats:
-    """What plans take, every pipeline played."""
+    """Return the step times of plans, every pipeline simulated."""
     pipelines = np.nonzero(columns.pp > 1)[0]
-    return played(question, columns, estimate(question, columns), pipelines).step_s
+    return simulate_pipelines(question, columns, estimate(question, columns), pipelines).step_s
 
 
 def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
@@ -168,7 +168,7 @@ def _groups(seen: Sequence[SeenStep]) -> list[_Group]:
 
 
 def _knobs(rates: Rates) -> list[Knob]:
-    """Of every dtype, and of all else that a step is made of."""
+    """Return knobs for every dtype and for all else that a step consists of."""
     return [
         *(_of_dtype("best_flops_per_s", dtype) for dtype in rates.device.best_flops_per_s),
         *(_of_dtype("attention_rates", dtype) for dtype in rates.device.attention_rates),
@@ -177,33 +177,33 @@ def _knobs(rates: Rates) -> list[Knob]:
 
 
 def _of_dtype(field: str, dtype: str) -> Knob:
-    """Of one of a device's rates by dtype."""
+    """Return the knob of one of a device's rates by dtype."""
 
     def knob(rates: Rates, factor: float) -> Rates:
         before = getattr(rates.device, field)
-        return _with(rates, **{field: {**before, dtype: before[dtype] / factor}})
+        return _replace_rates(rates, **{field: {**before, dtype: before[dtype] / factor}})
 
     return knob
 
 
-def _with(rates: Rates, **values: Any) -> Rates:
+def _replace_rates(rates: Rates, **values: Any) -> Rates:
     return replace(rates, device=replace(rates.device, **values))
 
 
 def _memory(rates: Rates, factor: float) -> Rates:
-    return _with(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
+    return _replace_rates(rates, memory_bytes_per_s=rates.device.memory_bytes_per_s / factor)
 
 
 def _operators(rates: Rates, factor: float) -> Rates:
-    return _with(rates, operator_s=rates.device.operator_s * factor)
+    return _replace_rates(rates, operator_s=rates.device.operator_s * factor)
 
 
 def _optimizer(rates: Rates, factor: float) -> Rates:
-    return _with(rates, optimizer_share=rates.device.optimizer_share / factor)
+    return _replace_rates(rates, optimizer_share=rates.device.optimizer_share / factor)
 
 
 def _units(rates: Rates, factor: float) -> Rates:
-    return _with(rates, unit_s=rates.device.unit_s * factor)
+    return _replace_rates(rates, unit_s=rates.device.unit_s * factor)
 
 
 def _links(rates: Rates, factor: float) -> Rates:

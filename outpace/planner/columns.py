@@ -1,4 +1,4 @@
-"""Plans as columns: what time and memory are reckoned from, for many plans at once.
+"""Plans as columns, from which time and memory of many plans are estimated at once.
 
 Every array has one entry a plan. Words stand as numbers: their places in the tuples here.
 """
@@ -82,7 +82,7 @@ class Columns:
 
     @property
     def ranks(self) -> Ints:
-        """On the axes; parameter servers come beside."""
+        """Ranks on the axes; parameter servers come beside."""
         return self.data_parallel * self.tp * self.cp * self.pp
 
     @property
@@ -91,23 +91,23 @@ class Columns:
         product = self.strategy == STRATEGIES.index("3d")
         return self.dp_shard * np.where(product & (self.zero > 0), self.cp, 1)
 
-    def scheduled(self, *names: str) -> Bools:
-        """Whose pipeline has one of these schedules."""
+    def schedule_in(self, *names: str) -> Bools:
+        """Return which pipelines have one of these schedules."""
         return np.isin(self.schedule, [SCHEDULE_NAMES.index(name) for name in names])
 
-    def of(self, *names: Strategy) -> Bools:
-        """Whose strategy is one of these."""
+    def strategy_in(self, *names: Strategy) -> Bools:
+        """Return which plans have one of these strategies."""
         return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
 
     def holds_masters(self) -> Bools:
-        """Whose fp32 shards are the master weights that bf16-master gathers in bf16."""
-        product = self.of("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
-        split = product | self.of("zero2", "zero3", "hsdp")
-        found: Bools = split & self.precise("bf16-master")
+        """Plans whose fp32 shards are the master weights that bf16-master gathers in bf16."""
+        product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
+        split = product | self.strategy_in("zero2", "zero3", "hsdp")
+        found: Bools = split & self.precision_in("bf16-master")
         return found
 
-    def precise(self, *names: Precision) -> Bools:
-        """Whose precision is one of these."""
+    def precision_in(self, *names: Precision) -> Bools:
+        """Return which plans have one of these precisions."""
         return np.isin(self.precision, [PRECISIONS.index(name) for name in names])
 
 

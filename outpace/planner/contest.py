@@ -17,7 +17,7 @@ PRODUCT = "TP × PP × DP"
 
 @dataclass(frozen=True)
 class Contest:
-    """What all plans have in common.
+    """Values that all plans have in common.
 
     `global_batch`: samples a step, about; `common`: precision, checkpointing; `axes`: what was
     asked of tp and pp.
@@ -34,7 +34,7 @@ class Contest:
 
     @property
     def world(self) -> int:
-        """Of all devices."""
+        """Number of all devices."""
         return self.nodes * self.per_node
 
 

@@ -1,4 +1,4 @@
-"""What a step of a plan takes, in memory and in time, as far as choosing between plans needs it."""
+"""Cost of a plan's step, in memory and time, as far as choosing between plans needs it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the fullest rank: its peak, and the FLOPs and bytes read and written of one step.
+    """Peak of the fullest rank, and the FLOPs and bytes read and written in one step.
 
     `tensor_bytes` of the peak are tensors'. `slow_bytes` go to a slower place than memory and back:
     to a disk, or over a wire. `by_kind` is what the peak is made of, where that is known, by the
@@ -32,7 +32,7 @@ Predict = Callable[[Plan], Cost]
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes, moves bytes, and moves them to slower places."""
+    """Rates at which a rank computes, moves bytes, and moves them to slower places."""
 
     flops_per_s: float
     bytes_per_s: float

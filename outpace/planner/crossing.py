@@ -1,4 +1,4 @@
-"""Which axis of a plan lies on which link: for a person, and for what is emitted."""
+"""Links on which the axes of a plan lie: for reports and exported configurations."""
 
 import numpy as np
 
@@ -8,13 +8,13 @@ from outpace.planner.machines import Cluster
 from outpace.records.plan import AXES, Plan
 
 
-def crossing(cluster: Cluster, plan: Plan) -> dict[str, str]:
-    """Of each axis that is split, the link that its groups cross, and how many share it.
+def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
+    """Return, for each axis that is split, the link that its groups cross, and how many share it.
 
     Ranks lie in the order of AXES, the last closest together; ep is a part of dp_shard × cp.
     """
     found: dict[str, str] = {}
-    inside, stride = _inside(cluster), 1
+    inside, stride = _inner_link(cluster), 1
     for axis in reversed(AXES):
         size = getattr(plan, axis)
         if size > 1:
@@ -36,7 +36,7 @@ def _words(cluster: Cluster, size: int, stride: int, inside: str) -> str:
     return f"network, {nodes:,} nodes{each}{shared}"
 
 
-def _inside(cluster: Cluster) -> str:
+def _inner_link(cluster: Cluster) -> str:
     """The link between a node's devices, in words; of a machine that was probed none is known."""
     node = NODES.get(cluster.name)
     if node is None:

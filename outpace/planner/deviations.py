@@ -1,11 +1,11 @@
-"""What plans take otherwise than their rates say, learned from those that were measured.
+"""Deviations of plans' step times from what their rates predict, learned from measured plans.
 
-The planner's errors have causes that plans share: how a strategy exchanges, what recomputing costs,
-how well a micro-batch fits the caches. The logarithm of a plan's measured by its predicted time is
-taken for a sum of what each of these adds and of what is the plan's own, all unknown and normal
-around nothing. What was measured of some plans then tells of others, the more the more they have in
-common: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006), equations 2.25 and
-2.26.
+The planner's errors have causes that plans share: how a strategy communicates, what recomputing
+costs, how well a micro-batch fits the caches. The logarithm of a plan's measured by its predicted
+time is taken for a sum of what each of these adds and of what is the plan's own, all unknown and
+normal around nothing. What was measured of some plans then tells of others, the more the more they
+have in common: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006), equations
+2.25 and 2.26.
 """
 
 import math
@@ -43,11 +43,13 @@ class Deviations:
     plans: tuple[Plan, ...]
     missed: Floats
 
-    def of(self, plans: Sequence[Plan]) -> tuple[Floats, Floats]:
-        """Of each what is expected, and how far off that may be, as a standard deviation."""
+    def predict(self, plans: Sequence[Plan]) -> tuple[Floats, Floats]:
+        """Return each plan's expected deviation, and its standard deviation."""
         strategies, rest = self._times
-        between = strategies**2 * _alike(self.plans, plans) + rest**2 * _shared(self.plans, plans)
-        told = np.linalg.solve(self._known(strategies, rest), between)
+        between = strategies**2 * _by_strategy(self.plans, plans) + rest**2 * _by_size(
+            self.plans, plans
+        )
+        told = np.linalg.solve(self._covariance(strategies, rest), between)
         means: Floats = told.T @ self.missed
         prior = strategies**2 * _STRATEGY**2 + rest**2 * _SHARED_BY_ONE
         left = np.maximum(prior - np.einsum("ij,ij->j", told, between), 0.0)
@@ -55,31 +57,31 @@ class Deviations:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        """How much more strategies and all else take than thought: what is likeliest by both."""
+        """Factors on the assumed spreads of strategies and of all else: the likeliest by both."""
 
-        def unlikely(times: tuple[float, float]) -> float:
-            known = self._known(*times)
+        def loss_of(times: tuple[float, float]) -> float:
+            known = self._covariance(*times)
             seen = float(self.missed @ np.linalg.solve(known, self.missed))
             before = sum(_BEFORE * (2 * math.log(much) + much**-2) for much in times)
             return seen + float(np.linalg.slogdet(known)[1]) + before
 
-        return min(product(_TIMES.tolist(), repeat=2), key=unlikely)
+        return min(product(_TIMES.tolist(), repeat=2), key=loss_of)
 
-    def _known(self, strategies: float, rest: float) -> Floats:
+    def _covariance(self, strategies: float, rest: float) -> Floats:
         """The covariance of what was measured."""
-        own = _shared(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
-        return strategies**2 * _alike(self.plans, self.plans) + rest**2 * own
+        own = _by_size(self.plans, self.plans) + _OWN**2 * np.eye(len(self.plans))
+        return strategies**2 * _by_strategy(self.plans, self.plans) + rest**2 * own
 
 
-def _alike(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """The covariance of what strategies add: on so many processes, in a precision."""
+def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
+    """Return the covariance of what strategies add: by number of processes and precision."""
     kinds, of_others = ([(p.strategy, p.world_size, p.precision) for p in some]
                         for some in (ones, others))  # fmt: skip
     same = np.array([[one == other for other in of_others] for one in kinds], dtype=float)
     return _STRATEGY**2 * same.reshape(len(ones), len(others))
 
 
-def _shared(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
+def _by_size(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
     """The covariance of what else each of `ones` has in common with each of `others`."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS

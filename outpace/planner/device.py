@@ -1,4 +1,4 @@
-"""What a device reaches: products, attention, memory and the host's part, from catalog or probe."""
+"""Rates that a device reaches: products, attention, memory and the host, from catalog or probe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Device:
     `memory_bytes` is what a process gets, of the `nominal_bytes` that the maker prints.
     `attention_forward` and `attention_backward` are shares of the rate of 16-bit products,
     `attention_narrow` the share of that for heads of 64. An optimizer reaches `optimizer_share` of
-    the memory's rate. `hides` is the share of an exchange that can go on beside computing: none
+    the memory's rate. `hides` is the share of a collective that can proceed beside computing: none
     where the same cores do both. `sharers` ranks take turns on a core: while some wait, the others
     are that much faster. `unit_s` is what the host takes to gather or sum up one unit of shards.
     `piecewise`: rotations, and RMS norms of spread tensors, are put together from operators of
@@ -77,7 +77,7 @@ class Device:
 
 
 def dtype_of(precision: Precision) -> Dtype:
-    """In which products are computed."""
+    """Return the dtype in which products are computed."""
     name = precision.split("-")[0]
     return "fp32" if name == "fp64" else name  # type: ignore[return-value]
 
@@ -89,7 +89,7 @@ def items(precision: Ints) -> Floats:
 
 
 def of_accelerator(chip: Accelerator) -> Device:
-    """As its architecture's published measurements say."""
+    """Return the device by its architecture's published measurements."""
     curve = efficiency.product_curve(chip)
     attention = efficiency.ATTENTION[chip.architecture]
     peaks: dict[str, float] = {str(k): v for k, v in chip.peak.flops_per_s.items()}
@@ -129,11 +129,11 @@ def product_s(
     item: Floats,
     batch: Floats | float = 1.0,
 ) -> Floats:
-    """Seconds of `batch` products of (m, k) by (k, n), at `rate` FLOP/s for large ones.
+    """Return seconds of `batch` products of (m, k) by (k, n), at `rate` FLOP/s for large ones.
 
     Outputs are cut into tiles, which multiprocessors take in waves; the last wave may be nearly
     empty (wave quantisation), as may tiles at the edges (tile quantisation). Products with few
-    tiles are split over k, whose parts are then summed. A batch is so many times the tiles.
+    tiles are split over k, whose parts are then summed. A batch is that many times the tiles.
     """  # fmt: skip
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s

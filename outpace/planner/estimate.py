@@ -1,6 +1,6 @@
-"""How long a step of many plans takes, and where the time goes: closed forms, all plans at once.
+"""Step times of many plans, and where the time goes: closed forms, all plans at once.
 
-A step is the pipeline's passes (compute and what it waits for, the bubble), the exchange of
+A step is the pipeline's passes (compute and what it waits for, the bubble), the reduction of
 gradients as far as no backward hides it, and the optimizer. docs/planner.md derives each term.
 """
 
@@ -20,7 +20,7 @@ class Times:
     """Seconds of a step by what they go to, one entry a plan; they add up to the step.
 
     `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
-    `data_s` is exposed of gradients' and parameters' exchanges, `tensor_s`, `context_s`,
+    `data_s` is exposed of gradients' and parameters' collectives, `tensor_s`, `context_s`,
     `pipeline_s` and `expert_s` of those axes'. `loading_s` is waiting for samples.
     """
 
@@ -46,12 +46,12 @@ class Times:
 
 
 def estimate(question: Question, columns: Columns) -> Times:
-    """Of each plan."""
+    """Return the step times of all plans."""
     return _Step(question, columns).times()
 
 
 def stages_of(question: Question, columns: Columns) -> Stages:
-    """Of the first plan, to be played."""
+    """Return the stages of the first plan, to be simulated."""
     return _Step(question, columns.take([0])).stages()
 
 
@@ -81,14 +81,18 @@ class _Step(Pipelines, Exchanges):
         busy = self.micro * pipeline.pace_s
         own = self.outline.layers / c.pp
 
-        def of(name: str) -> Floats:
+        def mean_s(name: str) -> Floats:
             """A rank's seconds in the mean."""
             layers = of_stacks(forwards, shares, name) + of_stacks(backwards, shares, name)
             outside: Floats = np.sum([getattr(end, name) for end in ends], axis=0)
             return self.micro * (own * layers + outside / c.pp)
 
-        products, attention, tensor = of("products_s"), of("attention_s"), of("tensor_s")
-        moved = np.maximum(of("device_s") - products - attention, 0.0)
+        products, attention, tensor = (
+            mean_s("products_s"),
+            mean_s("attention_s"),
+            mean_s("tensor_s"),
+        )
+        moved = np.maximum(mean_s("device_s") - products - attention, 0.0)
         moved = moved + self.micro * self.weight_traffic_s()
         known = products + attention + tensor + moved
         fit = np.minimum(1.0, busy / np.maximum(known, 1e-30))
@@ -109,11 +113,11 @@ class _Step(Pipelines, Exchanges):
             loading_s=np.zeros(len(c)),
         )
         # A GPU's host is so far ahead of what is queued when it comes to the optimizer.
-        ahead_s = np.maximum(found.step_s - of("host_s"), 0.0)
+        ahead_s = np.maximum(found.step_s - mean_s("host_s"), 0.0)
         found = replace(found, optimizer_s=self.optimizer_step_s(ahead_s))
-        return replace(found, loading_s=self._loading(found.step_s))
+        return replace(found, loading_s=self._loading_s(found.step_s))
 
-    def _loading(self, step_s: Floats) -> Floats:
+    def _loading_s(self, step_s: Floats) -> Floats:
         """Loaders work ahead of the step, so that what is waited for is what takes longer."""
         c = self.c
         samples = c.micro_batch * self.micro * c.data_parallel

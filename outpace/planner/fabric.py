@@ -18,7 +18,7 @@ _SMALLEST = 6  # log2 of the first size of `by_size`
 
 
 class Protocol(NamedTuple):
-    """How a collective is sent: seconds once and a step, inside nodes and across, and its share.
+    """Way of sending a collective: seconds once and a step, inside nodes and across; its share.
 
     Protocols with short steps use less of the bandwidth; the fastest is taken. `by_size` makes it
     one of trees: what of its share is reached by the array's size, powers of two from 64 bytes.
@@ -52,7 +52,8 @@ class Fabric:
     scatter_rounds: int = 1
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Of groups of `size` ranks, `stride` apart: ranks on a node, nodes, groups at its cards.
+        """Return, of groups of `size` ranks `stride` apart: ranks on a node, nodes, groups at its
+        cards.
 
         The groups are those that cross the same cards at the same time.
         """
@@ -61,7 +62,7 @@ class Fabric:
         return within, np.ceil(size / within), np.maximum(1, self.per_node // within)
 
     def _ring(self, size: Ints, stride: Ints) -> tuple[Floats, Floats]:
-        """Of groups of `size` ranks, `stride` apart: bytes/s of a link, and nodes they are on."""
+        """Return bytes/s of a link, and the nodes of groups of `size` ranks `stride` apart."""
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, self.inside_bytes_per_s, np.inf)
         across = np.minimum(self.across_bytes_per_s / groups, inside)
@@ -72,11 +73,11 @@ class Fabric:
         return self._collective_s(nbytes, size, stride, 2, 1.0)
 
     def gather_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Of an all-gather into, or an all-to-all of, arrays of `nbytes`."""
+        """Return seconds of an all-gather into, or an all-to-all of, arrays of `nbytes`."""
         return self._collective_s(nbytes, size, stride, 1, self.gather_share)
 
     def scatter_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Of a reduce-scatter of arrays of `nbytes`."""
+        """Return seconds of a reduce-scatter of arrays of `nbytes`."""
         return self._collective_s(nbytes, size, stride, self.scatter_rounds, self.scatter_share)
 
     def _collective_s(

@@ -1,7 +1,7 @@
-"""The finalists' pipelines played event by event, with their unequal stages.
+"""Simulation of the finalists' pipelines event by event, with their unequal stages.
 
 The closed forms that rank all plans take every stage as the mean, or the slowest; a table that is
-played waits for what it really waits for. What it differs by goes to the bubble.
+simulated waits for what it really waits for. What it differs by goes to the bubble.
 """
 
 from dataclasses import fields
@@ -11,7 +11,7 @@ import numpy as np
 from outpace.planner.columns import SCHEDULE_NAMES, Columns, Ints
 from outpace.planner.estimate import Times, stages_of
 from outpace.planner.step_setup import Question
-from outpace.planner.tables import wired
+from outpace.planner.tables import schedule_graph
 
 # Of a step, what a pipeline's passes are made of.
 _PASSES = (
@@ -20,22 +20,22 @@ _PASSES = (
 _MOST_ACTIONS = 400_000  # that are played; longer tables have next to no bubble
 
 
-def played(question: Question, columns: Columns, times: Times, places: Ints) -> Times:
+def simulate_pipelines(question: Question, columns: Columns, times: Times, places: Ints) -> Times:
     """`times`, with those at `places` that are pipelines as their table comes out."""
     found = {f.name: getattr(times, f.name).copy() for f in fields(Times)}
     for place in places:
         row = columns.take([int(place)])
-        if row.pp[0] == 1 or row.scheduled("mp")[0] or _actions(row) > _MOST_ACTIONS:
+        if row.pp[0] == 1 or row.schedule_in("mp")[0] or _actions(row) > _MOST_ACTIONS:
             continue
         pipeline = stages_of(question, row)
-        table = wired(
+        table = schedule_graph(
             SCHEDULE_NAMES[row.schedule[0]], int(row.pp[0]), int(row.microbatches[0]),
             int(row.stages_per_rank[0]),
         )  # fmt: skip
         passes = float(row.passes[0])
         whole = table.makespan_s(pipeline.times, pipeline.transfer_s) / question.device.sharers
         # Ranks that take turns on a core are faster while others wait, up to what all have to do.
-        work = sum(one.of("F") + one.of("B") for one in pipeline.times) / int(row.pp[0])
+        work = sum(one.seconds("F") + one.seconds("B") for one in pipeline.times) / int(row.pp[0])
         busy = float(row.microbatches[0]) * work
         whole = passes * (max(whole, busy) + pipeline.posted_s)
         known = {name: float(found[name][place]) for name in _PASSES}

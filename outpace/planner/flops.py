@@ -90,11 +90,11 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
     """
     weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
     attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
-    unread = 0 if head else _unread(spec, seq_len, block_weights(spec), _FORWARD_PRODUCTS)
+    unread = 0 if head else _unread_flops(spec, seq_len, block_weights(spec), _FORWARD_PRODUCTS)
     return samples * (2 * seq_len * weights + attention - unread)
 
 
-def _unread(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
+def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
     """FLOPs that the last block is spared of one sample whose one place is read.
 
     Of all other places it needs keys and values alone. `weights`: elements that a whole block would
@@ -143,16 +143,16 @@ def step_flops(
     if not head:
         last = _layer_product(spec, seq_len, spec.layers - 1)
         scores -= (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * (last - last // seq_len)
-        again -= _unread_again(spec, seq_len, modes[-1])
+        again -= _spared_flops(spec, seq_len, modes[-1])
     return products + samples * (scores + again)
 
 
-def _unread_again(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Of `recomputed_flops`, what the last block is spared where one place is read."""
+def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
+    """Return what the last block is spared of `recomputed_flops` where one place is read."""
     if mode in ("none", "selective"):
         return 0
     products = 0 if mode == "attention" else _FORWARD_PRODUCTS
-    return _unread(spec, seq_len, _recomputed_weights(spec), products)
+    return _unread_flops(spec, seq_len, _recomputed_weights(spec), products)
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:

@@ -1,6 +1,6 @@
-"""What a trainer holds in memory whatever its plan is: outpace, Megatron-LM, Lightning's FSDP.
+"""Memory that a trainer holds whatever its plan is: outpace, Megatron-LM, Lightning's FSDP.
 
-The memory formula knows a plan by its axes and levers. How a program goes about them, which none
+The memory formula knows a plan by its axes and options. How a program goes about them, which none
 of these says, stands here, each with where that is said or seen.
 """
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Habits:
-    """Of one program.
+    """Use of memory by one program.
 
     `chunks_loss`: large logits are taken in chunks. `softmax_in_place`: of logits there is one copy
     in fp32, which becomes the softmax and then its gradient. `gathers_again`: under sequence
     parallelism a rank keeps its share of what products read. `main_gradients`: gradients are added
-    up in a buffer of so many bytes each, there from the first step to the last, and weights are
+    up in a buffer of that many bytes each, there from the first step to the last, and weights are
     whole unless a plan shards them; None: as outpace's strategies do. `cuts_evenly`: zero1 gives
     out elements, over data and context parallelism, not whole parameters. `receives_anew`: a
     pipeline has a buffer for what is received now, not for each micro-batch, and lets go of what

@@ -1,4 +1,4 @@
-"""What a setting that is not searched by itself would gain, from a search beside the best plan."""
+"""Gains of settings that are not searched by default, from a search beside the best plan."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.outlines import parameters
 from outpace.planner.search import Needs, search
 from outpace.planner.space import Wanted
@@ -32,10 +32,10 @@ def hint(
     that it takes a share of the search before: what is found may be less than --vary finds.
     """
     gains = []
-    for name, beside in _beside(question.device, wanted, best):
+    for name, beside in _variations(question.device, wanted, best):
         found = search(question, beside, needs, limit, 1)
         if len(found.ranked):
-            times = played(question, found.columns, found.times, found.ranked)
+            times = simulate_pipelines(question, found.columns, found.times, found.ranked)
             seconds: Floats = times.step_s[found.ranked]
             gains.append((step_s / float(seconds.min()), name, beside))
     told = [one for one in sorted(gains, key=lambda one: -one[0]) if one[0] >= _LEAST]
@@ -51,8 +51,8 @@ def _word(name: str) -> str:
     return next(word for one, _, word in _ASKED if one == name)
 
 
-def _beside(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
-    """What is asked for with one setting more, on the axes of the best plan."""
+def _variations(device: Device, wanted: Wanted, best: Plan) -> Iterator[tuple[str, Wanted]]:
+    """Yield requests with one setting more, on the axes of the best plan."""
     for name, value, _ in _ASKED:
         if name in wanted.keep or name in wanted.vary:
             continue

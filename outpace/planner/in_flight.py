@@ -1,4 +1,4 @@
-"""How many micro-batches a pipeline's ranks keep activations of, by its schedule's order.
+"""Micro-batches of which a pipeline's ranks keep activations, by its schedule's order.
 
 A rank keeps what a stage's forward of a micro-batch left until its backward is done. Before any
 gradients exist the most is kept at the end of the warm-up; later on, with all gradients there,
@@ -53,9 +53,9 @@ def ranks_of(
     layers: tuple[int, ...],
     every: int = 0,
 ) -> tuple[Rank, ...]:
-    """Those of which one is the fullest: the first, one between and the last.
+    """Return the ranks of which one is the fullest: the first, one between and the last.
 
-    Every so many blocks from the first on recompute; 0: none.
+    Every `every`-th block from the first on recomputes; 0: none.
     """
     tried = {0, 1, pp // 2, pp - 2, pp - 1} & set(range(pp))
     ranks = {
@@ -71,15 +71,15 @@ def _weight(rank: Rank) -> tuple[float, int]:
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
 
-def alone(layers: int, every: int = 0) -> Rank:
+def single_rank(layers: int, every: int = 0) -> Rank:
     """All layers on one rank."""
     blocks = range(layers)
     return Rank(
-        layers, float(layers), 1, True, True, 1, 0, 1, 0, 0, 0, 0, *_recomputed(blocks, every)
+        layers, float(layers), 1, True, True, 1, 0, 1, 0, 0, 0, 0, *_recompute_share(blocks, every)
     )
 
 
-def _recomputed(blocks: Sequence[int], every: int) -> tuple[float, bool, bool]:
+def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bool]:
     """The share of blocks that recompute, and whether the first and the last do."""
     found = [every > 0 and block % every == 0 for block in blocks]
     return (sum(found) / len(found), found[0], found[-1]) if found else (0.0, False, False)
@@ -119,7 +119,7 @@ def _rank(
         chunks, later_chunks, losses, later_losses, borders,
         done if schedule.splits_backward else 0,
         {"zb": rank, "zbv": 1}.get(name, 0),
-        *_recomputed(blocks, every),
+        *_recompute_share(blocks, every),
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _most(
 def _operations(
     name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """What a rank does, in order. A whole backward of a schedule that splits others is two."""
+    """Yield a rank's operations. A whole backward of a schedule that splits others is two."""
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, each):
         stage = mine.index(action.stage)

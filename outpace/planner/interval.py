@@ -1,4 +1,4 @@
-"""How sure a predicted time is."""
+"""Uncertainty of a predicted time."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def _residuals() -> Mapping[str, Any]:
 
 
 def interval(calibrated: bool, guessed: bool = False) -> tuple[float, float]:
-    """Of a predicted time: the factors between which the true one lies with LEVEL.
+    """Return the factors on a predicted time between which the true one lies with LEVEL.
 
     They are quantiles of real comparisons: of published steps, and of steps on a machine whose
     rates steps of a probe put right (benchmarks/planner_accuracy.py, planner_measured.py).

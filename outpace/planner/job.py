@@ -1,4 +1,4 @@
-"""What is planned: a model, a batch and a machine."""
+"""Planning problem: a model, a batch and a machine."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -37,14 +37,14 @@ class Job:
         """Bytes of a device's memory, as its driver leaves it; the largest number: not known."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
-    def on(self, nodes: int) -> "Job":
-        """The same on so many nodes."""
+    def with_nodes(self, nodes: int) -> "Job":
+        """Return the same problem on another number of nodes."""
         cluster = replace(self.cluster, nodes=nodes)
         return replace(self, cluster=cluster, wanted=replace(self.wanted, world=cluster.devices))
 
     @property
     def question(self) -> Question:
-        """What times are reckoned from."""
+        """Problem as the time model takes it."""
         return Question(
             self.outline,
             self.wanted.seq_len,
@@ -53,19 +53,19 @@ class Job:
             loader_tokens_per_s=self.cluster.loader_tokens_per_s,
         )
 
-    def needs(self, columns: Columns) -> Floats:
+    def required_bytes(self, columns: Columns) -> Floats:
         """Bytes of each plan's fullest rank."""
         return memory.reserved_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             habits=self.habits,
         )  # fmt: skip
 
-    def asks(self, columns: Columns) -> Floats:
+    def checked_bytes(self, columns: Columns) -> Floats:
         """`needs`, but just above the limit where a node's host cannot take what is offloaded.
 
         Such a plan does not fit, and is nearer to it than those that are too large for a device.
         """
-        needs = self.needs(columns)
+        needs = self.required_bytes(columns)
         host_bytes = self.cluster.host_bytes
         if host_bytes is None:
             return needs
@@ -83,9 +83,9 @@ class Job:
             name: np.where(getattr(columns, name) == host, host, 0)
             for name in ("offload_activations", "offload_parameters", "offload_optimizer")
         }
-        return self.away(replace(columns, **kept))
+        return self.offloaded_total_bytes(replace(columns, **kept))
 
-    def away(self, columns: Columns) -> Floats:
+    def offloaded_total_bytes(self, columns: Columns) -> Floats:
         """Bytes that the ranks of a node keep on its host or its disks, of each plan."""
         device = self.cluster.device.kind
         each = memory.anatomy(self.outline, self.wanted.seq_len, columns, device)["offloaded"]
@@ -94,7 +94,7 @@ class Job:
 
 
 def _on_host(columns: Columns) -> Bools:
-    """Which plans offload to the host's memory."""
+    """Return which plans offload to the host's memory."""
     host = OFFLOADS.index("cpu")
     found: Bools = (
         (columns.offload_activations == host)

@@ -1,4 +1,4 @@
-"""What one layer's forward leaves for its backward, in bytes, and what its weights are.
+"""Bytes that one layer's forward pass leaves for its backward pass, and sizes of its weights.
 
 The terms are derived in docs/memory_formula.md: what autograd saves of each operator in
 `nn.block`, no more and no less. Legend: T tokens of a micro-batch on a rank, R of them in the
@@ -14,7 +14,7 @@ from outpace.planner.columns import MODES, PRECISIONS, Columns, Floats
 from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.outlines import Weight, layer_parameters, weights
 from outpace.records.optimizers import SHARD_DTYPES
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 
 FP32 = 4
@@ -40,9 +40,9 @@ _SENT = np.array(
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a plan's tensors: bytes of items, and elements of the tensors that go between layers.
+    """Sizes of a plan's tensors: bytes of items, elements of what goes between layers.
 
-    Where ranks split parameters these are `gathered`, and gradients `reduced`, in so many bytes.
+    Where ranks split parameters these are `gathered`, and gradients `reduced`, in that many bytes.
     """
 
     weight: Floats
@@ -62,7 +62,7 @@ class Shapes:
 
 
 def shapes(outline: Outline, seq_len: int, columns: Columns) -> Shapes:
-    """For every plan."""
+    """Return the sizes for every plan."""
     weight, operand, stream = _TABLE[columns.precision].T
     weight = np.where(columns.holds_masters(), FP32, weight)
     tokens = columns.micro_batch * seq_len / columns.cp
@@ -109,7 +109,7 @@ class Layer:
 
     @property
     def elements(self) -> Floats:
-        """Of all parameters of a layer on a rank."""
+        """Elements of all parameters of a layer on a rank."""
         return self.matrices + self.vectors
 
     @property
@@ -119,12 +119,12 @@ class Layer:
 
     @property
     def attention(self) -> Floats:
-        """What attention keeps beside what it reads."""
+        """Bytes that attention keeps beside what it reads."""
         return self.queries + 2 * self.keys + self.mixed + self.heads_apart + self.scores
 
     @property
-    def kept(self) -> Floats:
-        """Of a layer that recomputes nothing, its input included."""
+    def saved_bytes(self) -> Floats:
+        """Bytes of a layer that recomputes nothing, its input included."""
         return (
             self.norms * (self.residual + self.norm + self.input)
             + self.attention
@@ -134,10 +134,10 @@ class Layer:
             + self.other
         )
 
-    def kept_in(self, mode: Checkpointing) -> Floats:
-        """Of a layer in a mode, its input included."""
+    def saved_bytes_in(self, mode: Checkpointing) -> Floats:
+        """Return the bytes of a layer in a mode, its input included."""
         if mode == "none":
-            return self.kept
+            return self.saved_bytes
         kept = self.residual
         if mode in ("attention", "selective"):
             kept = kept + self.mixed
@@ -237,7 +237,7 @@ def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: Colu
 
 
 def _attention(
-    one: Attention,
+    one: AttentionShape,
     columns: Columns,
     sizes: Shapes,
     device: str,
@@ -254,7 +254,7 @@ def _attention(
         keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
     # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
     # attention on a CPU (nn.attention) keeps none.
-    low = columns.precise("bf16", "bf16-master", "bf16-pure", "fp8")
+    low = columns.precision_in("bf16", "bf16-master", "bf16-pure", "fp8")
     own = low & (columns.cp == 1) & (device == "cpu")
     kept = fused & ~(own & habits.chunks_loss)
     mixed = item * tokens * heads * one.value_dim + FP32 * tokens * heads * kept
@@ -290,7 +290,7 @@ def _mlp(mlp: Mlp, columns: Columns, sizes: Shapes) -> tuple[Floats, Floats]:
 
 
 def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
-    """Over all layers of all stacks."""
+    """Return the mean over all layers of all stacks."""
     total = sum(stack.layers for stack in stacks)
     return sum(
         (value * (stack.layers / total) for value, stack in zip(values, stacks, strict=True)),

@@ -14,7 +14,7 @@ from outpace.catalog import efficiency
 from outpace.planner.columns import Floats
 from outpace.planner.device import Device, product_s
 from outpace.planner.outlines import Weight, seen_length, weights
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 # FlashAttention-2 and what came after it; the Triton kernels of before; scores that are written.
 Kernel = Literal["fused", "triton", "unfused"]
@@ -110,7 +110,7 @@ def layer(
         ahead, back = _attention(device, cells, attention, length, keys, kernel)
         inner, inner_back = inner + ahead, inner_back + back
     fused = kernel != "unfused"
-    moved, moved_back = _moved(device, outline, stack, cells, fused)
+    moved, moved_back = _layer_traffic(device, outline, stack, cells, fused)
     rate = device.memory_bytes_per_s
     forward = forward + inner + tokens * moved / rate
     backward = backward + inner_back + tokens * moved_back / rate
@@ -161,7 +161,7 @@ def _weight(
 
 
 def _float8(device: Device, cells: Cells) -> Floats:
-    """1 where products are in float8, whose operands are scaled and cast anew each time.
+    """Return 1 where products are in float8, whose operands are scaled and cast each time.
 
     torchao's Float8Linear has one scale a tensor. Bytes of a number: the largest is looked for
     (reads 2 of an activation or its gradient, 4 of a weight), then it is cast (reads as much,
@@ -173,9 +173,9 @@ def _float8(device: Device, cells: Cells) -> Floats:
 
 
 def _products(
-    device: Device, cells: Cells, products: Sequence[Product], length: int
+    device: Device, cells: Cells, products: Sequence[ProductShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """As of a weight, of products that nothing cuts."""
+    """Yield `_weight` for products that nothing cuts."""
     for product in products:
         tokens = cells.samples * (product.positions or length) / cells.cp
         weight = Weight(product.name, product.inputs, product.outputs, "none")
@@ -185,7 +185,7 @@ def _products(
 
 
 def _attention(
-    device: Device, cells: Cells, attention: Attention, length: int, keys: int, kernel: Kernel
+    device: Device, cells: Cells, attention: AttentionShape, length: int, keys: int, kernel: Kernel
 ) -> tuple[Floats, Floats]:
     """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
@@ -218,8 +218,8 @@ def _attention(
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
 
 
-def _keys_seen(device: Device, attention: Attention, keys: int) -> int:
-    """Of which scores are computed for a query. On a GPU a window is made of whole blocks."""
+def _keys_seen(device: Device, attention: AttentionShape, keys: int) -> int:
+    """Return the keys that a query has scores for. On a GPU a window has whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -238,29 +238,29 @@ def _attention_rate(device: Device, cells: Cells) -> Floats:
     return rate
 
 
-def _moved(
+def _layer_traffic(
     device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
     """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
-    eager = _moved_eagerly(device, outline, stack, cells, fused)
+    eager = _eager_traffic(device, outline, stack, cells, fused)
     if device.kind != "cuda":
         return eager
-    tight = _moved_compiled(outline, stack, cells, fused)
+    tight = _compiled_traffic(outline, stack, cells, fused)
     ahead, back = (np.where(cells.compiled > 0, *pair) for pair in zip(tight, eager, strict=True))
     return ahead, back
 
 
-def _moved_compiled(
+def _compiled_traffic(
     outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """As `_moved`, of the kernels that Inductor makes for a GPU (torch/_inductor/scheduler.py).
+    """Return `_layer_traffic` of Inductor's kernels for a GPU (torch/_inductor/scheduler.py).
 
     It fuses what is elementwise with a reduction over the same rows. A sum into the residual
     stream, the norm after it and the cast for the next product are one kernel, which reads the
     stream and the branch and writes the stream and the norm's result. Backwards one kernel reads
     the gradient of the result, the stream and its gradient, and writes the latter, and once more
     cast for the product before; another reads the first two again for the norm's weights. Dropout
-    draws its numbers anew. An activation is one kernel between products, and so is a rotation.
+    draws its numbers again. An activation is one kernel between products, and so is a rotation.
     """
     split = outline.hidden / cells.norm_split
     wide, low = split * cells.wide, split * cells.item
@@ -297,10 +297,10 @@ def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float
     return float(ahead), float(2 * products + inner + 1 + 2 * stack.norms + between + biases)
 
 
-def _moved_eagerly(
+def _eager_traffic(
     device: Device, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """As `_moved`, of a kernel for each operator; on a CPU also of what is compiled.
+    """Return `_layer_traffic` of a kernel for each operator; on a CPU also of what is compiled.
 
     On a GPU autocast casts what a norm gives for the product after it, and the branch's gradient.
     """
@@ -411,7 +411,7 @@ def head(
     own_loss = own_loss and device.kind == "cuda"
     if own_loss and outline.vocab:  # tokens are predicted, not classes
         outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
-    weight = Weight("head", outline.embedded, outputs, "outputs")
+    weight = Weight("head", outline.table_width, outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
     for ahead, back, own in _products(device, cells, outline.head_products, length):
         one, inputs, grads = one + ahead, inputs + back, grads + own
@@ -446,7 +446,7 @@ def embedding(device: Device, outline: Outline, cells: Cells, seq_len: int) -> E
     for ahead, inputs, grads in _products(device, cells, outline.embed_products, length):
         one, back_s = one + ahead, back_s + inputs + grads
     moved = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
-    table = outline.vocab / cells.tp * outline.embedded * cells.wide
+    table = outline.vocab / cells.tp * outline.table_width * cells.wide
     moved_back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
     operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_products))
     return Ends(one + moved, back_s + moved_back, one, back_s, operators)

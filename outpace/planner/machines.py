@@ -10,7 +10,7 @@ from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS
 from outpace.catalog.processors import flops_per_cycle
 from outpace.catalog.references import Kind, references
-from outpace.planner.calibrate import Rates, SeenStep, calibrated
+from outpace.planner.calibrate import Rates, SeenStep, calibrate
 from outpace.planner.device import Device, of_accelerator
 from outpace.planner.fabric import Fabric, Protocol
 from outpace.planner.networks import of_node
@@ -28,8 +28,9 @@ from outpace.records.units import show_share
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many nodes, and what is known of them. `probed`: its rates were measured; `calibrated`: by
-    whole steps, too.
+    """A number of nodes, and what is known of them.
+
+    `probed`: its rates were measured; `calibrated`: by whole steps, too.
 
     `loader_tokens_per_s` is what a node loads; infinite where that was not probed. `host_bytes` is
     its host's memory, which devices may offload to; None: not known, or the host is the device.
@@ -47,7 +48,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices of all nodes."""
         return self.nodes * self.fabric.per_node
 
     @property
@@ -57,7 +58,7 @@ class Cluster:
 
     @property
     def source(self) -> RateSource:
-        """Of its rates."""
+        """Origin of its rates."""
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 
 
@@ -159,11 +160,11 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         chip = find_accelerator(machine.devices[0].name, machine.devices[0].memory_bytes)
     device = _probed_device(machine, known, ranks, chip)
     rates = Rates(device, _probed_fabric(known, ranks, device.kind))
-    seen = list(_seen(known, ranks * probed.hosts, rates.device.kind))
+    seen = list(_reference_steps(known, ranks * probed.hosts, rates.device.kind))
     said = []
     if seen:
         world = ranks * probed.hosts
-        found = calibrated({world: _with_all_rates(rates)}, seen)
+        found = calibrate({world: _with_all_rates(rates)}, seen)
         rates = found.rates[world]
         said = [
             f"its rates are those by which {len(seen)} steps of the probe are predicted best, "
@@ -186,8 +187,8 @@ def _probed_fabric(known: "_Known", ranks: int, kind: Kind) -> Fabric:
     probed = known.probed
     inside, across = probed.inside_bytes_per_s(), probed.node_network_bytes_per_s()
     fit = probed.fit("all-reduce", "all") or probed.fit("all-reduce", "node")
-    latency = known.of(fit.latency) if fit is not None else None
-    carried = inside or (known.of(fit.bandwidth) if fit is not None else None)
+    latency = known.value_of(fit.latency) if fit is not None else None
+    carried = inside or (known.value_of(fit.bandwidth) if fit is not None else None)
     rate = carried or _GLOO_BYTES_PER_S
     each = (latency or _GLOO_LATENCY_S) / 2
     protocol = Protocol(each, each, 1e-3, 1.0)
@@ -201,7 +202,7 @@ def _by_gloo(fabric: Fabric) -> Fabric:
 
 
 def _with_all_rates(rates: Rates) -> Rates:
-    """With what the catalog has no figure of for an accelerator: steps mend it."""
+    """Add the rates of which the catalog has no figure for an accelerator: steps correct them."""
     device = rates.device
     if device.kind == "cpu":
         return rates
@@ -211,8 +212,8 @@ def _with_all_rates(rates: Rates) -> Rates:
     return replace(rates, device=device)
 
 
-def _seen(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
-    """The references' steps on so many ranks of all hosts, as far as this version has them."""
+def _reference_steps(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
+    """Yield the references' steps on `ranks` ranks of all hosts, those of this version."""
     catalog = references(ranks, kind)
     for figure in known.probed.figures:
         key = figure.key
@@ -221,7 +222,7 @@ def _seen(known: "_Known", ranks: int, kind: Kind) -> Iterator[SeenStep]:
             continue
         if key.of.get("digest", one.digest) != one.digest:
             continue
-        step_time_s = known.of(figure)
+        step_time_s = known.value_of(figure)
         if step_time_s:
             model = outline(one.spec, "reference")
             yield SeenStep(model, one.seq_len, one.global_batch, one.plan, step_time_s)
@@ -286,8 +287,8 @@ class _Known:
         self.probed = probed
         self._unstable: set[Key] = set()
 
-    def of(self, figure: Figure | None) -> float | None:
-        """Its value; of an unstable one the median of what was measured."""
+    def value_of(self, figure: Figure | None) -> float | None:
+        """Return a figure's value; of an unstable one the median of what was measured."""
         if figure is None:
             return None
         if figure.value is None and figure.samples:
@@ -303,20 +304,20 @@ class _Known:
             if key.kind != "matmul" or key.what not in ("candidate", "curve", "best"):
                 continue
             sizes = [key.of.get(name) for name in "mnk"]
-            rate = self.of(figure)
+            rate = self.value_of(figure)
             if key.has(dtype=dtype) and rate and all(isinstance(size, int) for size in sizes):
                 flops = 2.0 * math.prod(int(size) for size in sizes if size is not None)
                 best[flops] = max(best.get(flops, 0.0), rate)
         return best
 
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
-        """What `ranks` loaders of outpace load at best; infinite where none was probed.
+        """Return what `ranks` loaders of outpace load at best; infinite where none was probed.
 
-        One was probed at a time; so many at once are as fast as long as each worker has a core.
+        One was probed at a time; that many at once are as fast as long as each worker has a core.
         """
         found = []
         for figure in self.probed.figures:
-            key, rate = figure.key, self.of(figure)
+            key, rate = figure.key, self.value_of(figure)
             if (key.kind, key.what) == ("loader", "tokens") and key.has(loader="outpace") and rate:
                 at_once = cores / max(1, key.number("workers"))
                 found.append(rate * max(1.0, min(ranks, at_once)))
@@ -324,7 +325,7 @@ class _Known:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of the figures."""
+        """Return notes on the figures for the user."""
         if not self._unstable:
             return []
         return [
@@ -345,7 +346,7 @@ def _probed_device(machine: Machine, known: _Known, ranks: int, chip: Accelerato
         )
     copies = [f for f in known.probed.figures if (f.key.kind, f.key.what) == ("memory", "copy")]
     largest = max(copies, key=lambda f: f.key.number("bytes"), default=None)
-    memory = known.of(largest)
+    memory = known.value_of(largest)
     if chip is not None:
         base = of_accelerator(chip)
         return replace(
@@ -362,7 +363,7 @@ def _probed_device(machine: Machine, known: _Known, ranks: int, chip: Accelerato
     share = 1 / ranks
     rates = {dtype: value * share for dtype, value in best.items()}
     found = _cpu(machine, ranks, rates, (memory or 10e9) * share, tuple(curve))
-    disk = known.of(known.probed.find("storage", "sequential write"))
+    disk = known.value_of(known.probed.find("storage", "sequential write"))
     return found if disk is None else replace(found, disk_bytes_per_s=disk)
 
 
@@ -381,7 +382,7 @@ def _unknown(
     attention, share = efficiency.ATTENTION["ampere"], efficiency.PRODUCTS["ampere"].share
     first = machine.devices[0]
     return replace(
-        _as_measured(first.name, first.memory_bytes, rates, bytes_per_s, curve),
+        _measured_cluster(first.name, first.memory_bytes, rates, bytes_per_s, curve),
         kind="cuda",
         operator_s=efficiency.OPERATOR_S,
         attention_forward=attention.forward / share,
@@ -402,7 +403,7 @@ def _cpu(
 ) -> Device:
     """One of `ranks` processes on a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
-    found = _as_measured(machine.cpu, share, rates, bytes_per_s, curve)
+    found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
     # What exchanges does the same cores do that compute.
     sharers = max(1.0, ranks / machine.host_cores)
     # Its attention in 16 bits is no faster than in fp32 (docs/log.md).
@@ -413,7 +414,7 @@ def _cpu(
     )  # fmt: skip
 
 
-def _as_measured(
+def _measured_cluster(
     name: str,
     memory_bytes: int | None,
     rates: dict[str, float],
@@ -444,7 +445,7 @@ def _as_measured(
 
 
 def network_share(network: Network) -> float:
-    """Of what a network carries, by the kind of link that its name has; measured: all of it."""
+    """Return the share of its rate that a network reaches, by its kind of link."""
     if network.origin == "measured":
         return 1.0
     for link in LINKS.values():

@@ -93,7 +93,7 @@ def _steps(
     finds: bool,
 ) -> Iterator[tuple[Ints, "Step"]]:
     """Plans with and without a pipeline apart, and as many at a time as caches hold."""
-    product = columns.of("3d")
+    product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
     groups = 2 * (columns.pp > 1) + shards
@@ -113,7 +113,7 @@ def reserved_bytes(
     fused_attention: bool = True,
     habits: Habits = OUTPACE,
 ) -> Floats:
-    """What a device has to have: with the allocator's segments, CUDA's context and NCCL's buffers.
+    """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
 
     All three are bounds by stated rules (docs/memory_formula.md), as nothing was measured: what is
     left of partly used segments, kernels and context, and a ring's buffers for each group of ranks.

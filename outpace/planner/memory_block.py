@@ -17,10 +17,10 @@ class Block(Setup):
     def _block(self, tape: Tape, present: Floats, mode: dict[Checkpointing, Floats]) -> None:
         """A block's backward, with what it computes again before."""
         s, b = self.s, self.block
-        kept = self._kept_by(mode)
-        again = b.kept - kept
-        away = self._away_by(mode)  # offloaded tensors are used where they lie
-        live = (1 - away / np.maximum(b.kept, 1)) * present
+        kept = self._saved_bytes(mode)
+        again = b.saved_bytes - kept
+        away = self._offloaded_bytes(mode)  # offloaded tensors are used where they lie
+        live = (1 - away / np.maximum(b.saved_bytes, 1)) * present
         copies = self._copy_bytes() * present * (1 - mode["none"])
         # Bytes of copies for each element of a matrix, as far as they are here.
         copied = self._copy_bytes() / np.maximum(self.matrices, 1)
@@ -85,7 +85,7 @@ class Block(Setup):
         tape.drop("temporary", read + gathered + heads)
         tape.drop("activations", input_)
         self._through_norm(tape, stream, read, live)
-        remains = b.kept - b.attention - b.inners * b.inner - 2 * b.input
+        remains = b.saved_bytes - b.attention - b.inners * b.inner - 2 * b.input
         tape.drop("activations", (remains - 2 * (b.residual + b.norm)) * live + cached)
         held = self._copy_bytes() * present * mode["none"]
         tape.drop("offloaded", held * self.off_acts + away * present)

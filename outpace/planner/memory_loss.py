@@ -31,7 +31,7 @@ _LOW_HEAD_ROWS = 2048
 
 @dataclass(frozen=True)
 class _Head:
-    """A rank's: `here` where it has one, of so many `elements`; `rows` tokens come to it.
+    """Head of a rank: `here` where it has one, of `elements`; `rows` tokens come to it.
 
     `more` micro-batches wait for their backward; `last` bytes of a buffer go as it begins.
     """
@@ -43,13 +43,13 @@ class _Head:
     more: Floats
     last: Floats
 
-    def of(self, plans: Bools) -> "_Head":
-        """Of these plans alone."""
+    def select(self, plans: Bools) -> "_Head":
+        """Return the head of these plans alone."""
         return replace(self, here=self.here * plans, last=self.last * plans)
 
 
 class Loss(Setup):
-    """From the last hidden state to its gradient."""
+    """Memory from the last hidden state to its gradient."""
 
     def _loss(self, tape: Tape, place: Place, losses: Floats) -> None:
         """The last norm and the head; what is left of it is the gradient of the last hidden state.
@@ -63,26 +63,26 @@ class Loss(Setup):
         vocab = np.ceil(self.outline.outputs / c.tp)
         stream = s.part * s.stream
         # What the norm before the head keeps, and its transform where there is one.
-        before = stream + self.block.norm * self.block.composed + self._transformed()
+        before = stream + self.block.norm * self.block.composed + self._head_transform()
         kept_before = np.maximum(losses, 1) * before * here
         tape.pass_over("activations", kept_before)
         tape.pass_over("activations", (many > 1) * rows * self.outline.hidden * s.stream)
         head = vocab * self.outline.hidden
-        chunked = self._chunked(rows, vocab)
+        chunked = self._uses_chunks(rows, vocab)
         more = np.maximum(losses - 1, 0) * here
         # Where weights stay gathered, the last block's buffer goes as the backward begins.
         last = self.fsdp * self.used * self.elements * ~self.regathers
-        low, accelerated = self._low() & ~chunked, self._accelerated()
+        low, accelerated = self._low() & ~chunked, self._uses_head_loss()
         at = _Head(here, rows, vocab, head, more, last)
-        self._low_logits(tape, at.of(low))
-        self._whole_logits(tape, at.of(~chunked & ~low & ~accelerated))
-        self._in_chunks(tape, at.of(chunked & ~accelerated))
+        self._low_logits(tape, at.select(low))
+        self._whole_logits(tape, at.select(~chunked & ~low & ~accelerated))
+        self._in_chunks(tape, at.select(chunked & ~accelerated))
         padded = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
         at = replace(at, vocab=padded, elements=padded * self.outline.hidden)
-        whole = accelerated & ~chunked & self._between(rows, padded)
+        whole = accelerated & ~chunked & self._keeps_logits(rows, padded)
         copied = (self.s.operand < self.used) | (padded != vocab)
-        self._logits_in_place(tape, at.of(whole), copied)
-        self._chunks_in_place(tape, at.of(accelerated & ~whole), copied)
+        self._logits_in_place(tape, at.select(whole), copied)
+        self._chunks_in_place(tape, at.select(accelerated & ~whole), copied)
         tape.drop("activations", (many > 1) * rows * self.outline.hidden * s.stream)
         self._gradient(tape, here * head)
         tape.pass_over("temporary", self._tied_waits(place))
@@ -91,12 +91,12 @@ class Loss(Setup):
         tape.take("temporary", stream)
 
     def _head_waits(self, place: Place) -> tuple[Floats, Floats]:
-        """What the head's gradient is made from where backwards are split: of logits, the copy."""
+        """Return what the head's split gradient is made from: of logits, the copy."""
         s, c = self.s, self.columns
         vocab = np.ceil(self.outline.outputs / c.tp)
-        here = place.last * ~self._chunked(s.tokens, vocab)
+        here = place.last * ~self._uses_chunks(s.tokens, vocab)
         copy = here * vocab * self.outline.hidden * s.operand * (s.operand < self.used)
-        return here * s.tokens * vocab * s.operand, copy * ~self._accelerated()
+        return here * s.tokens * vocab * s.operand, copy * ~self._uses_head_loss()
 
     def _tied_waits(self, place: Place) -> Floats:
         """A tied head's gradient, which waits for the embedding's where it is not kept as such."""
@@ -106,23 +106,23 @@ class Loss(Setup):
         nbytes: Floats = both * (1 - self.fsdp) * (1 - stays) * self.ends.embedding * self.used
         return nbytes
 
-    def _transformed(self) -> Floats:
+    def _head_transform(self) -> Floats:
         """BERT's product, activation and norm before the head."""
         if not self.outline.head_products:
             return np.zeros(len(self.columns.pp))
         s = self.s
         return 2 * s.whole * s.operand + s.casts * s.whole * s.operand
 
-    def _chunked(self, rows: Floats, vocab: Floats) -> Bools:
+    def _uses_chunks(self, rows: Floats, vocab: Floats) -> Bools:
         c = self.columns
         large = (rows > _CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
         large = np.where(self._low(), rows > self._low_rows(vocab), large)
-        large = np.where(self._accelerated(), ~self._fits(rows, vocab), large)
+        large = np.where(self._uses_head_loss(), ~self._fits(rows, vocab), large)
         asked: Bools = ((large & ~self._splits()) | c.chunked_loss) & (c.tp == 1)
         return asked & self.habits.chunks_loss
 
-    def _accelerated(self) -> Bools:
-        """Whose loss is `nn.head_loss`: outpace's own, on an accelerator."""
+    def _uses_head_loss(self) -> Bools:
+        """Return which losses are `nn.head_loss`: outpace's own, on an accelerator."""
         own = self.habits.chunks_loss and self.device == "cuda"
         return np.full(len(self.columns.pp), own)
 
@@ -132,7 +132,7 @@ class Loss(Setup):
         fits: Bools = rows * padded * self.s.operand <= _WHOLE_BYTES
         return fits
 
-    def _between(self, rows: Floats, padded: Floats) -> Bools:
+    def _keeps_logits(self, rows: Floats, padded: Floats) -> Bools:
         """Whether logits are there between forward and backward; else the forward ends them."""
         c = self.columns
         between: Bools = self._splits() | (c.tp > 1) | (c.compile & self._fits(rows, padded))
@@ -193,22 +193,26 @@ class Loss(Setup):
         tape.drop("activations", states_grad + weights_grad)
 
     def _splits(self) -> Bools:
-        return self.columns.scheduled("zb", "zbv", "dualpipev")
+        return self.columns.schedule_in("zb", "zbv", "dualpipev")
 
     def _low(self) -> Bools:
-        """Whose products are of bf16 on a CPU, where logits' gradient takes their place."""
+        """Return whose products are of bf16 on a CPU, where logits' gradient takes their place."""
         c = self.columns
-        own = c.precise("bf16", "bf16-master", "bf16-pure", "fp8") & ~self._splits() & (c.tp == 1)
+        own = (
+            c.precision_in("bf16", "bf16-master", "bf16-pure", "fp8")
+            & ~self._splits()
+            & (c.tp == 1)
+        )
         here: Bools = own & self.habits.chunks_loss & (self.device == "cpu")
         return here
 
     def _low_rows(self, vocab: Floats) -> Floats:
-        """Of how many tokens it holds all logits."""
+        """Return the number of tokens of which all logits are held."""
         rows: Floats = np.maximum(_CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
         return rows
 
     def _low_block(self, vocab: Floats, rows: Floats) -> Floats:
-        """Tokens whose softmax is made at a time, of so many."""
+        """Return the tokens whose softmax is made at a time."""
         most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
         block: Floats = np.minimum(np.maximum(1, most), rows)
         return block
@@ -263,7 +267,7 @@ class Loss(Setup):
         tape.drop("activations", read - gathered)
 
     def _in_chunks(self, tape: Tape, at: _Head) -> None:
-        """On a CPU: the gradients of hidden states and head are made in the forward."""
+        """Add the CPU's chunked loss: the forward makes gradients of hidden states and head."""
         s, hidden = self.s, self.outline.hidden
         here, rows, vocab, head = at.here, at.rows, at.vocab, at.elements
         low = self._low()

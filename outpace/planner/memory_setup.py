@@ -1,4 +1,4 @@
-"""What a step's memory is reckoned from, for many plans at once: sizes, and what strategies do."""
+"""Inputs of the memory formula for many plans at once: sizes, and what strategies do."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from outpace.planner.columns import OFFLOADS, PRECISIONS, Columns, Floats
 from outpace.planner.habits import OUTPACE, Habits
 from outpace.planner.layer_bytes import Layer, Shapes, layer, mean, shapes, share_of
 from outpace.planner.places import Place
-from outpace.planner.stored import Outside, States, outside, states
+from outpace.planner.stored import Outside, States, outside_elements, states
 from outpace.planner.tape import Tape
 from outpace.records.outline import Outline, Stack
 from outpace.records.plan import Checkpointing
@@ -20,7 +20,7 @@ HEAVIEST: tuple[Checkpointing, ...] = ("full", "attention", "selective", "none")
 
 
 class Setup:
-    """What all ranks of a plan have in common.
+    """Values that all ranks of a plan have in common.
 
     `used` are bytes of a parameter as a forward finds it, and of its gradient as the backward makes
     it. `gradient` are bytes of a gradient that is kept, `owners` ranks that states are spread over.
@@ -59,12 +59,12 @@ class Setup:
         widest = max(range(len(self.layers)), key=lambda i: _width(outline.stacks[i]))
         self.block = self.layers[widest]
         self.kept = {
-            mode: mean([one.kept_in(mode) for one in self.layers], outline.stacks)
+            mode: mean([one.saved_bytes_in(mode) for one in self.layers], outline.stacks)
             for mode in HEAVIEST
         }
         self.elements = mean([one.elements for one in self.layers], outline.stacks)
         self.matrices = mean([one.matrices for one in self.layers], outline.stacks)
-        self.ends: Outside = outside(outline, c)
+        self.ends: Outside = outside_elements(outline, c)
         # 1 where what products read is gathered again for the backward.
         apart = (c.tp > 1) & c.sequence_parallel & habits.gathers_again
         self.gathers_again = apart.astype(float)
@@ -73,7 +73,7 @@ class Setup:
 
     def _strategies(self) -> None:
         c = self.columns
-        product = c.of("3d")
+        product = c.strategy_in("3d")
         away = c.offload_parameters == OFFLOADS.index("cpu")
         replicas = c.dp_replicate * c.dp_shard * c.cp
         buffer = self.habits.main_gradients
@@ -82,20 +82,20 @@ class Setup:
         gathered = (product & (replicas > 1) & (level >= 2)) | (~product & (c.zero >= 2)) | away
         self.fsdp = gathered.astype(float)
         self.used = np.where(gathered, self.s.gathered, self.s.weight)
-        self.regathers = gathered & ~(c.of("zero2") | (product & (level == 2)))
+        self.regathers = gathered & ~(c.strategy_in("zero2") | (product & (level == 2)))
         shards = np.where(product, c.dp_shard * c.cp, c.dp_shard)
         self.shards = np.where(gathered, shards, 1).astype(float)
         self.bucketed = (
-            c.of("ddp", "ring", "horovod", "zero1", "cp")
+            c.strategy_in("ddp", "ring", "horovod", "zero1", "cp")
             | (product & ~gathered & (replicas > 1))
         ).astype(float)  # fmt: skip
         self.gradient = self.s.weight
         if buffer is not None:
             self.bucketed = 1.0 - gathered
             self.gradient = np.where(gathered, self.s.weight, float(buffer))
-        self.dp = c.of("dp")
-        self.fused_buffers = c.of("dp", "ps").astype(float)
-        self.zero1 = (c.of("zero1") | (product & (level == 1))) & (c.dp_shard > 1)
+        self.dp = c.strategy_in("dp")
+        self.fused_buffers = c.strategy_in("dp", "ps").astype(float)
+        self.zero1 = (c.strategy_in("zero1") | (product & (level == 1))) & (c.dp_shard > 1)
         self.owners = self.shards
         if self.habits.cuts_evenly:
             self.owners = np.where(self.zero1, shards, self.shards)
@@ -140,11 +140,13 @@ class Setup:
 
     def _copy_bytes(self) -> Floats:
         s = self.s
-        casts = (s.operand < self.used) & ~self.columns.precise("fp8")  # which saves the weight
+        casts = (s.operand < self.used) & ~self.columns.precision_in(
+            "fp8"
+        )  # which saves the weight
         return self.matrices * s.operand * casts
 
     def _modes(self, place: Place) -> None:
-        """What the blocks of a rank recompute: on average, the last one and the first one."""
+        """Set what the blocks of a rank recompute: on average, the last one and the first one."""
         recomputed = 1 - share_of(self.columns, "none")
         local = place.again / np.maximum(recomputed, 1e-9)
         self.shares = {mode: share_of(self.columns, mode) * local for mode in HEAVIEST}
@@ -163,13 +165,13 @@ class Setup:
             free = free - found[mode]
         return found
 
-    def _kept_by(self, mode: dict[Checkpointing, Floats]) -> Floats:
+    def _saved_bytes(self, mode: dict[Checkpointing, Floats]) -> Floats:
         return sum(
             (mode[one] * self.kept[one] for one in HEAVIEST), start=np.zeros_like(mode["none"])
         )
 
-    def _away_by(self, mode: dict[Checkpointing, Floats]) -> Floats:
-        """What of it is offloaded: what autograd saves, not what checkpointing keeps by itself."""
+    def _offloaded_bytes(self, mode: dict[Checkpointing, Floats]) -> Floats:
+        """Return what is offloaded: what autograd saves, not what checkpointing keeps by itself."""
         saved = mode["none"] * self.kept["none"] + (1 - mode["none"]) * self.kept["full"]
         away: Floats = self.off_acts * saved
         return away
@@ -177,7 +179,7 @@ class Setup:
     def _gradient(
         self, tape: Tape, elements: Floats, product: bool = True, copies: Floats | float = 0.0
     ) -> None:
-        """A weight's gradient: kept, added to what is there, or kept for its exchange.
+        """Add a weight's gradient: kept, added to the present one, or kept for its reduction.
 
         That of a `product` is made in its dtype, and cast when the weight's copy is gone.
         """
@@ -197,7 +199,7 @@ class Setup:
 
 
 def _width(stack: Stack) -> int:
-    """Of all that a token passes in a layer."""
+    """Return the columns of all products that a token passes in a layer."""
     width = 0
     if stack.mlp is not None:
         times = 2 if stack.mlp.gated else 1

@@ -65,7 +65,7 @@ class Step(Loss, Block):
         tape.pass_over("communication", piped * place.borders * each * stream)
         tape.pass_over("communication", piped * place.inputs_done * stream * later)
         # Micro-batches that are not exchanged add up apart from the buckets.
-        apart = c.of("ddp", "zero1", "cp", "ring", "horovod") & (c.passes > 1)
+        apart = c.strategy_in("ddp", "zero1", "cp", "ring", "horovod") & (c.passes > 1)
         tape.pass_over("gradients", whole * apart)
         again = np.maximum((c.passes > 1) & ~self.dp, later)
         self.there = np.maximum(self.bucketed, again)
@@ -100,7 +100,7 @@ class Step(Loss, Block):
         return all_of * share
 
     def tapes(self, last: bool = False) -> Iterator[tuple[Ints, Tape]]:
-        """Of every rank that may be the fullest, for some of the plans; or of the `last` alone.
+        """Yield timelines of the ranks that may be the fullest, or of the `last` alone.
 
         Once gradients are there, unless less is kept then: in that case before, too.
         """
@@ -117,7 +117,7 @@ class Step(Loss, Block):
                     self.outline, self.seq_len, of_some, self.device, self.fused, self.finds,
                     self.habits,
                 )  # fmt: skip
-                yield again, some.tape(place.of(again), np.ones(len(again)))
+                yield again, some.tape(place.select(again), np.ones(len(again)))
 
     def tape(self, place: Place, later: Floats) -> Tape:
         """A step on one rank; `later`: after a pipeline's first backward."""
@@ -129,7 +129,7 @@ class Step(Loss, Block):
         piped = (c.pp > 1).astype(float)
         count = np.maximum(place.chunk_layers, 1e-9)
         self._modes(place)
-        mean_kept, away = self._kept_by(self.shares), self._away_by(self.shares)
+        mean_kept, away = self._saved_bytes(self.shares), self._offloaded_bytes(self.shares)
         stream = s.part * s.stream
         # Of a stage that is not the first the input is what was received; the output of one that
         # is not the last stays until it is sent and backward has come. Where each is received
@@ -151,12 +151,12 @@ class Step(Loss, Block):
         before = place.waiting * later
         waits = before * count * self.block.outputs
         logits, copy = self._head_waits(place)
-        delayed = np.minimum(before, 1) * c.scheduled("zb")
+        delayed = np.minimum(before, 1) * c.schedule_in("zb")
         tape.pass_over("temporary", delayed * logits)
         tape.pass_over("weight copies", delayed * copy)
         tape.take("temporary", waits)
         self._loss(tape, place, losses)
-        tape.drop("temporary", waits * c.scheduled("zbv"))
+        tape.drop("temporary", waits * c.schedule_in("zbv"))
         self._backward(tape, place, count, per_chunk)
         self._optimizer(tape, place)
         return tape
@@ -175,7 +175,7 @@ class Step(Loss, Block):
             tape.pass_over("activations", 2 * FP32 * width * self.seq_len / self.columns.cp)
 
     def _replicate(self, tape: Tape, place: Place) -> None:
-        """Under dp the weights leave in one message."""
+        """Send the weights in one message under dp."""
         leads = self.dp * 1.0
         elements = self.elements * place.layers + self._outside_elements(place)
         tape.moment("communication", leads * self.s.weight * elements)
@@ -188,13 +188,13 @@ class Step(Loss, Block):
 
     def _raised_table(self, place: Place) -> Floats:
         """The embedding's table in fp32 (`nn.fp32_modules`), to look up in and to sum into."""
-        autocast = ~self.columns.precise(*WEIGHTS) & (self.s.reduced > self.used)
+        autocast = ~self.columns.precision_in(*WEIGHTS) & (self.s.reduced > self.used)
         raised = (self.device == "cpu") * self.fsdp * autocast
         table: Floats = place.first * raised * FP32 * self.ends.embedding
         return table
 
     def _gathers_forward(self, tape: Tape, count: Floats, place: Place) -> None:
-        """Of each block what is gathered is copied out, while the last block's is still there."""
+        """Copy out what each block gathers, while the last block's is still there."""
         unit = self.fsdp * self.used * self.elements
         root = self.fsdp * self.used * self._outside_elements(place)
         others = np.where(self.regathers, 0, unit * (count - 1))
@@ -214,7 +214,7 @@ class Step(Loss, Block):
         tape.drop("communication", unit * again)
         # A split backward keeps what gradients of weights are made from until their turn.
         # DualPipeV splits only where it fills bubbles, when fewer are under way.
-        splits = c.scheduled("zb", "zbv")
+        splits = c.schedule_in("zb", "zbv")
         tape.take("temporary", splits * count * self.block.outputs)
         given = np.zeros_like(count)
         reduced = 0.0 * unit
@@ -237,9 +237,9 @@ class Step(Loss, Block):
                 shards = np.where(self.waits > 0, 1, self.shards)
                 tape.pass_over("gradients", grads * self.more / shards * stays)
                 tape.pass_over("unsharded", left * unit * np.where(self.waits > 0, 1, again - 1))
-                between = per_chunk - given - self._kept_by(self.first_mode) * seconds
+                between = per_chunk - given - self._saved_bytes(self.first_mode) * seconds
                 between = np.where(left > 0, np.maximum(between, 0), 0)
-                away = np.minimum(between, left * self._away_by(self.shares))
+                away = np.minimum(between, left * self._offloaded_bytes(self.shares))
                 tape.drop("activations", between - away)
                 tape.drop("offloaded", away)
                 self._copies(tape, -left)
@@ -252,7 +252,7 @@ class Step(Loss, Block):
             tape.take("communication", p * again * unit * prefetches)
             self._block(tape, p, mode)
             tape.drop("communication", p * again * unit * prefetches)
-            given = given + p * self._kept_by(mode)
+            given = given + p * self._saved_bytes(mode)
             # Reduced and scattered, at once or after a pipeline's last micro-batch.
             now = 1 - self.waits
             tape.drop("unsharded", p * unit * now)
@@ -314,13 +314,13 @@ class Step(Loss, Block):
         tape.moment("communication", ends * rows)
 
     def _optimizer(self, tape: Tape, place: Place) -> None:
-        """What a step of the optimizer makes for itself."""
+        """Add what a step of the optimizer makes for itself."""
         tape.clear("activations", "temporary", "weight copies", "unsharded")
         tape.clear("gradients", share=self.fused_buffers)  # they are in the buffers by now
         c, s = self.columns, self.s
         elements = (self.stored * place.layers + self._outside_elements(place)) / self.shards
         # 16-bit gradients are made fp32 one by one, by who owns the masters, for fp16's loss scale.
-        master = c.precise("fp16-master") & (self.gradient < FP32)
+        master = c.precision_in("fp16-master") & (self.gradient < FP32)
         # Where these are views of buffers, which stay, beside them.
         stay = np.maximum(self.bucketed, self.fused_buffers)
         owned = self.shards / self.owners
@@ -334,7 +334,7 @@ class Step(Loss, Block):
         by_unit = (c.offload_optimizer > 0) | (c.offload_parameters == OFFLOADS.index("disk"))
         stepped = np.where(by_unit, np.minimum(unit, stepped), stepped)
         item = np.maximum(s.weight, FP32)
-        pure, rounds = c.precise("bf16-pure", "fp16-pure"), c.precise("bf16-pure")
+        pure, rounds = c.precision_in("bf16-pure", "fp16-pure"), c.precision_in("bf16-pure")
         factors: dict[str, Floats | float] = {
             "adamw-fused": 0.0,
             "adamw-foreach": 0.0,
@@ -353,7 +353,7 @@ class Step(Loss, Block):
         )
         # bf16's are made fp32 in pieces.
         piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * largest), FP32 * stepped)
-        tape.moment("temporary", (c.precise("bf16-master") & ~c.holds_masters()) * piece)
+        tape.moment("temporary", (c.precision_in("bf16-master") & ~c.holds_masters()) * piece)
         # Copies of gradients on their way to the host, of two units.
         copied = (c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)
         copies = copied * (self.device == "cpu") * np.minimum(2 * unit, elements) * s.weight

@@ -1,4 +1,4 @@
-"""How much network a plan needs: what it exchanges against what it can hide that behind.
+"""Bandwidth that a plan needs: its communication against what it can hide that behind.
 
 The derivation, with its sources, is in docs/network.md.
 """
@@ -13,11 +13,11 @@ from outpace.planner.placing import Crossing, place
 from outpace.planner.play import StageTime
 from outpace.planner.roofline import Roof, Times, times
 from outpace.planner.shapes import parameter_shapes
-from outpace.planner.tables import wired
+from outpace.planner.tables import schedule_graph
 from outpace.planner.traffic import Flow, Part, Where, flows
 from outpace.planner.wire import Work
 from outpace.records.model import ModelSpec
-from outpace.records.network import Cost, Exchanged, Need, Network
+from outpace.records.network import Need, Network, NetworkCost, Traffic
 from outpace.records.optimizers import WEIGHTS
 from outpace.records.plan import Plan
 
@@ -52,11 +52,11 @@ def answer(
     device_links: Iterable[Network] = (),
     own_link: Network | None = None,
 ) -> Need:
-    """What the plan needs so that the network costs at most `tolerance` of a step.
+    """Return what the plan needs so that the network costs at most `tolerance` of a step.
 
     `device_links` are what a device could have to the others of its node, `own_link` what it has;
-    both are reckoned with as if the network between nodes took no time. Raises BadInputError for
-    plans whose traffic is not known, or that do not divide the batch.
+    both are taken into account as if the network between nodes took no time. Raises BadInputError
+    for plans whose traffic is not known, or that do not divide the batch.
     """
     step = Step(question)
     inside = question.inside_bytes_per_s
@@ -70,22 +70,22 @@ def answer(
         global_batch=question.global_batch,
         identity=question.plan.identity(question.global_batch),
         compute_s=step.compute_s,
-        exchanged=tuple(map(step.exchanged, step.crossings)),
+        traffic=tuple(map(step.record_traffic, step.crossings)),
         node_bytes=sum(c.node_bytes for c in step.crossings),
         least_node_bytes_per_s=_least(lambda rate: step.seconds(inside, rate) <= by_node),
         least_device_bytes_per_s=_least(lambda rate: step.seconds(rate, math.inf) <= by_device),
         costs=ladder,
         cheapest=_cheapest(ladder, tolerance),
-        own=None if own is None else step.cost(own),
+        present_cost=None if own is None else step.cost(own),
         device_costs=device_ladder,
         cheapest_inside=_cheapest(device_ladder, tolerance),
-        own_inside=None if own_link is None else step.device_cost(own_link),
+        present_device_cost=None if own_link is None else step.device_cost(own_link),
         states_bytes=states,
         fits=None if memory is None or states <= memory else False,
     )
 
 
-def _cheapest(ladder: Iterable[Cost], tolerance: float) -> Network | None:
+def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None:
     """The slowest that is enough; None where none is."""
     enough = [cost.network for cost in ladder if cost.slowdown <= tolerance]
     return min(enough, key=lambda network: network.bytes_per_s, default=None)
@@ -106,7 +106,7 @@ def _least(enough: Callable[[float], bool]) -> float:
 
 
 class Step:
-    """A step of a plan: its compute times, and its exchanges placed on nodes."""
+    """A step of a plan: its compute times, and its communication placed on nodes."""
 
     def __init__(self, question: Question) -> None:
         self.plan, self.spec = question.plan, question.spec
@@ -143,17 +143,17 @@ class Step:
 
     @property
     def _pass_s(self) -> float:
-        """Of one micro-batch, forwards and backwards."""
+        """Time of one micro-batch, forwards and backwards."""
         return self.times.forward_s + self.times.backward_s
 
     @property
     def busy_s(self) -> float:
-        """In which a device computes."""
+        """Time in which a device computes."""
         return self.micro_batches * self._pass_s
 
     @property
     def compute_s(self) -> float:
-        """Of a step whose exchanges take no time: with the pipeline's bubble and the optimizer."""
+        """Time if communication took none: with the pipeline's bubble and the optimizer."""
         ranks, schedule = self.plan.pp, self.plan.schedule
         waiting = self.passes * (ranks - 1) / self._laps * self._pass_s
         if schedule == "mp":
@@ -162,36 +162,38 @@ class Step:
 
     @cached_property
     def _hops(self) -> float:
-        """Messages between stages that a pass waits for, one after the other.
+        """Number of messages between stages that a pass waits for, one after the other.
 
         gpipe waits while it fills and drains. 1f1b has no micro-batch to spare and waits for two
-        messages a micro-batch besides; both are played. mp waits for all. Schedules with two stages
-        on a rank have micro-batches to spare: taken as waiting while they fill and drain.
+        messages a micro-batch besides; both are simulated. mp waits for all. Schedules with two
+        stages on a rank have micro-batches to spare: taken as waiting while they fill and drain.
         """
         ranks, schedule, count = self.plan.pp, self.plan.schedule, self.plan.pp_microbatches
         if schedule not in ("gpipe", "1f1b"):
             return 2 * (self._laps * ranks - 1)
         stages = [StageTime(1.0, 1.0, 1.0)] * ranks
         alone, sent = (
-            wired(schedule, ranks, count).makespan_s(stages, s) for s in (0.0, _UNPLAYED)
+            schedule_graph(schedule, ranks, count).makespan_s(stages, s) for s in (0.0, _UNPLAYED)
         )
         return (sent - alone) / _UNPLAYED
 
     @cached_property
     def ideal_s(self) -> float:
-        """With a network between nodes that takes no time, and links within them as they are."""
+        """Time with a network between nodes that takes none, and links within them as they are."""
         return self.seconds(self._question.inside_bytes_per_s, math.inf)
 
-    def cost(self, network: Network) -> Cost:
+    def cost(self, network: Network) -> NetworkCost:
         """A step on a network between nodes, against one that takes no time."""
         step_s = self.seconds(self._question.inside_bytes_per_s, network.bytes_per_s)
-        return Cost(network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1))
+        return NetworkCost(
+            network=network, step_s=step_s, slowdown=max(0.0, step_s / self.ideal_s - 1)
+        )
 
-    def device_cost(self, link: Network) -> Cost:
+    def device_cost(self, link: Network) -> NetworkCost:
         """A step with a device's link within a node, against one that takes no time."""
         step_s = self.seconds(link.bytes_per_s, math.inf)
         slowdown = max(0.0, step_s / self.compute_s - 1)
-        return Cost(network=link, step_s=step_s, slowdown=slowdown)
+        return NetworkCost(network=link, step_s=step_s, slowdown=slowdown)
 
     def seconds(self, inside: float, across: float) -> float:
         """A step with device links of `inside` bytes/s and nodes' cards of `across` together."""
@@ -227,14 +229,14 @@ class Step:
         forward_s = self.micro_batches * self.times.forward_s
         backward_s = self.micro_batches * self.times.backward_s
         if not self._shards:  # in the last backward, bucket by bucket
-            return self._beside(gradients, self.times.backward_s, self._buckets)
+            return self._exposed_s(gradients, self.times.backward_s, self._buckets)
         if self.plan.pp > 1:  # one gather of all micro-batches' is for backwards
             first = gathers * self.plan.pp_microbatches / (self.plan.pp_microbatches + 1)
-            hidden = self._beside(first, forward_s, self._units)
-            return hidden + self._beside(gathers - first, backward_s, self._units) + gradients
+            hidden = self._exposed_s(first, forward_s, self._units)
+            return hidden + self._exposed_s(gathers - first, backward_s, self._units) + gradients
         first = gathers if self.plan.strategy == "zero2" else gathers / 2
         beside_backward = gathers - first + gradients
-        return self._beside(first, forward_s, self._units) + self._beside(
+        return self._exposed_s(first, forward_s, self._units) + self._exposed_s(
             beside_backward, backward_s, self._units
         )
 
@@ -247,15 +249,15 @@ class Step:
         work = self._work(0)
         return max(1, sum(work.sizes) * work.item // (self.plan.bucket_mib * 2**20))
 
-    def _beside(self, exchange_s: float, compute_s: float, units: int) -> float:
-        """What is exposed of an exchange in equal parts, one fewer of which has company."""
-        return max(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
+    def _exposed_s(self, comm_s: float, compute_s: float, units: int) -> float:
+        """Return what is exposed of communication in equal parts, all but one with company."""
+        return max(comm_s / units, comm_s - compute_s * (units - 1) / units)
 
-    def exchanged(self, crossing: Crossing) -> Exchanged:
-        """For the record, with what it hides behind."""
+    def record_traffic(self, crossing: Crossing) -> Traffic:
+        """Return a crossing's record, with what it hides behind."""
         flow = crossing.flow
-        behind, hide_s = self._behind(flow.part)
-        return Exchanged(
+        behind, hide_s = self._hiding_pass(flow.part)
+        return Traffic(
             part=flow.part,
             axis=flow.axis,
             sent_bytes=flow.sent_bytes,
@@ -265,7 +267,7 @@ class Step:
             hide_s=hide_s,
         )
 
-    def _behind(self, part: Part) -> tuple[str, float]:
+    def _hiding_pass(self, part: Part) -> tuple[str, float]:
         forward_s = self.micro_batches * self.times.forward_s
         backward_s = self.micro_batches * self.times.backward_s
         if part == "gathers":
@@ -283,7 +285,7 @@ class Step:
 
 
 def states_bytes(plan: Plan, spec: ModelSpec) -> int:
-    """Of weights, gradients and optimizer state on a device: less than it needs."""
+    """Return bytes of weights, gradients and optimizer state on a device: less than it needs."""
     item = 2 if plan.precision in WEIGHTS else 8 if plan.precision == "fp64" else 4
     shapes = parameter_shapes(spec)
     weights = sum(math.prod(shape) for shape in shapes.values()) * item

@@ -31,11 +31,11 @@ def ladder() -> list[Network]:
 
 
 def device_ladder(chip: Accelerator | None) -> list[Network]:
-    """Links that a device could have to the others of its node, slowest first.
+    """Return links that a device could have to the others of its node, slowest first.
 
     A slot of each PCIe generation, and the bundles of NVLinks that accelerators of the catalog are
     sold with (of AMD's: Infinity Fabric). Equally fast ones are together, the device's own first.
-    None on a CPU, whose ranks exchange through memory.
+    None on a CPU, whose ranks communicate through memory.
     """
     if chip is None:
         return []
@@ -54,9 +54,9 @@ def device_ladder(chip: Accelerator | None) -> list[Network]:
 
 
 def by_rate(networks: Iterable[Network]) -> list[Network]:
-    """Slowest first. Equally fast ones are one by all their names, and else as the first of them.
+    """Sort networks, slowest first; equally fast ones become one with all their names.
 
-    So what a person named stands by that name, and not only by what the catalog has of its rate.
+    So what you named stands by that name, and not only by what the catalog has of its rate.
     """
     together: dict[float, list[Network]] = {}
     for one in networks:
@@ -83,7 +83,7 @@ def read_network(text: str) -> Network:
     """
     rate = _RATE.fullmatch(text.strip())
     if rate is not None:
-        return _asked(text, rate[1], rate[2])
+        return _parse_network(text, rate[1], rate[2])
     found = _BUNDLE.fullmatch(text.strip())
     count = int(found[1] or 1) if found else 0
     if found is None or count < 1:
@@ -99,7 +99,7 @@ def read_network(text: str) -> Network:
     )
 
 
-def _asked(text: str, number: str, unit: str) -> Network:
+def _parse_network(text: str, number: str, unit: str) -> Network:
     try:
         value = float(number) * _UNITS[unit.lower()]
     except ValueError:

@@ -1,4 +1,4 @@
-"""How long a step of each optimizer takes: bytes that its operators move, products, launches."""
+"""Time of each optimizer's step: bytes that its operators move, products, launches."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -73,15 +73,15 @@ def optimizer_s(
     outline: Outline, device: Device, fabric: Fabric, c: Columns, own: Floats,
     ahead_s: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """Seconds of a step and of clipping before it. `own` is the parameters that a rank steps.
+    """Return seconds of a step and of clipping. `own` are the parameters that a rank steps.
 
-    Operators go on beside the host, which launches them: what takes longer is waited for.
+    Operators proceed beside the host, which launches them: what takes longer is waited for.
     `ahead_s`: on a GPU as outpace steps, whose host does not wait for the device within a step, and
     is so far ahead of it when the optimizer begins; another program reads its loss or its norm.
     Muon adds the products of its iteration and gathers its matrices.
     """
     moved, launched = (np.array(values)[c.optimizer] for values in zip(*_rows(), strict=True))
-    masters = np.where(c.precise(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0)
+    masters = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0)
     moved = moved + _CLIPPING + masters
     operators: Floats | float = float(_OPERATORS)
     if ahead_s is not None:
@@ -106,7 +106,7 @@ def _on_gpu(c: Columns, moved: Floats, launched: Floats) -> tuple[Floats, Floats
 
     `moved` and `launched` are those of single operators.
     """
-    fixed = np.where(c.precise(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
+    fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
     split = (c.zero > 1) | (c.tp > 1)  # tensors that are spread over ranks
     tight = c.compile & ~(split & (c.optimizer == OPTIMIZERS.index("adafactor")))
     for name, step in _COMPILED.items():
@@ -117,7 +117,7 @@ def _on_gpu(c: Columns, moved: Floats, launched: Floats) -> tuple[Floats, Floats
     moved = np.where(fused, fixed + _FUSED_SGD.nbytes, moved)
     launched = np.where(fused, _FUSED_SGD.operators, launched)
     # Of bf16 over masters the gradient is not scaled where it lies; it is fp32 where added up.
-    masters = c.precise("bf16-master") & ~c.holds_masters()
+    masters = c.precision_in("bf16-master") & ~c.holds_masters()
     several = c.microbatches * c.passes > 1
     gradient = np.where(several, 4.0, 2.0)
     parts = np.where(several, 0.0, _WIDENED) + _MULTIPLIED + _ROUNDED

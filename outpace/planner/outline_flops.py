@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from outpace.planner.flops import keys_reached
 from outpace.planner.outlines import Weight, weights
-from outpace.records.outline import Attention, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 
 
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
@@ -25,19 +25,19 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
             seen = length
     predicted = outline.predicted or length
     total += _products(outline.head_products, predicted)
-    total += 2 * predicted * outline.embedded * outline.outputs
+    total += 2 * predicted * outline.table_width * outline.outputs
     return samples * total
 
 
 def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
-    """Of one layer and sample: `length` tokens, whose cross-attention sees `seen` others."""
+    """Return FLOPs of a layer and sample: `length` tokens, `seen` others for cross-attention."""
     total = _products(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
         rows = seen if weight.name == "cross kv" else length
-        total += 2 * rows * _multiplied(weight)
+        total += 2 * rows * _token_elements(weight)
     if not attention:
         return total
     if stack.attention is not None:
@@ -47,17 +47,17 @@ def layer_flops(
     return total
 
 
-def _multiplied(weight: Weight) -> int:
+def _token_elements(weight: Weight) -> int:
     """Elements that a token is multiplied by."""
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 
-def _scores_and_mix(attention: Attention, queries: int, keys: int) -> int:
+def _scores_and_mix(attention: AttentionShape, queries: int, keys: int) -> int:
     seen = keys_reached(keys, attention.window, attention.causal)
     return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * seen
 
 
-def _products(products: Sequence[Product], rows: int) -> int:
+def _products(products: Sequence[ProductShape], rows: int) -> int:
     return sum(
         2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in products
     )

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from outpace.planner.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 _CLASSES = 2  # data tell how many there are; they take next to nothing
 # How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
@@ -25,14 +25,14 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of all experts, with biases."""
+        """Elements of all experts, with biases."""
         each = self.inputs * self.outputs + (self.outputs if self.bias else 0)
         return each * max(1, self.experts)
 
 
 def outline(spec: ModelSpec, name: str) -> Outline:
-    """Of a model that outpace builds."""
-    attention = Attention(
+    """Return the outline of a model that outpace builds."""
+    attention = AttentionShape(
         heads=spec.heads, kv_heads=spec.kv_heads, head_dim=spec.head_dim, value_dim=spec.head_dim,
         causal=spec.causal, qkv_bias=spec.qkv_bias, out_bias=spec.out_bias, qk_norm=spec.qk_norm,
     )  # fmt: skip
@@ -54,7 +54,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
     transform = (
         ()
         if spec.norm_first
-        else (Product(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
+        else (ProductShape(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
     )
     transformed = sum(product.inputs * product.outputs for product in transform)
     outside = sum(_size(shape) for key, shape in shapes.items() if not key.startswith(apart))
@@ -73,7 +73,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
     )
 
 
-def classifying(found: Outline) -> Outline:
+def classifier_outline(found: Outline) -> Outline:
     """The model with a layer over classes, which sees one token of each text, behind a pooler.
 
     Its last layer is whole here, where outpace computes what that token needs.
@@ -114,7 +114,7 @@ def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
                 yield Weight(product.name, product.inputs, product.outputs, "none")
 
 
-def _attention(attention: Attention, hidden: int, which: str) -> Iterator[Weight]:
+def _attention(attention: AttentionShape, hidden: int, which: str) -> Iterator[Weight]:
     if not attention.projected:
         return
     bias = attention.qkv_bias
@@ -131,7 +131,7 @@ def _attention(attention: Attention, hidden: int, which: str) -> Iterator[Weight
     yield Weight(f"{which}out", mixed, hidden, "inputs", attention.out_bias)
 
 
-def _latent(attention: Attention, kv_rank: int, hidden: int) -> Iterator[Weight]:
+def _latent(attention: AttentionShape, kv_rank: int, hidden: int) -> Iterator[Weight]:
     queries = attention.heads * attention.head_dim
     if attention.query_rank is None:
         yield Weight("q", hidden, queries, "outputs")
@@ -172,7 +172,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Of one layer: matrices, biases, norms and what else was traced."""
+    """Return the parameters of one layer: matrices, biases, norms and what else was traced."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
@@ -186,7 +186,7 @@ def outside_elements(outline: Outline) -> int:
     """Parameters that no layer has: embeddings, positions, head and the rest; a tied head none."""
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))
-    embedded = rows * outline.embedded + outline.learned_positions * outline.hidden
+    embedded = rows * outline.table_width + outline.learned_positions * outline.hidden
     return embedded + products + outline.outside_parameters
 
 
@@ -203,5 +203,5 @@ def head_in_layers(outline: Outline) -> float:
         for stack in outline.stacks
         for w in weights(stack, outline.hidden)
     )
-    head = outline.outputs * outline.embedded + sum(p.elements for p in outline.head_products)
+    head = outline.outputs * outline.table_width + sum(p.elements for p in outline.head_products)
     return head * outline.layers / max(block, 1)

@@ -1,4 +1,4 @@
-"""Which ranks of plans' pipelines may be the fullest, for many plans at once."""
+"""Ranks of plans' pipelines that may be the fullest, for many plans at once."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from outpace.planner.columns import MODES, SCHEDULE_NAMES, Columns, Floats, Ints
-from outpace.planner.in_flight import Rank, alone, ranks_of
+from outpace.planner.in_flight import Rank, ranks_of, single_rank
 from outpace.planner.outlines import head_in_layers
 from outpace.planner.stages import balance, even
 from outpace.records.outline import Outline
@@ -32,16 +32,16 @@ class Place:
     first_again: Floats
     last_again: Floats
 
-    def of(self, rows: Ints) -> "Place":
-        """Of some of the plans."""
+    def select(self, rows: Ints) -> "Place":
+        """Return the ranks of some of the plans."""
         return Place(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
 def places(outline: Outline, columns: Columns) -> list[Place]:
-    """Without a pipeline one; else the ranks that `in_flight` gives, the last repeated."""
+    """Return one rank without a pipeline; else those that `in_flight` gives, the last repeated."""
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
-    rows = np.stack([*kept, every(columns, outline.layers)], axis=1)
+    rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)
     unique, place = np.unique(rows, axis=0, return_inverse=True)
     head = head_in_layers(outline)
     found = [_ranks(outline.layers, head, *map(int, row)) for row in unique]
@@ -51,8 +51,8 @@ def places(outline: Outline, columns: Columns) -> list[Place]:
     ]
 
 
-def every(columns: Columns, layers: int) -> Ints:
-    """Of how many blocks one recomputes, from the first on; 0: none.
+def recompute_interval(columns: Columns, layers: int) -> Ints:
+    """Return of how many blocks one recomputes, from the first on; 0: none.
 
     Columns have shares: n of L blocks are every (L/n rounded up)-th one.
     """
@@ -75,7 +75,7 @@ def _ranks(
     every: int,
 ) -> tuple[Rank, ...]:
     if pp == 1:
-        return (alone(layers, every),)
+        return (single_rank(layers, every),)
     name = SCHEDULE_NAMES[schedule]
     stages = min(layers, pp * each)
     cut = even(layers, stages) if evenly else balance(layers, stages, head)

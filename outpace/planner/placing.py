@@ -1,7 +1,7 @@
-"""Exchanges placed on nodes: what stays inside one, and what leaves it.
+"""Placement of communication on nodes: what stays inside one, and what leaves it.
 
 Ranks are laid out on nodes in the order of `records.plan.AXES`, those of tensor parallelism closest
-together. An exchange among ranks of several nodes goes round a ring that enters and leaves each
+together. A collective among ranks of several nodes goes round a ring that enters and leaves each
 node once, as NCCL's rings and trees do: what one link of the ring carries leaves the node, however
 many of its devices take part.
 """
@@ -33,12 +33,12 @@ class Crossing:
         return max(self.link_bytes / inside, self.node_bytes / across)
 
     def way_seconds(self, inside: float, across: float) -> float:
-        """To one neighbour."""
+        """Return seconds to one neighbour."""
         return max(self.link_way_bytes / inside, self.way_bytes / across)
 
 
 def place(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Where a flow goes, on nodes of `per_node` devices."""
+    """Return where a flow goes, on nodes of `per_node` devices."""
     if flow.axis == "pp":
         return _place_stages(plan, flow, per_node)
     size, stride = _group(plan, flow.part, flow.axis)
@@ -70,7 +70,7 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
-    """Between neighbours in the pipeline; of a tied embedding between its ends."""
+    """Place a flow between neighbours in the pipeline; of a tied embedding between its ends."""
     apart = plan.world_size // plan.pp
     pairs = [(0, plan.pp - 1)] if flow.part == "tied" else neighbours(plan)
     leaving: Counter[tuple[int, bool]] = Counter()
@@ -85,7 +85,7 @@ def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
                     leaving[node, forwards] += 1
                 else:
                     staying[rank, forwards] += 1
-    both, within = _both(leaving), _both(staying)
+    both, within = _busiest(leaving), _busiest(staying)
     count = flow.link_bytes
     return Crossing(
         flow,
@@ -96,7 +96,7 @@ def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     )
 
 
-def _both(ways: Counter[tuple[int, bool]]) -> int:
+def _busiest(ways: Counter[tuple[int, bool]]) -> int:
     """The most that go either way, of one node or rank."""
     sums: Counter[int] = Counter()
     for (where, _), times in ways.items():

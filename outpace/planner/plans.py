@@ -10,19 +10,19 @@ import numpy as np
 
 from outpace.planner import memory
 from outpace.planner.columns import MODES, Columns, Floats, of_plans
-from outpace.planner.crossing import crossing
+from outpace.planner.crossing import axis_links
 from outpace.planner.device import dtype_of
 from outpace.planner.estimate import Times, estimate, offloading
-from outpace.planner.finalists import order, played
+from outpace.planner.finalists import order, simulate_pipelines
 from outpace.planner.hints import hint
 from outpace.planner.interval import LEVEL, interval
 from outpace.planner.job import Job
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import parameters
-from outpace.planner.reasons import impossible, lacks, rejected, why
+from outpace.planner.reasons import explain_plan, impossible, lacks, rejected_families
 from outpace.planner.search import Found, fastest, fastest_accepted, fits, search
 from outpace.planner.space import Wanted, to_plan
-from outpace.planner.titles import title, varied
+from outpace.planner.titles import title, varied_options
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, Insistence, OffloadingPart, Planned, Plans
 from outpace.records.plan import Plan
@@ -44,7 +44,7 @@ def plans(job: Job) -> Plans:
     if not len(found.ranked):
         raise BadInputError(_infeasible(job, found))
     shown = found.ranked[: job.count]
-    planned = [_planned(used, found, int(place), rank) for rank, place in enumerate(shown)]
+    planned = [_describe_plan(used, found, int(place), rank) for rank, place in enumerate(shown)]
     return Plans(
         model=job.outline.name,
         parameters=parameters(job.outline),
@@ -56,7 +56,7 @@ def plans(job: Job) -> Plans:
         seq_len=wanted.seq_len,
         global_batch=wanted.global_batch,
         plans=tuple(planned),
-        rejected=tuple(rejected(used, found)),
+        rejected=tuple(rejected_families(used, found)),
         insistences=tuple(_insistences(job, planned[0].estimate.step_time_s)),
         considered=found.considered,
         took_s=time.perf_counter() - began,
@@ -66,13 +66,13 @@ def plans(job: Job) -> Plans:
             *job.cluster.notes,
             *_unsure(planned),
             *_adapters(planned),
-            *_hinted(used, found),
+            *_list_hints(used, found),
         ),
     )
 
 
 def _unsure(planned: Sequence[Planned]) -> list[str]:
-    """What plans rest on that the interval knows nothing of."""
+    """Return what plans rest on that the interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
         told.append("fp8: what finding its scales takes is not counted; MFU is of fp8's own peak.")
@@ -82,7 +82,7 @@ def _unsure(planned: Sequence[Planned]) -> list[str]:
 
 
 def _adapters(planned: Sequence[Planned]) -> list[str]:
-    """What takes less than training all weights, where these wait on the host."""
+    """Return what takes less than training all weights, where these wait on the host."""
     if planned[0].plan.offload_parameters in (None, "none"):
         return []
     return [
@@ -92,39 +92,41 @@ def _adapters(planned: Sequence[Planned]) -> list[str]:
     ]
 
 
-def _hinted(job: Job, found: Found) -> list[str]:
-    """What is not searched and would gain, where it is asked for."""
+def _list_hints(job: Job, found: Found) -> list[str]:
+    """Return what is not searched and would gain, where hints are asked for."""
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, int(found.ranked[0]))
-    told = hint(job.question, job.wanted, job.asks, job.limit, best, _seconds(found))
+    told = hint(job.question, job.wanted, job.checked_bytes, job.limit, best, _seconds(found))
     return [] if told is None else [told]
 
 
-def _played(job: Job, found: Found) -> Found:
-    """The finalists' pipelines played, and ranked by what came out.
+def _simulate_finalists(job: Job, found: Found) -> Found:
+    """Simulate the finalists' pipelines, and rank them by the result.
 
     Two at least, that the fastest has another to be compared with.
     """
-    times = played(job.question, found.columns, found.times, found.ranked)
+    times = simulate_pipelines(job.question, found.columns, found.times, found.ranked)
     ranked = order(times, found.ranked)[: max(2, job.count)]
     return replace(found, times=times, ranked=ranked)
 
 
-def _searched(job: Job) -> Found:
+def _search(job: Job) -> Found:
     count = _FINALISTS * max(2, job.count)
-    return _played(job, search(job.question, job.wanted, job.asks, job.limit, count))
+    return _simulate_finalists(
+        job, search(job.question, job.wanted, job.checked_bytes, job.limit, count)
+    )
 
 
 def _fastest(job: Job) -> tuple[Job, Found]:
-    """What is found on all nodes; where nodes may stay idle, on those that are fastest."""
-    best = job, _searched(job)
+    """Search on all nodes; where nodes may stay idle, on those that are fastest."""
+    best = job, _search(job)
     for nodes in _fewer(job) if job.idle else ():
         seconds = _seconds(best[1])
         if _least_s(job, nodes) >= seconds:
             break
-        less = job.on(nodes)
-        found = _searched(less)
+        less = job.with_nodes(nodes)
+        found = _search(less)
         if _seconds(found) < seconds:
             best = less, found
     return best
@@ -149,7 +151,7 @@ def _fewer(job: Job) -> list[int]:
 
 
 def _least_s(job: Job, nodes: int) -> float:
-    """Less than any plan's step on so many nodes takes: its products at the best rate."""
+    """Return less than any plan's step on `nodes` nodes takes: its products at the best rate."""
     wanted = job.wanted
     flops = 3 * forward_flops(job.outline, wanted.seq_len, wanted.global_batch, attention=False)
     own = (wanted.keep.get("precision", wanted.precision),)
@@ -158,50 +160,52 @@ def _least_s(job: Job, nodes: int) -> float:
     return flops / (rate * nodes * job.cluster.fabric.per_node)
 
 
-def alike(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
+def fastest_plans(job: Job, count: int) -> tuple[list[tuple[Plan, float]], int]:
     """The `count` fastest plans with seconds of a step, of one kind or many; and of how many."""
-    columns, considered = fastest(job.question, job.wanted, job.asks, job.limit, count)
+    columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
     places = np.arange(len(columns))
-    times = played(job.question, columns, estimate(job.question, columns), places)
+    times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
     ranked = sorted(places, key=lambda place: times.step_s[place])
     return [(to_plan(columns, int(p)), float(times.step_s[p])) for p in ranked], considered
 
 
 def fastest_plan(job: Job, accepts: Callable[[Plan], bool]) -> tuple[Planned | None, int]:
     """The fastest plan that fits and that `accepts` takes, and of how many."""
-    plan, considered = fastest_accepted(job.question, job.wanted, job.asks, job.limit, accepts)
+    plan, considered = fastest_accepted(
+        job.question, job.wanted, job.checked_bytes, job.limit, accepts
+    )
     if plan is None:
         return None, considered
-    named = ", ".join([title(plan), *varied(plan, job.wanted.vary)])
-    return one(job, plan).model_copy(update={"title": named}), considered
+    named = ", ".join([title(plan), *varied_options(plan, job.wanted.vary)])
+    return estimate_plan(job, plan).model_copy(update={"title": named}), considered
 
 
-def one(job: Job, plan: Plan) -> Planned:
+def estimate_plan(job: Job, plan: Plan) -> Planned:
     """One plan, whether it fits or not. Raises BadInputError where it does not divide the batch."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
-    times = played(job.question, columns, times, np.array([0]))
+    times = simulate_pipelines(job.question, columns, times, np.array([0]))
     return Planned(
         title=title(plan),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
-        estimate=_estimate(job, columns, times, job.needs(columns), 0),
+        estimate=_estimate(job, columns, times, job.required_bytes(columns), 0),
         why="as given",
-        untrained=job.outline.untrained or plan.untrained,
-        placement=crossing(job.cluster, plan),
+        untrained=job.outline.untrained or plan.training_obstacle,
+        placement=axis_links(job.cluster, plan),
     )
 
 
-def _planned(job: Job, found: Found, place: int, rank: int) -> Planned:
+def _describe_plan(job: Job, found: Found, place: int, rank: int) -> Planned:
     plan = to_plan(found.columns, place)
     return Planned(
-        title=", ".join([title(plan), *varied(plan, job.wanted.vary)]),
+        title=", ".join([title(plan), *varied_options(plan, job.wanted.vary)]),
         plan=plan,
         identity=plan.identity(job.wanted.global_batch),
         estimate=_estimate(job, found.columns, found.times, found.needs, place),
-        why=why(job, found, place, rank),
-        untrained=job.outline.untrained or plan.untrained,
-        placement=crossing(job.cluster, plan),
+        why=explain_plan(job, found, place, rank),
+        untrained=job.outline.untrained or plan.training_obstacle,
+        placement=axis_links(job.cluster, plan),
     )
 
 
@@ -241,7 +245,9 @@ def _estimate(job: Job, columns: Columns, times: Times, needs: Floats, place: in
         memory=kinds,
         host_offloaded_bytes=host,
         host_memory_bytes=job.cluster.host_bytes,
-        disk_offloaded_bytes=max(0, round(float(job.away(row)[0])) - host) if away else 0,
+        disk_offloaded_bytes=max(0, round(float(job.offloaded_total_bytes(row)[0])) - host)
+        if away
+        else 0,
         parts_s={f.name: float(getattr(times, f.name)[place]) for f in fields(times)},
         offloading=_offloading(job, row) if away else (),
         ranks=ranks,
@@ -278,7 +284,7 @@ def _offloading(job: Job, row: Columns) -> tuple[OffloadingPart, ...]:
 
 
 def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
-    """What each thing that a person insists on costs: the time without it, all else kept."""
+    """Return the cost of each option that the user insists on: the time without it."""
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, Wanted]] = [
@@ -297,12 +303,12 @@ def _insistences(job: Job, fastest_s: float) -> list[Insistence]:
 
 
 def _infeasible(job: Job, found: Found) -> str:
-    """Why nothing fits, and the smallest machine that would do."""
+    """Explain why nothing fits, and name the smallest machine that would do."""
     if not found.smallest:
         return impossible(job.wanted)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
     place = found.smallest[min(needs, key=lambda name: needs[name])]
-    more = _enough(lambda nodes: _fits_on(job, nodes))
+    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes))
     return (
         f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
         f"smallest plan ({title(to_plan(found.columns, place))}) "
@@ -315,7 +321,7 @@ def _infeasible(job: Job, found: Found) -> str:
 _MOST_NODES = 4096
 
 
-def _enough(fits: Callable[[int], bool]) -> int | None:
+def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
     """The fewest nodes that are enough, if more never are too many."""
     enough = 1
     while not fits(enough):
@@ -333,19 +339,19 @@ def _enough(fits: Callable[[int], bool]) -> int | None:
 
 
 def _fits_on(job: Job, nodes: int) -> bool:
-    """Whether so many nodes are enough, with a global batch that they can share out."""
+    """Return whether `nodes` nodes are enough, with a global batch that they can share out."""
     if nodes <= job.cluster.nodes:
         return False
-    other = job.on(nodes)
+    other = job.with_nodes(nodes)
     world = other.wanted.world
     batch = math.ceil(job.wanted.global_batch / world) * world
     wanted = replace(other.wanted, global_batch=batch)
-    return fits(wanted, other.asks, job.limit)
+    return fits(wanted, other.checked_bytes, job.limit)
 
 
 def throughput(job: Job, nodes: int) -> Planned | None:
-    """The best plan on so many nodes; None where none fits."""
-    used, found = _fastest(replace(job.on(nodes), count=2))
+    """Return the best plan on `nodes` nodes; None where none fits."""
+    used, found = _fastest(replace(job.with_nodes(nodes), count=2))
     if not len(found.ranked):
         return None
-    return _planned(used, found, int(found.ranked[0]), 0)
+    return _describe_plan(used, found, int(found.ranked[0]), 0)

@@ -1,4 +1,4 @@
-"""A pipeline's schedule played action by action: when each rank works, and for how long it waits.
+"""Simulation of a pipeline's schedule by actions: when each rank works, and how long it waits.
 
 Each rank takes its actions in its order. An action begins as soon as the rank is free and what it
 needs is there: a forward needs the stage before it, a backward the stage after it and its own
@@ -16,7 +16,7 @@ from outpace.records.pipelines import SCHEDULES, Kind
 
 
 class Action(NamedTuple):
-    """What a rank does at once: `kind` of a micro-batch on a stage, all counted from 0."""
+    """One action of a rank: `kind` of a micro-batch on a stage, all counted from 0."""
 
     kind: Kind
     stage: int
@@ -37,7 +37,7 @@ class StageTime:
     inputs_s: float
     weights_s: float
 
-    def of(self, kind: Kind) -> float:
+    def seconds(self, kind: Kind) -> float:
         """Seconds of an action."""
         return {
             "F": self.forward_s,
@@ -57,13 +57,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank does, and when."""
+    """Actions of each rank with their times."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
     @property
     def makespan_s(self) -> float:
-        """From the first action's beginning to the last one's end."""
+        """Time from the first action's beginning to the last one's end."""
         return max((spans[-1].end_s for spans in self.ranks if spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
@@ -83,9 +83,9 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Wiring:
-    """All ranks' actions in a sequence in which none comes before one that it waits for.
+    """Actions of all ranks in a sequence in which none comes before one that it waits for.
 
-    Made once, it plays fast. Of each in the sequence: `taken_by`, its rank; `after`, the places of
+    Made once, it is run fast. Of each in the sequence: `taken_by`, its rank; `after`, the places of
     other ranks' actions that it waits for. `beside`: what is done at one time with an action, and
     has no place of its own.
     """
@@ -102,7 +102,7 @@ class Wiring:
         transfer_s: float,
         together_s: Callable[[float, float], float] = max,
     ) -> tuple[list[float], list[float]]:
-        """When each begins, and when it ends; arguments as of `play`."""
+        """Return when each action begins, and when it ends; arguments as of `play`."""
         took = list(map(seconds, self.actions))
         if self.beside:
             for place, action in enumerate(self.actions):
@@ -128,9 +128,9 @@ class Wiring:
         transfer_s: float = 0.0,
         together_s: Callable[[float, float], float] = max,
     ) -> float:
-        """From the first action's beginning to the last one's end; as `play_stages` has it."""
+        """Return the time from the first beginning to the last end, as of `play_stages`."""
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
-        cost = {kind: [time.of(kind) for time in times] for kind in kinds}
+        cost = {kind: [time.seconds(kind) for time in times] for kind in kinds}
         _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s, together_s)
         return max(ends, default=0.0)
 
@@ -145,7 +145,7 @@ def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
 
 
 class _Wirer:
-    """Lets a rank go on until it has to wait, and again once what it waits for is done.
+    """Builder of a sequence: lets a rank proceed until it has to wait, and again when it need not.
 
     What there is to wait for has a number, so that large tables take no time: a stage's forward of
     a micro-batch an even one, its gradients of inputs the odd one after it.
@@ -170,7 +170,7 @@ class _Wirer:
         self._after: list[tuple[int, ...]] = []
 
     def wiring(self) -> Wiring:
-        """Everything in sequence. Raises BadInputError where nothing goes on."""
+        """Return all actions in sequence. Raises BadInputError where none can proceed."""
         ready = list(range(len(self._todo)))
         while ready:
             rank = ready.pop()
@@ -178,7 +178,7 @@ class _Wirer:
             while self._done[rank] < len(todo) and self._take(rank, todo[self._done[rank]], ready):
                 self._done[rank] += 1
         if len(self._actions) < sum(map(len, self._todo)):
-            raise BadInputError(self._stuck())
+            raise BadInputError(self._describe_deadlock())
         return Wiring(
             ranks=len(self._todo),
             actions=tuple(self._actions),
@@ -211,7 +211,7 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """What has to be done before. Of the whole backward its inputs' part is enough."""
+        """Return what has to be done before. Of the whole backward its inputs' part is enough."""
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":
@@ -221,11 +221,11 @@ class _Wirer:
         return (forward, forward + self._row + 1) if stage < self._last else (forward,)
 
     def _dones(self, action: Action) -> tuple[int, ...]:
-        """What others may wait for, and is done with this."""
+        """Return what others may wait for, and is done with this."""
         kind, stage, microbatch = action
         return () if kind == "W" else (stage * self._row + 2 * microbatch + (kind != "F"),)
 
-    def _stuck(self) -> str:
+    def _describe_deadlock(self) -> str:
         stopped = [
             f"rank {rank} at {todo[done]}"
             for rank, (todo, done) in enumerate(zip(self._todo, self._done, strict=True))
@@ -241,10 +241,10 @@ def play(
     together: Collection[Action] = (),
     together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
-    """Let each rank take its actions in its order.
+    """Simulate each rank's actions in its order.
 
     `seconds` of each action; `transfer_s` is what it takes a tensor to get to another rank, in
-    which both may go on. `together`: actions that are done at one time with the next in their
+    which both may proceed. `together`: actions that are done at one time with the next in their
     order, once there is what either needs; the two take `together_s` of what each takes alone, by
     default as long as the longer. Raises BadInputError for orders in which ranks wait for each
     other.
@@ -268,10 +268,10 @@ def play_stages(
     together: Collection[Action] = (),
     together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
-    """As `play`, every micro-batch taking a stage's time."""
+    """Simulate as `play`, every micro-batch taking a stage's time."""
     return play(
         orders,
-        lambda action: times[action.stage].of(action.kind),
+        lambda action: times[action.stage].seconds(action.kind),
         transfer_s,
         together,
         together_s,
@@ -281,9 +281,9 @@ def play_stages(
 def makespan_s(
     orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> float:
-    """As `play_stages`, the time of the whole alone, and sooner.
+    """Return the time of the whole of `play_stages` alone, and sooner.
 
-    Who plays one schedule more than once keeps its `wire`d form, as `tables.wired` does.
+    For one schedule simulated more than once keep its graph, as `tables.schedule_graph` does.
     """
     return wire(orders).makespan_s(times, transfer_s)
 

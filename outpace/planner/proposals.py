@@ -57,7 +57,7 @@ class _Tried:
 
 
 def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
-    """What could be changed, by kind, in each from the least change to the most.
+    """Return possible changes, by kind, in each from the least change to the most.
 
     `low_precision`: the device has units for bf16. `beside_host`: it has memory of its own.
     """
@@ -83,7 +83,7 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> li
     return [list(kind) for kind in kinds]
 
 
-def changed(plan: Plan, change: Change) -> Plan:
+def change_plan(plan: Plan, change: Change) -> Plan:
     """The plan with settings changed. Raises BadInputError where that cannot be."""
     values = {**plan.model_dump(), **change}
     if "checkpointing" in change:
@@ -116,7 +116,7 @@ def propose(
 
     def attempt(change: Change) -> _Tried | None:
         try:
-            other = changed(plan, change)
+            other = change_plan(plan, change)
             if enough() or other == plan:
                 return None
             cost = predict(other)
@@ -149,7 +149,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _Tried | None], limit_bytes: int
 ) -> tuple[_Tried | None, _Tried | None]:
-    """By halving: the first change of a kind that fits; and the one that was found to save most."""
+    """Find by halving a kind's first change that fits, and the one that saves most."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:
@@ -182,7 +182,7 @@ def _pairs(
 ) -> list[_Tried]:
     """Changes of two kinds, none of which fits alone."""
 
-    def together(pair: tuple[_Tried, _Tried]) -> float:
+    def seconds_of_both(pair: tuple[_Tried, _Tried]) -> float:
         one, other = pair
         return one.seconds + other.seconds - base.seconds
 
@@ -190,7 +190,7 @@ def _pairs(
         peaks = [tried.cost.peak_memory_bytes for tried in pair]
         return sum(peaks) - base.cost.peak_memory_bytes <= limit_bytes
 
-    pairs = sorted(combinations(helping, 2), key=together)
+    pairs = sorted(combinations(helping, 2), key=seconds_of_both)
     pairs.sort(key=saves_enough, reverse=True)  # what saves the sum of both is a guess
     found: list[_Tried] = []
     for one, other in pairs[:_PAIRS]:

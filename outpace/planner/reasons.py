@@ -1,4 +1,4 @@
-"""Why a plan is where it is, why others were not taken, and why nothing can be."""
+"""Reasons: why a plan has its rank, why others were not taken, and why none is possible."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 _ALIKE = 5e-4  # what would be shown as 0.0 %
 
 
-def why(job: Job, found: Found, place: int, rank: int) -> str:
+def explain_plan(job: Job, found: Found, place: int, rank: int) -> str:
     """One sentence: against the fastest, or, of the fastest, against the next."""
     others = [int(other) for other in found.ranked if other != place]
     if not others:
-        return _alone(job.wanted)
+        return _reason_for_single(job.wanted)
     other = others[0]
     mine, theirs = found.times.step_s[place], found.times.step_s[other]
     gaps = {
@@ -44,8 +44,8 @@ def why(job: Job, found: Found, place: int, rank: int) -> str:
     return f"{show_share(mine / theirs - 1)} slower than the fastest: {more} more for {PARTS[name]}"
 
 
-def _alone(wanted: Wanted) -> str:
-    """Why a plan has no other to be compared with."""
+def _reason_for_single(wanted: Wanted) -> str:
+    """Explain why a plan has no other to be compared with."""
     c = layouts(wanted)
     splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
     if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
@@ -55,21 +55,21 @@ def _alone(wanted: Wanted) -> str:
     return "the only kind of plan that there is"
 
 
-def rejected(job: Job, found: Found) -> list[Rejected]:
+def rejected_families(job: Job, found: Found) -> list[Rejected]:
     """Every family that is not among the ranked, and its best or its smallest plan."""
     shown = {FAMILIES[place] for place in family(found.columns)[found.ranked[: job.count]]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []
     for name in FAMILIES:
         if name in found.best and name not in shown:
-            rows.append(_passed_over(job, found, name))
+            rows.append(_rejected_family(job, found, name))
         elif name in laid_out and name not in shown:
-            reason = f"does not go with {_kept(job.wanted)}"
+            reason = f"does not go with {_format_kept(job.wanted)}"
             rows.append(Rejected(family=name, reason=reason))
     return rows
 
 
-def _passed_over(job: Job, found: Found, name: str) -> Rejected:
+def _rejected_family(job: Job, found: Found, name: str) -> Rejected:
     """A family's best plan against the fastest, or how far its smallest is from fitting."""
     place, first = found.best[name], found.ranked[0]
     if place < 0:
@@ -97,14 +97,14 @@ def _passed_over(job: Job, found: Found, name: str) -> Rejected:
 _WHOLE = ("dp", "ps", "ring", "horovod", "mp")
 
 
-def _kept(wanted: Wanted) -> str:
+def _format_kept(wanted: Wanted) -> str:
     return ", ".join(f"{name}={value}" for name, value in wanted.keep.items())
 
 
 def lacks(job: Job, columns: Columns, place: int) -> str:
-    """Of a plan that does not fit: what it needs of what there is, on a device or its host."""
+    """Return what a plan that does not fit needs of what there is, on a device or its host."""
     row = columns.take([place])
-    need, host = float(job.needs(row)[0]), job.cluster.host_bytes
+    need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:
         has = show_bytes(job.cluster.device.memory_bytes)
         return f"needs {show_bytes(round(need))} of a device's {has}"
@@ -113,8 +113,8 @@ def lacks(job: Job, columns: Columns, place: int) -> str:
 
 
 def impossible(wanted: Wanted) -> str:
-    """Why no plan can be laid out, and what could be: other sizes of an axis, or other batches."""
-    kept = f", with {_kept(wanted)}" if wanted.keep else ""
+    """Explain why no plan can be laid out, and what could be: other axis sizes or batches."""
+    kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
     begin = (
         f"no plan can be laid out: {wanted.world} devices and a global batch of "
         f"{wanted.global_batch}{kept}."
@@ -124,7 +124,7 @@ def impossible(wanted: Wanted) -> str:
         return f"{begin.removesuffix('.')}: {wrong}."
     near = nearest_batches(wanted)
     if near:
-        remedy = f"Use a global batch of {_either(near)}, or insist on less."
+        remedy = f"Use a global batch of {_join_or(near)}, or insist on less."
     else:
         remedy = "Insist on less, or use other numbers of devices."
     return (
@@ -134,14 +134,14 @@ def impossible(wanted: Wanted) -> str:
 
 
 def _wrong_sizes(wanted: Wanted) -> Iterator[str]:
-    """What is insisted on that this model, these devices or this batch cannot have."""
+    """Yield the insisted sizes that this model, these devices or this batch cannot have."""
     keep, world = wanted.keep, wanted.world
     named = False
     for axis in ("tp", "cp", "pp", "ep"):
         reason = refused_size(wanted, axis, int(keep.get(axis, 1)))
         if reason is not None:
             named = True
-            yield f"{reason}; {axis} may be {_either(allowed_sizes(wanted, axis))} here"
+            yield f"{reason}; {axis} may be {_join_or(allowed_sizes(wanted, axis))} here"
     kept = {axis: int(keep[axis]) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")
             if int(keep.get(axis, 1)) > 1}  # fmt: skip
     product = math.prod(kept.values())
@@ -154,7 +154,7 @@ def _wrong_sizes(wanted: Wanted) -> Iterator[str]:
         yield f"micro_batch {micro} does not divide the global batch of {wanted.global_batch}"
 
 
-def _either(numbers: Sequence[int]) -> str:
+def _join_or(numbers: Sequence[int]) -> str:
     """ "1, 2 or 4"."""
     *first, last = (f"{n:,}" for n in numbers)
     return f"{', '.join(first)} or {last}" if first else last

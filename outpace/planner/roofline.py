@@ -41,7 +41,7 @@ class Times:
 
 
 def times(work: Work, roof: Roof) -> Times:
-    """Of a device: its part of a stage. A backward is two products for each, and recomputation."""
+    """Return a device's times for its part of a stage; a backward has two products for each."""
     plan, spec = work.plan, work.spec
     tokens = plan.micro_batch * work.seq_len // plan.cp
     products = [*_products(spec, tokens, plan.tp)]

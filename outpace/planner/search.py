@@ -1,8 +1,8 @@
-"""The fastest plans that fit, found without leaving any out.
+"""Search for the fastest plans that fit, leaving none out.
 
-A layout takes no longer without a lever (recomputation, a chunked loss, offloading) than with it,
+A layout takes no longer without an option (recomputation, a chunked loss, offloading) than with it,
 by its fastest optimizer.
-So layouts are looked at in the order of what they take without, all levers of a few at a time, and
+So layouts are looked at in the order of what they take without, all options of a few at a time, and
 the search ends where the next layout cannot be better than what was found: branch and bound, with
 the same answer as trying everything.
 """
@@ -68,7 +68,7 @@ def search(
     plain = layouts(wanted)
     chosen = list(levers(wanted))
     if not chosen:
-        return _nothing(plain, question)
+        return _empty_result(plain, question)
     bound = least_s(question, wanted, plain)
     of_family = family(plain)
     kind = _kinds(plain)
@@ -78,17 +78,17 @@ def search(
         order = mine[np.argsort(bound[mine], kind="stable")]
         taken += _family(question, plain, order, bound, kind, chosen, needs, memory_bytes, count)
     if not taken:
-        return _nothing(plain, question)
-    together = _joined(taken)
-    return _found(question, together, needs, memory_bytes, count, len(plain) * len(chosen))
+        return _empty_result(plain, question)
+    together = _concatenate(taken)
+    return _finish_search(question, together, needs, memory_bytes, count, len(plain) * len(chosen))
 
 
 def fastest(
     question: Question, wanted: Wanted, needs: Needs, memory_bytes: float, count: int
 ) -> tuple[Columns, int]:
-    """The `count` fastest plans that fit, fastest first, however alike they are; and of how many.
+    """Return the `count` fastest plans that fit, fastest first, and the number considered.
 
-    Layouts come in the order of what they take without levers, until none can be among them.
+    Layouts come in the order of what they take without options, until none can be among them.
     """
     plain, chosen = layouts(wanted), list(levers(wanted))
     bound = least_s(question, wanted, plain)
@@ -100,9 +100,9 @@ def fastest(
             break
         part = expand(plain.take(places), chosen)
         part = part.take(needs(part) <= memory_bytes)
-        both = _joined([kept, part])
+        both = _concatenate([kept, part])
         seconds = estimate(question, both).step_s
-        kept = both.take(np.argsort(_plainly(both, seconds), kind="stable")[:count])
+        kept = both.take(np.argsort(_ranking_s(both, seconds), kind="stable")[:count])
         if len(kept) == count:
             worst = float(estimate(question, kept).step_s.max())
     return kept, len(plain) * len(chosen)
@@ -115,17 +115,17 @@ def fastest_accepted(
     memory_bytes: float,
     accepts: Callable[[Plan], bool],
 ) -> tuple[Plan | None, int]:
-    """The fastest plan that fits and that `accepts` takes, and of how many.
+    """Return the fastest plan that fits and that `accepts` takes, and the number considered.
 
     Of plans that differ in their micro-batches only one is asked about: `accepts` answers for a way
     to split a model and what goes with it. Layouts come in the order of what they take without
-    levers, until none can be faster than what was found.
+    options, until none can be faster than what was found.
     """
     plain, chosen = layouts(wanted), list(levers(wanted))
     considered = len(plain) * len(chosen)
     asked = _Asked(accepts, wanted.seq_len)
     # No lever makes a layout one that can be accepted.
-    plain = plain.take(asked.each(plain))
+    plain = plain.take(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
     chosen = _accepted_levers(plain.take(order), chosen, asked)
@@ -135,7 +135,7 @@ def fastest_accepted(
         if bound[places[0]] > best_s * _NEAR:
             break
         part = expand(plain.take(places), chosen)
-        ranked = _plainly(part, estimate(question, part).step_s)
+        ranked = _ranking_s(part, estimate(question, part).step_s)
         for piece in _pieces(ranked):
             piece = piece[ranked[piece] < best_s]
             fits = piece[needs(part.take(piece)) <= memory_bytes] if len(piece) else piece
@@ -148,7 +148,7 @@ def fastest_accepted(
 
 
 def least_s(question: Question, wanted: Wanted, plain: Columns) -> Floats:
-    """Seconds that no plan of a layout takes less than: without levers, by any optimizer.
+    """Return seconds that no plan of a layout takes less than: without options, by any optimizer.
 
     Which optimizer is fastest depends on the layout: compiled those of fewer bits move less.
     """
@@ -167,12 +167,14 @@ class _Asked:
         self._seq_len = seq_len
         self._known: dict[bytes, bool] = {}
 
-    def each(self, columns: Columns) -> Bools:
-        """Of all plans."""
+    def accepted_mask(self, columns: Columns) -> Bools:
+        """Return which plans are accepted."""
         rows, first, back = np.unique(
             _sayings(columns, self._seq_len), axis=0, return_index=True, return_inverse=True
         )
-        answers = [self._one(row, columns, int(at)) for row, at in zip(rows, first, strict=True)]
+        answers = [
+            self._accepts_row(row, columns, int(at)) for row, at in zip(rows, first, strict=True)
+        ]
         found: Bools = np.array(answers, bool)[back.reshape(-1)]
         return found
 
@@ -180,9 +182,11 @@ class _Asked:
         """The place of the first that is."""
         rows = _sayings(columns, self._seq_len)
         places = range(len(columns))
-        return next((place for place in places if self._one(rows[place], columns, place)), None)
+        return next(
+            (place for place in places if self._accepts_row(rows[place], columns, place)), None
+        )
 
-    def _one(self, saying: Ints, columns: Columns, place: int) -> bool:
+    def _accepts_row(self, saying: Ints, columns: Columns, place: int) -> bool:
         key = saying.tobytes()
         if key not in self._known:
             self._known[key] = self._accepts(to_plan(columns, place))
@@ -213,7 +217,7 @@ _TOGETHER = (
 
 
 def _accepted_levers(plain: Columns, chosen: list[Lever], asked: _Asked) -> list[Lever]:
-    """Levers without those of which a part is accepted with no strategy's fastest layout."""
+    """Return options of which every part is accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
     _, first = np.unique(plain.strategy, return_index=True)
@@ -244,9 +248,9 @@ def _family(
     memory_bytes: float,
     count: int,
 ) -> Iterator[Columns]:
-    """Of one family's layouts, cheapest first: those that can be among the `count` kinds.
+    """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
 
-    Of a kind that was found, only what may be faster still is looked at. Times are reckoned before
+    Of a kind that was found, only what may be faster still is looked at. Times are estimated before
     bytes, which take longer.
     """
     fastest: dict[int, float] = {}
@@ -270,7 +274,7 @@ def _family(
                 if least is None or need[small] < least[0]:
                     least = (float(need[small]), some.take([small]))
             fits = piece[need <= memory_bytes]
-            keep = fits[_first_of(kinds[fits], _plainly(part.take(fits), seconds[fits]))]
+            keep = fits[_first_of(kinds[fits], _ranking_s(part.take(fits), seconds[fits]))]
             for place in keep:
                 own, took = int(kinds[place]), float(seconds[place])
                 fastest[own] = min(fastest.get(own, np.inf), took)
@@ -296,7 +300,7 @@ def _pieces(seconds: Floats) -> Iterator[Ints]:
 
 
 def _first_of(kinds: Ints, seconds: Floats) -> Ints:
-    """The fastest of each kind; of equally fast ones the first, which has the fewest levers."""
+    """Return the fastest of each kind; of equals the first, which has the fewest options."""
     order = np.argsort(seconds, kind="stable")
     _, first = np.unique(kinds[order], return_index=True)
     return order[first]
@@ -310,10 +314,10 @@ def _kinds(c: Columns) -> Ints:
     return found * 4 + c.zero
 
 
-def _plainly(c: Columns, seconds: Floats) -> Floats:
-    """Seconds to rank by: of plans that take as long, the plainest comes first.
+def _ranking_s(c: Columns, seconds: Floats) -> Floats:
+    """Return seconds to rank by: of plans that take as long, the plainest comes first.
 
-    Each axis that is split and each lever that is pulled counts for a ten-thousandth.
+    Each axis that is split and each option that is set counts for a ten-thousandth.
     """
     pulled = sum(
         values.astype(float)
@@ -327,12 +331,12 @@ def _plainly(c: Columns, seconds: Floats) -> Floats:
     return ranked
 
 
-def _joined(parts: list[Columns]) -> Columns:
+def _concatenate(parts: list[Columns]) -> Columns:
     names = Columns.__dataclass_fields__
     return Columns(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
-def _found(
+def _finish_search(
     question: Question, columns: Columns, needs: Needs, memory_bytes: float, count: int,
     considered: int,
 ) -> Found:  # fmt: skip
@@ -340,7 +344,7 @@ def _found(
     seconds, of_family = times.step_s, family(columns)
     fits = need <= memory_bytes
     inside = np.nonzero(fits)[0]
-    order_s = _plainly(columns, seconds)
+    order_s = _ranking_s(columns, seconds)
     ranked = inside[_first_of(_kinds(columns)[inside], order_s[inside])]
     ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
     best, smallest = {}, {}
@@ -369,7 +373,7 @@ def fits(wanted: Wanted, needs: Needs, memory_bytes: float) -> bool:
     return False
 
 
-def _nothing(plain: Columns, question: Question) -> Found:
+def _empty_result(plain: Columns, question: Question) -> Found:
     none = plain.take(slice(0, 0))
     empty = np.zeros(0)
     return Found(none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain))

@@ -1,4 +1,4 @@
-"""Where `outpace network` reckons: a machine of the catalog, or one that was probed, or both."""
+"""Site of `outpace network`: a machine of the catalog, or one that was probed, or both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _ALIKE = 1.05
 
 @dataclass(frozen=True)
 class Asked:
-    """What a person said of it; the last of the `networks` is the machine's own."""
+    """Options of the user; the last of the `networks` is the machine's own."""
 
     machine: str | None
     probe: Path | None
@@ -35,7 +35,7 @@ class Asked:
 
 
 class Site:
-    """Where it is trained: a machine of the catalog, or the one that was probed."""
+    """Machine of a run: one of the catalog, or the one that was probed."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -58,27 +58,27 @@ class Site:
         if self.node is not None:
             return self.node.processes
         assert self.probe is not None
-        if self.probe.devices or self._probed is None:
+        if self.probe.devices or self._results is None:
             return len(self.probe.devices) or 1
-        if self._probed.ranks_per_host is None:
+        if self._results.ranks_per_host is None:
             raise BadInputError(
-                f"{self._asked.probe} is of {self._probed.world_size} ranks on "
-                f"{self._probed.hosts} hosts, not equally many on each. Say --devices-per-node."
+                f"{self._asked.probe} is of {self._results.world_size} ranks on "
+                f"{self._results.hosts} hosts, not equally many on each. Say --devices-per-node."
             )
-        return self._probed.ranks_per_host
+        return self._results.ranks_per_host
 
     def _own(self) -> Network | None:
         """The machine's: as asked last, as measured across nodes, or of the catalog."""
         if self._asked.networks:
             return read_network(self._asked.networks[-1])
-        rate = None if self._probed is None else self._probed.node_network_bytes_per_s()
+        rate = None if self._results is None else self._results.node_network_bytes_per_s()
         if rate is not None:
             return Network(name="measured (all-reduce)", bytes_per_s=rate,
                            origin="measured", source="outpace probe")  # fmt: skip
         return None if self.node is None else of_node(self.node)
 
     @property
-    def _probed(self) -> Probed | None:
+    def _results(self) -> Probed | None:
         return None if self.probe is None else self.probe.probed
 
     @property
@@ -91,11 +91,11 @@ class Site:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of a device."""
+        """Memory of a device."""
         return None if self.accelerator is None else self.accelerator.memory_bytes
 
     def precision(self, asked: Precision | None) -> Precision:
-        """As asked, else the fastest that the machine's products were measured in.
+        """Return the precision asked for, else the fastest in which products were measured.
 
         Where none was measured, bf16 if they have it by the catalog. On a GPU that is over master
         weights, as outpace trains there.
@@ -105,24 +105,24 @@ class Site:
         chip = self.accelerator
         on_gpu = chip is not None or (self.probe is not None and bool(self.probe.devices))
         low: Precision = "bf16-master" if on_gpu else "bf16"
-        measured = self._measured()
+        measured = self._measured_rates()
         if measured:
             best = max(measured.values())
             found = next(one for one in _MIXED if measured.get(one, 0.0) >= best / _ALIKE)
             return low if found == "bf16" else found
         return low if chip is not None and "bf16" in chip.peak.flops_per_s else "fp32"
 
-    def _measured(self) -> dict[Precision, float]:
+    def _measured_rates(self) -> dict[Precision, float]:
         """The best rate of each precision that can be trained in, where it was steady."""
-        if self._probed is None:
+        if self._results is None:
             return {}
-        best = {dtype: self._probed.best_rate(dtype) for dtype in _MIXED}
+        best = {dtype: self._results.best_rate(dtype) for dtype in _MIXED}
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rate(self, precision: Precision) -> Figure:
         """FLOP/s of a device: measured, or a share of the peak."""
         dtype = precision.split("-")[0]
-        probed = self._probed
+        probed = self._results
         figure = None if probed is None else probed.best_rate(dtype)
         if figure is not None:
             return figure
@@ -144,7 +144,7 @@ class Site:
 
     def memory_rate(self) -> Figure:
         """Bytes/s of a device's memory."""
-        probed = self._probed
+        probed = self._results
         copies = [] if probed is None else [
             figure for figure in probed.figures
             if (figure.key.kind, figure.key.what) == ("memory", "copy")
@@ -159,7 +159,7 @@ class Site:
         return _figure("memory", "all", "B/s", self.accelerator.memory_bytes_per_s,
                        self.accelerator.source)  # fmt: skip
 
-    def inside(self) -> Network | None:
+    def device_network(self) -> Network | None:
         """A device's link to the others of its node; None where it is alone there.
 
         Raises BadInputError where it is not known.
@@ -168,7 +168,7 @@ class Site:
             return read_network(self._asked.inside)
         if self.per_node == 1:
             return None
-        measured = None if self._probed is None else self._probed.inside_bytes_per_s()
+        measured = None if self._results is None else self._results.inside_bytes_per_s()
         if measured is not None:
             return Network(name="measured within the node", bytes_per_s=measured,
                            origin="measured", source="outpace probe")  # fmt: skip
@@ -194,8 +194,8 @@ def _figure(kind: str, dtype: str, unit: Unit, value: float, source: str) -> Fig
     return Figure(key=key, unit=unit, value=value, origin="catalog", source=source)
 
 
-def known(figure: Figure) -> float:
-    """Its value. Raises BadInputError where the machine did not hold still."""
+def value_of(figure: Figure) -> float:
+    """Return a figure's value. Raises BadInputError where the measurement was unstable."""
     if figure.value is None:
         raise BadInputError(f"{figure.key} was not measured: {figure.unstable}. Probe again.")
     return figure.value

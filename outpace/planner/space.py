@@ -1,4 +1,4 @@
-"""The space of plans: every layout of the ranks that can be, times every lever, as columns."""
+"""Space of plans: every possible layout of the ranks, times every option, as columns."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is planned for. `keep` has what a person insists on, by the names of a plan's settings.
+    """Planning request. `keep` has what the user insists on, by the names of a plan's settings.
 
     `precision`: where none is kept or varied. Plans that offload weights or the optimizer's state
     are in `offloaded_precision`, if it is given.
@@ -104,7 +104,7 @@ Lever = dict[str, Any]
 
 
 def layouts(wanted: Wanted) -> Columns:
-    """Every layout without any lever, kept or not: it takes no longer than with some.
+    """Return every layout without any option, kept or not: it takes no longer than with some.
 
     What is varied and makes some layouts faster and others slower makes layouts of its own.
     """
@@ -118,7 +118,7 @@ def layouts(wanted: Wanted) -> Columns:
         **values,
         **{
             "precision": np.full(count, PRECISIONS.index(keep.get("precision", wanted.precision))),
-            **{name: _repeated(value, count) for name, value in plain.items()},
+            **{name: _repeat(value, count) for name, value in plain.items()},
         },
         compile=np.full(count, bool(keep.get("compile", False))),
         sequence_parallel=np.full(count, bool(keep.get("sequence_parallel", True))),
@@ -126,14 +126,14 @@ def layouts(wanted: Wanted) -> Columns:
         even_stages=np.full(count, keep.get("stage_split", "cost") == "even"),
         bucket_bytes=np.full(count, int(keep.get("bucket_mib", 25)) * 2**20),
     )
-    found = _varied(found, wanted.vary)
-    fine = _kept(found, keep) & _goes(found)
+    found = _vary(found, wanted.vary)
+    fine = _keep_mask(found, keep) & _goes(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
     return found.take(fine)
 
 
-def _varied(found: Columns, vary: Mapping[str, Sequence[Any]]) -> Columns:
+def _vary(found: Columns, vary: Mapping[str, Sequence[Any]]) -> Columns:
     """Each layout with each of the values, where they make a difference; else with the first."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
@@ -151,13 +151,13 @@ def _varied(found: Columns, vary: Mapping[str, Sequence[Any]]) -> Columns:
     return found
 
 
-def _repeated(value: Any, count: int) -> Any:
+def _repeat(value: Any, count: int) -> Any:
     array = np.asarray(value)
     return np.broadcast_to(array, (count, *array.shape)).copy()
 
 
 def expand(columns: Columns, chosen: Sequence[Lever]) -> Columns:
-    """Every layout with every lever that it goes with."""
+    """Combine every layout with every option that it goes with."""
     count = len(chosen)
     values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(Columns)}
     for name in chosen[0]:
@@ -167,8 +167,8 @@ def expand(columns: Columns, chosen: Sequence[Lever]) -> Columns:
     return found.take(_possible(found))
 
 
-def _kept(c: Columns, keep: Mapping[str, Any]) -> Any:
-    """Which are as a person insists."""
+def _keep_mask(c: Columns, keep: Mapping[str, Any]) -> Any:
+    """Return which plans are as the user insists."""
     fine = np.ones(len(c), bool)
     for name, value in keep.items():
         if name in _WORDS:
@@ -180,7 +180,7 @@ def _kept(c: Columns, keep: Mapping[str, Any]) -> Any:
 
 
 def levers(wanted: Wanted) -> Iterator[Lever]:
-    """What can be set whatever the layout is, the plainest first."""
+    """Yield what can be set whatever the layout is, the plainest first."""
     keep = wanted.keep
     modes = [
         (mode, every)
@@ -243,26 +243,26 @@ def _lever(
 
 
 def _goes(c: Columns) -> Any:
-    """Which layouts go with what is the same in all of their plans."""
-    fine = ~(c.precise("fp8") & (c.tp > 1))
+    """Return which layouts go with what is the same in all of their plans."""
+    fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
-    fine &= low | ~c.precise(*PURE)
-    fine &= ~c.in_backward | (c.of(*IN_BACKWARD) & ~c.precise(*SCALED))
-    return fine & ~(c.scheduled(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
+    fine &= low | ~c.precision_in(*PURE)
+    fine &= ~c.in_backward | (c.strategy_in(*IN_BACKWARD) & ~c.precision_in(*SCALED))
+    return fine & ~(c.schedule_in(*_SPLITS) & ((c.dp_replicate > 1) | c.compile))
 
 
 def _possible(c: Columns) -> Any:
-    """Which can be plans: what goes with what, as `records.plan` has it."""
-    fine = _goes(c) & ~(c.scheduled(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
-    gathers = np.isin(c.zero, _GATHERS) | c.of("single")
+    """Return which can be plans: what goes with what, as `records.plan` has it."""
+    fine = _goes(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
+    gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
     fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
     adamw = np.isin(c.optimizer, [i for i, name in enumerate(OPTIMIZERS) if name[:7] == "adamw-f"])
     elsewhere = (c.offload_parameters > 0) | (c.offload_optimizer > 0)
-    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precise(*MASTERS)))
+    fine &= ~(elsewhere & (~adamw | c.in_backward | c.precision_in(*MASTERS)))
     fine &= ~((c.offload_activations > 0) & (c.compile | (c.pp > 1)))
     fine &= ~((c.offload_parameters == OFFLOADS.index("disk")) & c.compile)
     fine &= ~(elsewhere & (c.pp > 1))
-    naive = c.of("dp", "ps", "ring", "mp")
+    naive = c.strategy_in("dp", "ps", "ring", "mp")
     return fine & ~(naive & (elsewhere | (c.offload_activations > 0)))
 
 
@@ -283,7 +283,7 @@ def _layouts(wanted: Wanted) -> Iterator[_Row]:
                 name = "3d" if ep > 1 else strategy
                 if name in wanted.without:
                     continue
-                yield from _scheduled(name, axes, micro, share // micro, wanted)
+                yield from _schedule_rows(name, axes, micro, share // micro, wanted)
     if wanted.naive:
         yield from _naive(wanted)
 
@@ -306,12 +306,12 @@ def _sizes(wanted: Wanted, axis: str) -> list[int]:
 
 
 def allowed_sizes(wanted: Wanted, axis: str) -> list[int]:
-    """What an axis may be, each for itself: tp, cp, pp or ep."""
+    """Return the sizes that an axis may have, each for itself: tp, cp, pp or ep."""
     return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
 
 
 def refused_size(wanted: Wanted, axis: str, size: int) -> str | None:
-    """Why tp, cp, pp or ep cannot be so wide for this model and machine; None where it can."""
+    """Explain why an axis cannot have a size for this model and machine; None where it can."""
     name, world = wanted.outline.name, wanted.world
     if size == 1:
         return None
@@ -410,9 +410,9 @@ def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strateg
 
 
 def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
-    """Divisors of a rank's samples: the powers of two, and all of them where they are few.
+    """Return divisors of a rank's samples: the powers of two, and all of them where they are few.
 
-    What a person insists on is among them.
+    What the user insists on is among them.
     """
     if "micro_batch" in keep or "pp_microbatches" in keep:
         return _divisors(share)
@@ -421,10 +421,10 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
     return found if len(found) <= 6 else sorted({*powers, found[-1]})
 
 
-def _scheduled(
+def _schedule_rows(
     strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: Wanted
 ) -> Iterator[_Row]:
-    """With every schedule for `parts` micro-batches; without a pipeline they are accumulated."""
+    """Yield a row for every schedule of `parts` micro-batches; without a pipeline, one."""
     layers, pp = wanted.outline.layers, axes[5]
     if pp == 1:
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
@@ -445,7 +445,7 @@ def _scheduled(
 
 
 def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
-    """Whether a schedule can take so many micro-batches (see `records.pipelines.refusal`)."""
+    """Return whether a schedule takes that many micro-batches (`records.pipelines.refusal`)."""
     if schedule == "1f1b":
         return parts >= pp
     if schedule == "dualpipev":
@@ -456,7 +456,7 @@ def _takes(schedule: str, pp: int, count: int, parts: int) -> bool:
 
 
 def _naive(wanted: Wanted) -> Iterator[_Row]:
-    """What is there to compare with: one process for all, servers, a ring, one after another."""
+    """Yield baselines: one process for all, servers, a ring, one after another."""
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:
         for micro in _micro_batches(batch, wanted.keep):

@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline gets, and which ranks differ."""
+"""Number of layers of each stage of a pipeline, and which ranks differ."""
 
 from collections.abc import Iterator, Sequence
 

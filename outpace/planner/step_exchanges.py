@@ -1,4 +1,4 @@
-"""Seconds that are exposed of exchanges: gradients and parameters, keys and values, experts."""
+"""Exposed communication: gradients and parameters, keys and values, experts."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class _Collectives:
 
 
 class Exchanges(Setup):
-    """What no computing hides."""
+    """Communication that no computation hides."""
 
     def ring_s(
         self, forwards: list[Pass], backwards: list[Pass], shares: Floats, own: Floats
@@ -68,7 +68,7 @@ class Exchanges(Setup):
         return np.where(c.ep > 1, self.micro * total, 0.0)
 
     def exposed_data_s(self, ahead_s: Floats, back_s: Floats, pipeline: Pipeline) -> Floats:
-        """What is exposed of gradients' sums, and of gathering parameters that are sharded.
+        """Return what is exposed of gradients' sums, and of gathering parameters that are sharded.
 
         `ahead_s` and `back_s` are a layer's passes of one micro-batch. Where a pipeline's ranks
         differ, one that is not the slowest may be by what it exposes.
@@ -79,14 +79,14 @@ class Exchanges(Setup):
             [
                 self.micro * seconds
                 - busy
-                + self._exposed_by(collectives, count * ahead_s, count * back_s)
+                + self._zero_exposed_s(collectives, count * ahead_s, count * back_s)
                 for seconds, count in pipeline.ranks
             ],
             axis=0,
         )
         exposed = exposed + self._units(np.maximum(self.outline.layers / c.pp, 1.0))
         exposed = np.where((c.data_parallel > 1) | (c.cp > 1), exposed, 0.0)
-        return np.where(c.of("dp", "ps"), self._one_to_all(collectives.grads), exposed)
+        return np.where(c.strategy_in("dp", "ps"), self._one_to_all_s(collectives.grads), exposed)
 
     def _collectives(self) -> "_Collectives":
         c, fabric = self.c, self.fabric
@@ -106,8 +106,8 @@ class Exchanges(Setup):
             replicas=replicas,
         )
 
-    def _exposed_by(self, of: "_Collectives", ahead: Floats, back: Floats) -> Floats:
-        """Beside passes of one micro-batch that take `ahead` and `back`, by the level of ZeRO."""
+    def _zero_exposed_s(self, of: "_Collectives", ahead: Floats, back: Floats) -> Floats:
+        """Return what passes of one micro-batch leave exposed, by the level of ZeRO."""
         c = self.c
         buckets, units = self._buckets(of.grads), np.maximum(self.outline.layers / c.pp, 1.0)
         # A pipeline's micro-batches share gathers and sums.
@@ -115,16 +115,16 @@ class Exchanges(Setup):
         rounds = np.where(c.pp > 1, c.passes, self.micro)
         # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
         # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
-        product = c.of("3d")
+        product = c.strategy_in("3d")
         states = np.where(product, of.scatter, of.sum)
-        own_gather = np.where(product, self.beside(of.gather, ahead, units), of.weights)
-        zero1 = self.beside(states, back, buckets) + self.beside(of.replicas, back, buckets)
+        own_gather = np.where(product, self.exposed_s(of.gather, ahead, units), of.weights)
+        zero1 = self.exposed_s(states, back, buckets) + self.exposed_s(of.replicas, back, buckets)
         # Layer by layer: a gather before each forward and backward, a sum after.
         sums = of.scatter + of.replicas
-        gathered = self.beside(of.gather, shared * ahead, units + 1)
-        zero3 = rounds * (gathered + self.beside(of.gather + sums, shared * back, units + 1))
-        zero2 = rounds * (gathered + self.beside(sums, shared * back, units + 1))
-        plain = self.beside(of.replicas, back, buckets)
+        gathered = self.exposed_s(of.gather, shared * ahead, units + 1)
+        zero3 = rounds * (gathered + self.exposed_s(of.gather + sums, shared * back, units + 1))
+        zero2 = rounds * (gathered + self.exposed_s(sums, shared * back, units + 1))
+        plain = self.exposed_s(of.replicas, back, buckets)
         levels = [c.zero == level for level in (1, 2, 3)]
         return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
 
@@ -132,7 +132,7 @@ class Exchanges(Setup):
         """Parts in which replicas sum up; the embedding's gradient is the last to be whole, and a
         bucket is no smaller than it."""
         c = self.c
-        table = self.outline.vocab * self.outline.embedded / c.tp / self.parameters
+        table = self.outline.vocab * self.outline.table_width / c.tp / self.parameters
         last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
         buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
         found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
@@ -147,7 +147,7 @@ class Exchanges(Setup):
         found: Floats = (sums + gathers) * (units + 1) * self.device.unit_s
         return found
 
-    def _one_to_all(self, grads: Floats) -> Floats:
+    def _one_to_all_s(self, grads: Floats) -> Floats:
         """dp: parameters to every replica before a forward, gradients back, over one device's link.
 
         ps: as much over the servers' links, each worker's in turn, both ways at the same time.
@@ -161,4 +161,4 @@ class Exchanges(Setup):
         )
         dp = 2 * others * grads / link
         ps = c.data_parallel * grads / np.maximum(c.servers, 1) / link
-        return np.where(c.of("ps"), ps, self.micro * dp)
+        return np.where(c.strategy_in("ps"), ps, self.micro * dp)

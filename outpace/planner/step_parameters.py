@@ -34,10 +34,10 @@ class Offloading:
 
 
 class Parameters(Setup):
-    """Beside the passes, or on a pipeline's ranks within them."""
+    """Work on parameters beside the passes, or on a pipeline's ranks within them."""
 
     def weight_traffic_s(self) -> Floats:
-        """Of a micro-batch: weights cast for products, gradients cast back and added up.
+        """Return, of a micro-batch: weights cast for products, gradients cast back and added up.
 
         Where ranks split parameters each casts its shard before it is gathered, and all gradients
         as they are copied to the buffer that they are reduced in.
@@ -49,13 +49,13 @@ class Parameters(Setup):
         shards = np.where(self.c.zero > 0, self.c.dp_shard * self.c.cp, 1)
         cast = np.where(self.cast_shards, 6.0 + 6.0 / shards, cast)
         # Of bf16 into fp32: what is added is read in 2 bytes, the sum read and written in 4.
-        wide = self.c.precise("bf16-master") & ~self.c.holds_masters()
+        wide = self.c.precision_in("bf16-master") & ~self.c.holds_masters()
         add = np.where(self.micro > 1, np.where(wide, 10.0, 3 * self.kept), 0.0)
         seconds: Floats = self.parameters * (cast + add) / self.device.memory_bytes_per_s
         return seconds
 
     def optimizer_step_s(self, ahead_s: Floats) -> Floats:
-        """By the optimizer's own traffic, launches and products, of the parameters of a shard.
+        """Return the time of the optimizer's traffic, launches and products for a shard.
 
         `ahead_s`: what a GPU has still to do when its host begins to launch the optimizer.
         """
@@ -66,20 +66,20 @@ class Parameters(Setup):
         )  # fmt: skip
 
     def offloading_s(self, busy: Floats) -> Floats:
-        """What lies in host memory goes over the host's link: what passes do not hide."""
+        """Return what passes do not hide of copies over the host's link."""
         found = self.offloading(busy)
         total: Floats = np.sum([getattr(found, name) for name in Offloading.SECONDS], axis=0)
         return total
 
     def offloading(self, busy: Floats) -> "Offloading":
-        """Parts of `offloading_s`. `busy`: seconds of passes, which hide copies."""
+        """Return the parts of `offloading_s`. `busy`: seconds of passes, which hide copies."""
         c = self.c
         shards = np.where(c.zero > 0, c.dp_shard * c.cp, 1)
         own = self.owned / shards
         link = self.device.host_bytes_per_s
         gathers = np.where(c.pp > 1, c.passes, self.micro)
         weights = np.where(c.offload_parameters > 0, 2 * gathers * own * self.kept, 0.0)
-        activations = np.where(c.offload_activations > 0, 2 * self.micro * self._saved(), 0.0)
+        activations = np.where(c.offload_activations > 0, 2 * self.micro * self._saved_bytes(), 0.0)
         state = np.where(c.offload_optimizer > 0, own * (self.kept + FP32), 0.0)
         elsewhere = np.maximum(c.offload_optimizer, c.offload_parameters)
         host_step = own * 7 * FP32 / self.device.host_memory_bytes_per_s
@@ -96,7 +96,7 @@ class Parameters(Setup):
             disk_s=disk / self.device.disk_bytes_per_s,
         )
 
-    def _saved(self) -> Floats:
+    def _saved_bytes(self) -> Floats:
         """Bytes that a rank's blocks keep of a micro-batch for the backward.
 
         Inputs and outputs of norms and what products read: queries, keys, values and their mix,

@@ -19,7 +19,7 @@ class Passes(Setup):
     """Forwards and backwards, with what is computed again and what tensor parallelism waits for."""
 
     def layer_passes(self) -> tuple[list[Pass], list[Pass]]:
-        """Of each stack's layer: a forward, and a backward with what it computes again."""
+        """Return each stack's layer: a forward, and a backward with what it recomputes."""
         forwards, backwards = [], []
         for stack in self.outline.stacks:
             work = layer(self.device, self.outline, stack, self.cells, self.q.seq_len,
@@ -61,16 +61,16 @@ class Passes(Setup):
         )
 
     def _launched_s(self, operators: Floats) -> Floats:
-        """Of the host, one by one; a CUDA graph is launched at once."""
+        """Return the host's time to launch operators; a CUDA graph is launched at once."""
         seconds: Floats = np.where(self.replays, 0.0, operators * self.device.operator_s)
         return seconds
 
     def _tensor(self, sums: float, products_s: Floats) -> tuple[Floats, Floats]:
-        """Exchanges of tensor parallelism in a layer's forward, and how many; as many backwards.
+        """Return collectives of tensor parallelism in a layer's forward, and how many.
 
         A sum after attention and one after the MLP; with sequence parallelism each is a gather and
         a scattering sum, of the same bytes together (Korthikanti et al., arXiv 2205.05198, §4.2).
-        With async_tp each goes on in tp parts beside the product that it is for.
+        With async_tp each proceeds in tp parts beside the product that it is for.
         """
         c = self.c
         nbytes = self.tokens * self.outline.hidden * self.item
@@ -81,7 +81,7 @@ class Passes(Setup):
         calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
         exchange_s = sums * np.where(c.sequence_parallel, halves, whole)
         exposed_s = np.where(
-            c.async_tp, self.beside(exchange_s, products_s, c.tp.astype(float)), exchange_s
+            c.async_tp, self.exposed_s(exchange_s, products_s, c.tp.astype(float)), exchange_s
         )
         return exposed_s, sums * calls
 

@@ -34,9 +34,9 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Stages:
-    """Of one plan's pipeline: seconds of a micro-batch on each stage, and between two.
+    """Stages of one plan's pipeline: seconds of a micro-batch on each, and between two.
 
-    `posted_s` is the host's part of a step's exchanges.
+    `posted_s` is the host's part of a step's collectives.
     """
 
     times: tuple[StageTime, ...]
@@ -85,7 +85,7 @@ class Pipelines(Passes, Parameters):
         return first, middle, last
 
     def stages(self) -> Stages:
-        """Of one plan: blocks by stage, with the embedding on the first and the head on the last.
+        """Return a plan's blocks by stage, embedding on the first and head on the last.
 
         Of a backward, the weights' part is that of their gradients.
         """
@@ -124,12 +124,12 @@ class Pipelines(Passes, Parameters):
         is W's share of a pass.
         """
         c = self.c
-        left = np.where(c.scheduled("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
+        left = np.where(c.schedule_in("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
         none_left = np.maximum(1 - 3 * weights, 0.0)
-        left = np.where(c.scheduled("zbv", "dualpipev"), none_left, left)
+        left = np.where(c.schedule_in("zbv", "dualpipev"), none_left, left)
         waits = np.maximum(pipeline.way_s - pipeline.own_s, 0.0) / c.stages_per_rank * left
         alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
-        waits = np.where(c.scheduled("mp"), np.maximum(alone, 0.0), waits)
+        waits = np.where(c.schedule_in("mp"), np.maximum(alone, 0.0), waits)
         # Ranks that take turns on a core have more of it while others wait.
         busy = c.microbatches * pipeline.pace_s
         waits = np.maximum((busy + waits) / self.device.sharers - busy, 0.0)
@@ -144,14 +144,14 @@ class Pipelines(Passes, Parameters):
         c = self.c
         one, posted_s = self.hop()
         fill = 2.0 * (c.pp * c.stages_per_rank - 1)
-        waits = np.where(c.scheduled("1f1b"), 2.0 * c.microbatches, 0.0)
-        hops = np.where(c.scheduled("mp"), fill * c.microbatches, fill + waits)
+        waits = np.where(c.schedule_in("1f1b"), 2.0 * c.microbatches, 0.0)
+        hops = np.where(c.schedule_in("mp"), fill * c.microbatches, fill + waits)
         return np.where(c.pp > 1, c.passes * (hops * one + posted_s), 0.0)
 
     def hop(self) -> tuple[Floats, Floats]:
-        """Seconds of a message between stages; and of the host, which posts all of a pass's.
+        """Return seconds of a message between stages; and of the host, which posts all of a pass's.
 
-        Every stage posts an exchange forwards and one backwards for each micro-batch.
+        Every stage posts a message forwards and one backwards for each micro-batch.
         """
         c = self.c
         nbytes = self.tokens * self.outline.hidden * self.item

@@ -1,4 +1,4 @@
-"""What a step's terms are reckoned from: bytes of numbers, a rank's parameters, distinct layers."""
+"""Inputs of a step's terms: bytes of numbers, a rank's parameters, distinct layers."""
 
 import math
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Pass:
-    """Of one micro-batch: seconds on the device, on the host, and waiting for other ranks' parts.
+    """Pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
 
     `weights_s` are the device's for gradients of weights, which some schedules put off.
 
@@ -62,7 +62,7 @@ class Pass:
 
 
 def of_stacks(passes: Sequence[Pass], shares: Floats, name: str) -> Floats:
-    """Of all stacks, each by its share of the layers."""
+    """Return a sum over all stacks, each by its share of the layers."""
     found: Floats = np.sum(
         [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
     )
@@ -70,7 +70,7 @@ def of_stacks(passes: Sequence[Pass], shares: Floats, name: str) -> Floats:
 
 
 class Setup:
-    """Of all plans at once, one entry each."""
+    """Values of all plans at once, one entry each."""
 
     def __init__(self, question: Question, columns: Columns) -> None:
         self.q, self.c = question, columns
@@ -84,10 +84,10 @@ class Setup:
         c = self.c
         self.item = items(c.precision)
         replicas = c.dp_replicate * c.dp_shard * c.cp
-        splits = c.of("zero2", "zero3", "hsdp") | (c.of("3d") & (replicas > 1))
+        splits = c.strategy_in("zero2", "zero3", "hsdp") | (c.strategy_in("3d") & (replicas > 1))
         splits = splits | (c.offload_parameters > 0)
-        casts = self.q.other_program & c.of("zero2", "zero3", "hsdp", "3d")
-        autocast = c.precise("bf16", "fp16", "fp8") & ~casts
+        casts = self.q.other_program & c.strategy_in("zero2", "zero3", "hsdp", "3d")
+        autocast = c.precision_in("bf16", "fp16", "fp8") & ~casts
         self.wide = np.where(autocast, FP32, self.item)
         # Replayed as CUDA graphs by outpace (records.compiled.graph_obstacle), and micro-batches
         # of which all read one cast of the weights.
@@ -95,14 +95,14 @@ class Setup:
         away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
         again = c.modes[:, 0] < 1
         drops = any(stack.dropout for stack in self.outline.stacks)
-        self.replays = own & c.of("single") & c.compile & ~away & ~c.in_backward
+        self.replays = own & c.strategy_in("single") & c.compile & ~away & ~c.in_backward
         self.replays = self.replays & ~(again & drops)
-        shared = c.of("single", "ddp", "zero1") & (c.offload_parameters == 0)
+        shared = c.strategy_in("single", "ddp", "zero1") & (c.offload_parameters == 0)
         self.shares_casts = own & shared & ~again & ~c.in_backward & ~c.compile
         # Weights are cast for products by autocast, or where they lie before they are gathered.
         self.autocast = autocast & ~splits
-        self.cast_shards = c.precise(*SHARD_DTYPES) & splits & ~casts
-        low = c.precise(*WEIGHTS) & ~c.holds_masters()
+        self.cast_shards = c.precision_in(*SHARD_DTYPES) & splits & ~casts
+        low = c.precision_in(*WEIGHTS) & ~c.holds_masters()
         self.kept = np.where(low, 2.0, FP32)
         layers, more = np.zeros(len(c)), np.zeros(len(c))
         for stack in self.outline.stacks:
@@ -136,11 +136,11 @@ class Setup:
         self.tokens = c.micro_batch * self.q.seq_len / c.cp
 
     def spread(self, values: Floats) -> Floats:
-        """Of each plan, what is of each cell."""
+        """Return for each plan the value of its cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.of]
 
-    def beside(self, exchange_s: Floats, compute_s: Floats, units: Floats) -> Floats:
-        """What is exposed of an exchange in equal parts, one fewer of which has company."""
-        exposed = np.maximum(exchange_s / units, exchange_s - compute_s * (units - 1) / units)
-        found: Floats = exchange_s - self.device.hides * (exchange_s - exposed)
+    def exposed_s(self, comm_s: Floats, compute_s: Floats, units: Floats) -> Floats:
+        """Return what is exposed of communication in equal parts, all but one with company."""
+        exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
+        found: Floats = comm_s - self.device.hides * (comm_s - exposed)
         return found

@@ -1,4 +1,4 @@
-"""What lies on a rank for good: weights and the optimizer's state, by elements and bytes."""
+"""States that stay on a rank: weights and the optimizer's state, by elements and bytes."""
 
 import math
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Outside:
     tail: Floats  # norms and transforms before the head
 
 
-def outside(outline: Outline, columns: Columns) -> Outside:
+def outside_elements(outline: Outline, columns: Columns) -> Outside:
     """Vocabularies are split over tp; what is small is whole everywhere."""
     split = columns.tp
     rows = -(-outline.vocab // split)
@@ -75,7 +75,7 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 
 
 def by_plans(columns: Columns, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
-    """A number for each plan that depends on a few columns: reckoned once for each combination."""
+    """Return a number for each plan by a few columns: computed once for each combination."""
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
     keys = np.ravel_multi_index(tuple(rows), tuple(int(span) for span in spans))
@@ -96,16 +96,16 @@ class States:
 
 
 def states(outline: Outline, columns: Columns) -> States:
-    """By the shapes of parameters."""
+    """Return states by the shapes of parameters."""
     names = ("optimizer", "precision", "tp", "ep")
 
-    def of(which: str) -> Callable[..., float]:
+    def value_by(which: str) -> Callable[..., float]:
         def value(optimizer: int, precision: int, tp: int, ep: int) -> float:
             return _states(outline, which, OPTIMIZERS[optimizer], PRECISIONS[precision], tp, ep)
 
         return value
 
-    return States(*(by_plans(columns, names, of(which)) for which in (
+    return States(*(by_plans(columns, names, value_by(which)) for which in (
         "layer", "embedding", "positions", "head", "rest")))  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def whole_states(outline: Outline, columns: Columns) -> Floats:
 
 
 def _all_shapes(outline: Outline) -> list[tuple[Shape, bool]]:
-    """Of every parameter, and whether a layer has it."""
+    """Return the shape of every parameter, and whether a layer has it."""
     hidden = outline.hidden
     outside = [(outline.vocab, hidden), (outline.learned_positions, hidden)]
     outside += [(p.outputs, p.inputs) for p in outline.head_products for _ in range(p.count)]

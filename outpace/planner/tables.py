@@ -1,8 +1,8 @@
-"""The table of each pipeline schedule: what every rank does, and in which order.
+"""Table of each pipeline schedule: what every rank does, and in which order.
 
 They are torch's own (torch.distributed.pipelining 2.13, as the tests show), made without torch, so
-that a schedule can be played on machines that are not there. n ranks, m micro-batches, v stages on
-each rank; ranks, stages and micro-batches are counted from 0. A table says nothing about times.
+that a schedule can be simulated on machines that are not there. n ranks, m micro-batches, v stages
+on each rank; ranks, stages and micro-batches are counted from 0. A table says nothing about times.
 """
 
 from collections import Counter
@@ -36,10 +36,10 @@ def order(
     return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
 
 
-def overlapped(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
-    """Forwards that may be done at one time with the backward that comes next in their order.
+def overlapping_forwards(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
+    """Return forwards that may run at one time with the backward next in their order.
 
-    Only dualpipev has any: one micro-batch's exchange between experts hides behind the other's
+    Only dualpipev has any: one micro-batch's all-to-all between experts hides behind the other's
     computing (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch does one after the other. Raises
     BadInputError as `orders`.
     """
@@ -51,15 +51,15 @@ def overlapped(schedule: str, ranks: int, microbatches: int) -> frozenset[Action
 
 
 @lru_cache(maxsize=8)  # the largest, of 64 ranks and 512 micro-batches, takes some 30 MB
-def wired(
+def schedule_graph(
     schedule: str,
     ranks: int,
     microbatches: int,
     stages_per_rank: int | None = None,
     overlap: bool = False,
 ) -> Wiring:
-    """The table made ready to be played with many times. `overlap`: what may be, is."""
-    together = overlapped(schedule, ranks, microbatches) if overlap else frozenset()
+    """Return the table prepared for many simulations. `overlap`: what may overlap does."""
+    together = overlapping_forwards(schedule, ranks, microbatches) if overlap else frozenset()
     return wire(orders(schedule, ranks, microbatches, stages_per_rank), together)
 
 
@@ -102,7 +102,7 @@ def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
     return _in_turn(numbers, numbers, ahead=min(microbatches, ranks - rank) - 1)
 
 
-def _interleaved(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
+def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """1f1b in rounds, in which each stage takes a micro-batch for every rank, depth first.
 
     Narayanan et al., arXiv 2104.04473, §2.2.2; where n does not divide m, rounds are longer.
@@ -153,19 +153,19 @@ def _rounds(rank: int, ranks: int, microbatches: int, each: int) -> tuple[_Place
     size = _round_size(ranks, microbatches)
     stages = range(rank, ranks * each, ranks)
 
-    def through(stages: range) -> _Places:
+    def list_rounds(stages: range) -> _Places:
         firsts = range(0, microbatches, size)
         return [(s, first + place) for first in firsts for s in stages for place in range(size)]
 
-    return through(stages), through(stages[::-1])
+    return list_rounds(stages), list_rounds(stages[::-1])
 
 
 def _in_turn(
     forwards: _Places, backwards: _Places, ahead: int, put_off: int | None = None
 ) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward in turn, then what is left.
+    """Return `ahead` forwards, then one forward and one backward in turn, then what is left.
 
-    `put_off`: each backward is its inputs' part, and the weights' part comes so many later.
+    `put_off`: each backward is its inputs' part, and the weights' part comes that many later.
     """
     kind: Kind = "B" if put_off is None else "I"
     order = [Action("F", *place) for place in forwards[:ahead]]
@@ -194,7 +194,7 @@ class _Writer:
         self._put_off: list[Action] = []
 
     def write(self, turn: str, times: int = 1) -> None:
-        """A turn's actions, so many times."""
+        """Add a turn's actions, `times` times."""
         words = turn.split()
         for _ in range(times):
             for word in words:
@@ -275,7 +275,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "mp": _gpipe,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
-    "interleaved": _interleaved,
+    "interleaved": _interleave,
     "loopedbfs": _breadth_first,
     "zb": _zero_bubble,
     "zbv": _zero_bubble_v,

@@ -1,4 +1,4 @@
-"""What lives in memory, change by change, for many plans at once."""
+"""Memory in use, change by change, for many plans at once."""
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Tape:
             self.drop(kind, share * left)
 
     def by_kind(self) -> dict[Kind, Floats]:
-        """What lived at the fullest moment."""
+        """Bytes by kind at the fullest moment."""
         found: dict[Kind, Floats] = {kind: np.zeros_like(self.peak) for kind in KINDS}
         for number, (kind, nbytes) in enumerate(self._changes, 1):
             found[kind] += np.where(number <= self._at, nbytes, 0.0)

@@ -12,10 +12,10 @@ PARTS: Mapping[str, str] = {
     "memory_s": "memory-bound operations",
     "host_s": "waiting for host and slowest stage",
     "bubble_s": "pipeline bubble",
-    "tensor_s": "tensor-parallel exchange",
-    "context_s": "context-parallel exchange",
+    "tensor_s": "tensor-parallel communication",
+    "context_s": "context-parallel communication",
     "pipeline_s": "sends between stages",
-    "expert_s": "exchange of tokens among experts",
+    "expert_s": "all-to-all of tokens among experts",
     "data_s": "gradients and parameters",
     "optimizer_s": "optimizer",
     "offload_s": "offloading",
@@ -52,7 +52,7 @@ def _axes(plan: Plan) -> str:
 
 
 def levers_of(plan: Plan) -> list[str]:
-    """What it gives for memory, in words."""
+    """Return what a plan gives for memory, in words."""
     found = []
     if plan.checkpointing != "none":
         half = ", half of the blocks" if plan.checkpoint_every > 1 else ""
@@ -66,8 +66,8 @@ def levers_of(plan: Plan) -> list[str]:
     return found
 
 
-def varied(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """What a plan has of the settings that are varied, where it is not what plans have anyway."""
+def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
+    """Return a plan's varied settings where they are not what plans have anyway."""
     words = {
         "precision": plan.precision,
         "optimizer": plan.optimizer,
@@ -81,5 +81,5 @@ def varied(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
 
 
 def choices(plan: Plan) -> str:
-    """A plan's micro-batch and levers, in words."""
+    """Return a plan's micro-batch and options, in words."""
     return ", ".join([f"micro-batch {plan.micro_batch}", *levers_of(plan)])

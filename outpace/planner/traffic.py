@@ -1,8 +1,8 @@
-"""What a rank exchanges in a step, by purpose and by axis: what can hide, and behind what.
+"""Communication of a rank in a step, by purpose and by axis: what can hide, and behind what.
 
 For plans of one axis the bytes are those of `planner.wire`, which `outpace verify` measures; they
 are only told apart here by what they are for. For the products of axes (strategy 3d), and for the
-exchanges of tensor parallelism that recomputation repeats, the terms are put together here.
+collectives of tensor parallelism that recomputation repeats, the terms are put together here.
 
 Volumes: gradients 2(N−1)/N · Ψ, and with shards of parameters half as much again (Rajbhandari et
 al., arXiv 1910.02054, §7); between stages b · S · D a micro-batch and border, tensor parallelism
@@ -57,7 +57,7 @@ _AXIS: dict[Strategy, Axis] = {
 
 
 def flows(work: Work) -> list[Flow]:
-    """What `work.rank` exchanges in a step. Raises BadInputError where that is not known."""
+    """Return the communication of `work.rank` in a step. Raises BadInputError if it is unknown."""
     plan = work.plan
     if plan.strategy == "single":
         return []
@@ -70,7 +70,7 @@ def flows(work: Work) -> list[Flow]:
         return [flow for flow in _product(work) if flow.sent_bytes or flow.link_bytes]
     axis = _AXIS.get(plan.strategy)
     tally = None if axis is None else step_traffic(
-        _kept(plan), work.spec, global_batch=work.global_batch, seq_len=work.seq_len,
+        _no_recompute(plan), work.spec, global_batch=work.global_batch, seq_len=work.seq_len,
         rank=work.rank,
     )  # fmt: skip
     if tally is None or axis is None:
@@ -80,20 +80,20 @@ def flows(work: Work) -> list[Flow]:
         )
     found = [*_of_one_axis(work, axis, tally)]
     if plan.strategy == "tp" and plan.recomputes:
-        again = _repeated(work, work.spec.layers, work.passes)
+        again = _repeated_collectives(work, work.spec.layers, work.passes)
         found.append(Flow("activations", "tp", again, again))
     return found
 
 
-def _kept(plan: Plan) -> Plan:
-    """Without recomputation: it repeats no exchange but those of tensor parallelism."""
+def _no_recompute(plan: Plan) -> Plan:
+    """Return the plan without recomputation, which repeats tensor parallelism's collectives."""
     return plan.model_copy(
         update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
     )
 
 
 def _of_one_axis(work: Work, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """The tally's kinds by purpose. What every job exchanges beside is put apart."""
+    """Yield the tally's kinds by purpose. What every job sends beside is put apart."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
@@ -125,7 +125,7 @@ def _of_one_axis(work: Work, axis: Axis, tally: Tally) -> Iterator[Flow]:
             ends = {ranks.rank_of(stage, plan.pp) for stage in (0, plan.stages - 1)}
             tied = spec.vocab * spec.hidden * work.item if spec.tied and len(ends) == 2 else 0
             mine = tied if work.rank in ends else 0
-            border = work.passes * plan.pp_microbatches * work.hidden * work.item
+            border = work.passes * plan.pp_microbatches * work.hidden_elements * work.item
             yield Flow("sends", "pp", by_kind["send"] - mine, border)
             if tied:
                 yield Flow("tied", "pp", mine, tied)
@@ -136,7 +136,7 @@ def _same(part: Part, axis: Where, count: int) -> Flow:
 
 
 def _control_bytes(plan: Plan) -> Counter[str]:
-    """Totals, the wish to stop, the norm: a few numbers in every job."""
+    """Return bytes of totals, the request to stop, the norm: a few numbers in every job."""
     tally = of_every_job(plan)
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
@@ -173,7 +173,7 @@ def _product(work: Work) -> Iterator[Flow]:
     yield from _inside_stage(work, place, micro_batches)
     if plan.pp > 1:
         split = plan.cp * (plan.tp if plan.sequence_parallel else 1)
-        border = micro_batches * work.hidden // split * work.item
+        border = micro_batches * work.hidden_elements // split * work.item
         yield Flow("sends", "pp", place.borders * border, border)
         if spec.tied and place.ends:
             tied = spec.vocab * spec.hidden // plan.tp // shards * work.item
@@ -182,10 +182,10 @@ def _product(work: Work) -> Iterator[Flow]:
 
 
 def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[Flow]:
-    """Of tensor and of context parallelism: for each layer of the stage and micro-batch."""
+    """Yield tensor and context parallelism: for each layer of the stage and micro-batch."""
     plan, spec = work.plan, work.spec
     if plan.tp > 1:
-        hidden = work.hidden // plan.cp
+        hidden = work.hidden_elements // plan.cp
         doors = 4 * place.layers + place.last
         tally = Tally()
         # An all-reduce, or a reduce-scatter and an all-gather, which send as much.
@@ -193,7 +193,7 @@ def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[F
         tally.add("all_reduce", plan.tp, hidden * work.item, micro_batches * place.first)
         tokens = plan.micro_batch * work.seq_len // plan.cp * work.item
         tally.add("all_reduce", plan.tp, 3 * tokens, micro_batches * place.last)
-        again = _repeated(work, place.layers, micro_batches) if plan.recomputes else 0
+        again = _repeated_collectives(work, place.layers, micro_batches) if plan.recomputes else 0
         yield _same("activations", "tp", tally.bytes + again)
     if plan.cp > 1:
         width = spec.kv_heads // min(plan.tp, spec.kv_heads) * spec.head_dim
@@ -202,11 +202,11 @@ def _inside_stage(work: Work, place: "_Place", micro_batches: int) -> Iterator[F
         yield _same("ring", "cp", numbers * sent * place.layers * micro_batches)
 
 
-def _repeated(work: Work, layers: int, micro_batches: int) -> int:
-    """Exchanges of a block's forward that full recomputation makes again.
+def _repeated_collectives(work: Work, layers: int, micro_batches: int) -> int:
+    """Return collectives of a block's forward that full recomputation repeats.
 
     All but the last, where nothing of the backward reads what it gives: measured, 2 all-gathers
-    and a reduce-scatter of 4 exchanges, or one all-reduce of 2. A dropout or a norm reads it.
+    and a reduce-scatter of 4 collectives, or one all-reduce of 2. A dropout or a norm reads it.
     """
     plan, spec = work.plan, work.spec
     modes = plan.modes(spec.layers)
@@ -214,14 +214,14 @@ def _repeated(work: Work, layers: int, micro_batches: int) -> int:
     halves = 3 if plan.sequence_parallel else 2
     if spec.dropout > 0 or not spec.norm_first:
         halves = 4
-    whole = work.hidden // plan.cp * work.low_item
+    whole = work.hidden_elements // plan.cp * work.low_item
     half = sent_bytes("reduce_scatter", plan.tp, whole, False)
     return round(share * halves * half * layers * micro_batches)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank is in a product, and what it holds: rows and width of parameters, by unit."""
+    """Position of a rank in a product, and what it holds: rows and width of parameters, by unit."""
 
     layers: int
     first: bool
@@ -246,7 +246,7 @@ def _place(work: Work) -> _Place:
     units: dict[str, list[tuple[int, int]]] = {"": []}
     for name, shape in parameter_shapes(work.spec).items():
         number = name.split(".")[1] if name.startswith("blocks.") else ""
-        held = int(number) in blocks if number else _held(name, first, last, work.spec.tied)
+        held = int(number) in blocks if number else _holds(name, first, last, work.spec.tied)
         if held:
             rows, rest = shape[0], math.prod(shape[1:])
             if plan.tp > 1 and "norm" not in name and "positions" not in name:
@@ -260,7 +260,7 @@ def _place(work: Work) -> _Place:
     )  # fmt: skip
 
 
-def _held(name: str, first: bool, last: bool, tied: bool) -> bool:
+def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
     """Whether a parameter outside of blocks is on a rank with the first or the last stage."""
     if name.startswith("embed."):
         return first or (last and tied and name == "embed.tokens.weight")

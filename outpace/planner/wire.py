@@ -1,4 +1,4 @@
-"""What a rank sends in a training step, by formula: exchanges and bytes by kind of collective.
+"""Communication of a rank in a training step, by formula: collectives and bytes by kind.
 
 Bytes are those that a rank sends if each collective is done by an algorithm that sends the least.
 Each of N ranks has B bytes; then it sends, in
@@ -11,7 +11,7 @@ Each of N ranks has B bytes; then it sends, in
   from all but the root;
 - send B.
 
-An exchange is a collective that a rank takes part in, or a message that it sends; what it receives
+Counted is a collective that a rank takes part in, or a message that it sends; what it receives
 counts where it was sent. `train.wire` counts the calls that are really made, by the same rule.
 
 Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
@@ -37,7 +37,7 @@ NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
-    """What a rank sends in one exchange among `ranks`, each with `given` bytes; see above."""
+    """Return the bytes that a rank of `ranks` sends in one collective of `given` bytes each."""
     factors = {
         "all_reduce": 2 * (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,
@@ -54,20 +54,20 @@ def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
 
 @dataclass
 class Tally:
-    """Exchanges and bytes sent, by kind."""
+    """Number of collectives and bytes sent, by kind."""
 
     exchanges: Counter[str] = field(default_factory=Counter)
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, ranks: int, given: int, times: int = 1, root: bool = False) -> None:
-        """Count `times` exchanges of `given` bytes among `ranks`."""
+        """Count `times` collectives of `given` bytes among `ranks`."""
         if times:
             self.exchanges[kind] += times
             self.bytes_by_kind[kind] += times * sent_bytes(kind, ranks, given, root)
 
     @property
     def bytes(self) -> int:
-        """Of all kinds."""
+        """Bytes of all kinds."""
         return self.bytes_by_kind.total()
 
 
@@ -124,7 +124,7 @@ class Work:
 
     @property
     def exchanged_item(self) -> int:
-        """Bytes of a number of gradients as ddp and ring exchange them."""
+        """Bytes of a number of gradients as ddp and ring reduce them."""
         return 2 if self.plan.compress_gradients == "bf16" else self.item
 
     @property
@@ -133,7 +133,7 @@ class Work:
         return [math.prod(shape) for shape in parameter_shapes(self.spec).values()]
 
     @property
-    def hidden(self) -> int:
+    def hidden_elements(self) -> int:
         """b · S · D: numbers in a micro-batch's hidden states."""
         return self.plan.micro_batch * self.seq_len * self.spec.hidden
 
@@ -141,11 +141,11 @@ class Work:
 def step_traffic(
     plan: Plan, spec: ModelSpec, *, global_batch: int, seq_len: int, rank: int
 ) -> Tally | None:
-    """What `rank` sends in a step; None where no formula is known.
+    """Return what `rank` sends in a step; None where no formula is known.
 
     There is none for plans with recomputation or adapters.
 
-    With what every job exchanges: the loss's sum and count, and each rank's wish to stop.
+    It has what every job sends: the loss's sum and count, and each rank's request to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -157,7 +157,7 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """What ranks tell each other in each step, whatever the strategy."""
+    """Return what ranks tell each other in each step, whatever the strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
@@ -204,13 +204,13 @@ def _ring(work: Work, tally: Tally) -> None:
     differ by one number, and a rank sends up to two numbers a buffer more or less than this.
     """
     ranks, item = work.plan.world_size, work.exchanged_item
-    for sizes in fused(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
+    for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
         length = (sum(sizes) + len(sizes)) * item
         tally.exchanges["send"] += 2 * (ranks - 1)
         tally.bytes_by_kind["send"] += sent_bytes("all_reduce", ranks, length, False)
 
 
-def fused(sizes: Iterable[int], limit: int) -> list[list[int]]:
+def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
     """Sizes in groups whose sum is at most `limit`; a larger one is alone."""
     groups: list[list[int]] = []
     for size in sizes:
@@ -221,7 +221,7 @@ def fused(sizes: Iterable[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _sharded(work: Work, tally: Tally) -> None:
+def _sharded_traffic(work: Work, tally: Tally) -> None:
     """zero2: an all-gather and a reduce-scatter of Ψ a pass, 2(N−1)/N · Ψ, as ddp sends.
 
     zero3 and hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times of it (Rajbhandari et
@@ -245,7 +245,7 @@ def _sharded(work: Work, tally: Tally) -> None:
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
-    """What is gathered at once: each block by its number, and the rest by ""."""
+    """Return what is gathered at once: each block by its number, and the rest by ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
         block = name.split(".")[1] if name.startswith("blocks.") else ""
@@ -254,14 +254,14 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
 
 
 def _data_parallel(work: Work, tally: Tally) -> None:
-    """dp: five exchanges a batch, as `nn.DataParallel` does (Li et al., VLDB 2020, §2.2).
+    """Add dp: five collectives a batch, as `nn.DataParallel` does (Li et al., VLDB 2020, §2.2).
 
     Weights, samples, outputs, their gradients, the weights' gradients (a number more for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
     # BERT's last norm gives what the product before it does, the others' give fp32.
     output_item = work.item if work.spec.norm_first else work.low_item
-    weights, outputs = sum(work.sizes) * work.item, work.hidden * output_item
+    weights, outputs = sum(work.sizes) * work.item, work.hidden_elements * output_item
     samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES
     gradients = weights + len(work.sizes) * work.item
     tally.add("broadcast", ranks, weights, passes, first)
@@ -325,7 +325,9 @@ def _pipeline(work: Work, tally: Tally) -> None:
     messages = work.passes * plan.pp_microbatches
     for border in pairwise(ranks_of):
         if len(set(border)) == 2:
-            tally.add("send", 2, work.hidden * work.item, messages * border.count(work.rank))
+            tally.add(
+                "send", 2, work.hidden_elements * work.item, messages * border.count(work.rank)
+            )
     ends = {ranks_of[0], ranks_of[-1]}
     if spec.tied and len(ends) == 2 and work.rank in ends:
         tally.add("send", 2, spec.vocab * spec.hidden * work.summed_item)
@@ -344,7 +346,7 @@ def _tensor(work: Work, tally: Tally) -> None:
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.tp
     doors = (2 * spec.layers + 1) * work.passes
-    embedded, hidden = work.hidden * work.item, work.hidden * work.low_item
+    embedded, hidden = work.hidden_elements * work.item, work.hidden_elements * work.low_item
     if plan.sequence_parallel:
         whole = 0 if spec.norm_first else work.passes
         tally.add("all_reduce", ranks, hidden, whole)
@@ -378,10 +380,10 @@ def _shared_numbers(work: Work) -> int:
 
 
 def _context(work: Work, tally: Tally) -> None:
-    """cp: keys and values go round the ring, N−1 messages a layer, forwards and backwards.
+    """Add cp: keys and values go round the ring, N−1 messages a layer, forwards and backwards.
 
     Their gradients go all the way home, N messages (Liu et al., arXiv 2310.01889, §3). Gradients
-    of parameters are exchanged as under ddp.
+    of parameters are sent as under ddp.
     """
     plan, spec, ranks = work.plan, work.spec, work.plan.cp
     times = spec.layers * work.passes
@@ -391,20 +393,20 @@ def _context(work: Work, tally: Tally) -> None:
     _replicas(work, tally)
 
 
-def _nothing(work: Work, tally: Tally) -> None:
+def _no_traffic(work: Work, tally: Tally) -> None:
     """A single process."""
 
 
 _FORMULAS: Mapping[str, Callable[[Work, Tally], None]] = {
-    "single": _nothing,
+    "single": _no_traffic,
     "dp": _data_parallel,
     "ps": _servers,
     "ddp": _replicas,
     "ring": _ring,
     "zero1": _shared_states,
-    "zero2": _sharded,
-    "zero3": _sharded,
-    "hsdp": _sharded,
+    "zero2": _sharded_traffic,
+    "zero3": _sharded_traffic,
+    "hsdp": _sharded_traffic,
     **dict.fromkeys(SCHEDULES, _pipeline),
     "tp": _tensor,
     "cp": _context,

@@ -6,13 +6,13 @@ from itertools import combinations
 
 from outpace.probe.doctor_words import CannotTell, found, these
 from outpace.probe.placement import group_gpus
-from outpace.records.finding import Cost, Finding
+from outpace.records.finding import Finding, Slowdown
 from outpace.records.inventory import Inventory, NetworkPort
 from outpace.records.topology import goodness, nvlinks
 from outpace.records.units import show_bytes
 
 # Two TITAN RTX with NV2, DDP: 131.4 s against 101.9 s.
-_WITHOUT_P2P = Cost(
+_WITHOUT_P2P = Slowdown(
     low=1.29,
     high=1.29,
     of="DDP on two GPUs with NVLink",
@@ -32,7 +32,7 @@ def peer_access(inventory: Inventory) -> Iterator[Finding]:
         return
     known = inventory.topology
     bonded = known is not None and any(
-        nvlinks(known.between(*pair)) for pair in combinations(known.gpus, 2)
+        nvlinks(known.link_between(*pair)) for pair in combinations(known.gpus, 2)
     )
     which = f"{name}={settings[name]}" if off else f"NCCL_P2P_LEVEL={level}"
     yield found(
@@ -188,7 +188,7 @@ def chosen(inventory: Inventory) -> Iterator[Finding]:
         return
     if len({*names}) < len(names):  # which is a finding of its own
         return
-    worst = min((known.between(*pair) for pair in combinations(names, 2)), key=goodness)
+    worst = min((known.link_between(*pair) for pair in combinations(names, 2)), key=goodness)
     best = group_gpus(known, len(names))
     if best.groups and goodness(best.worst_link) > goodness(worst):
         better = ",".join(name.removeprefix("GPU") for name in best.groups[0])

@@ -1,6 +1,6 @@
 """What the doctor's checks share."""
 
-from outpace.records.finding import Cost, Finding, Severity
+from outpace.records.finding import Finding, Severity, Slowdown
 
 
 class CannotTell(Exception):  # noqa: N818 - no error: an answer
@@ -8,15 +8,15 @@ class CannotTell(Exception):  # noqa: N818 - no error: an answer
 
 
 def found(
-    check: str, severity: Severity, what: str, seen: str, remedy: str, costs: Cost | None = None
+    check: str, severity: Severity, what: str, seen: str, remedy: str, costs: Slowdown | None = None
 ) -> Finding:
     """A finding, by position."""
     return Finding(check=check, severity=severity, what=what, seen=seen, remedy=remedy, costs=costs)
 
 
-def times(low: float, high: float, of: str, source: str) -> Cost | None:
+def times(low: float, high: float, of: str, source: str) -> Slowdown | None:
     """A cost; None where it is none."""
-    return Cost(low=low, high=high, of=of, source=source) if high > 1.001 else None
+    return Slowdown(low=low, high=high, of=of, source=source) if high > 1.001 else None
 
 
 def these(names: list[str]) -> str:

@@ -72,7 +72,7 @@ def _grouping(
     nvlink_bytes_per_s: float | None,
 ) -> Grouping:
     worst = min(
-        (topology.between(*pair) for group in groups for pair in combinations(group, 2)),
+        (topology.link_between(*pair) for group in groups for pair in combinations(group, 2)),
         key=goodness,
         default=None,
     )
@@ -112,7 +112,7 @@ def _score(topology: Topology, one: str, other: str) -> int:
     """How well a pair is joined; of two equal links, the one within a NUMA node is better."""
     near = topology.device(one).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
-    return 2 * goodness(topology.between(one, other)) + same
+    return 2 * goodness(topology.link_between(one, other)) + same
 
 
 def _sum(group: tuple[str, ...], score: dict[frozenset[str], int]) -> int:
@@ -166,7 +166,7 @@ def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
     it is in hosts whose GPUs are all joined alike, and not where bridges join two by two.
     """
     pairs = list(combinations(topology.gpus, 2))
-    links = [topology.between(*pair) for pair in pairs]
+    links = [topology.link_between(*pair) for pair in pairs]
     usual = max(links, key=nvlinks, default=None)
     if len(topology.gpus) < 3 or not nvlinks(usual) or 2 * links.count(usual) < len(pairs):
         return None
@@ -197,13 +197,13 @@ def bottleneck(topology: Topology) -> str | None:
     """
     joined = {gpu: {gpu} for gpu in topology.gpus}
     pairs = sorted(
-        combinations(topology.gpus, 2), key=lambda pair: -goodness(topology.between(*pair))
+        combinations(topology.gpus, 2), key=lambda pair: -goodness(topology.link_between(*pair))
     )
     last = None
     for one, other in pairs:  # Kruskal: the last edge of the best spanning tree
         if joined[one] is joined[other]:
             continue
-        last = topology.between(one, other)
+        last = topology.link_between(one, other)
         joined[one] |= joined[other]
         for gpu in joined[other]:
             joined[gpu] = joined[one]
@@ -215,7 +215,7 @@ def _times(
 ) -> float | None:
     """How many times as long as the best NVLinks a slot takes; None where there are none."""
     pairs = combinations(topology.gpus, 2)
-    most = max((nvlinks(topology.between(*pair)) for pair in pairs), default=0)
+    most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
     if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:
         return None
     times = most * nvlink_bytes_per_s / slot_bytes_per_s
@@ -226,7 +226,7 @@ def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[S
     """Pairs of GPUs whose link goes through the CPU, the slowest kind first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for pair in combinations(topology.gpus, 2):
-        link = topology.between(*pair)
+        link = topology.link_between(*pair)
         if link in _SLOW:
             found.setdefault(str(link), []).append(pair)
     kinds = sorted(found, key=goodness)
@@ -236,7 +236,7 @@ def slow_pairs(topology: Topology, times_slower: float | None = None) -> tuple[S
 
 
 def _near(topology: Topology, gpu: str) -> NearNics:
-    links = {nic: topology.between(gpu, nic) for nic in topology.nics}
+    links = {nic: topology.link_between(gpu, nic) for nic in topology.nics}
     best = max(links.values(), key=goodness)
     if best in _BETWEEN_NODES and topology.device(gpu).gpu_numa_id is not None:
         # A GPU that is a NUMA node of its own (Grace) is on another than any card, near or far.

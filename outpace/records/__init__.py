@@ -1,1 +1,1 @@
-"""What is handed from room to room: frozen, validated, saved as JSON. Imports no torch."""
+"""Values that packages hand to each other: frozen, validated, saved as JSON. Imports no torch."""

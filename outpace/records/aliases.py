@@ -1,4 +1,4 @@
-"""What other tools call what outpace has: options, keys and values.
+"""Names that other tools have for outpace's options, keys and values.
 
 Facts of transformers' TrainingArguments (4 and 5), accelerate's launcher and configuration,
 torchtitan, Megatron-LM, DeepSpeed, axolotl, nanoGPT, Lightning's Trainer, torchrun, and of the
@@ -25,7 +25,7 @@ class _Meaning(NamedTuple):
 
 
 def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
-    """From aliases, several to a row, to what they mean; outpace's names with | between."""
+    """Build a table from rows of aliases with one meaning; outpace's names with | between."""
     table: dict[str, _Meaning] = {}
     for aliases, meant in rows.items():
         meaning = meant if isinstance(meant, _Meaning) else _Meaning(tuple(meant.split("|")))
@@ -202,7 +202,7 @@ _VALUES = _table({
 })  # fmt: skip
 
 
-def meant_by(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
+def translate_alias(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
     """The choices that a word of another tool means, perhaps with a value; and a remark."""
     known = {_plain(choice): choice for choice in choices}
     if _plain(word) in known:  # but for dashes and capitals
@@ -212,14 +212,14 @@ def meant_by(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
         if meaning is None:
             continue
         pairs = [name.partition(" ") for name in meaning.names]
-        names = [_written(known[_plain(name)], value) for name, _, value in pairs
+        names = [_format_setting(known[_plain(name)], value) for name, _, value in pairs
                  if _plain(name) in known]  # fmt: skip
         if names:
             return names, meaning.remark
     return [], ""
 
 
-def _written(name: str, value: str) -> str:
+def _format_setting(name: str, value: str) -> str:
     """A setting with its value: of a command line, or of a file and of Python."""
     if not value:
         return name

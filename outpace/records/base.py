@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from outpace.records.errors import BadInputError, clipped, nearest, shown
+from outpace.records.errors import BadInputError, excerpt, nearest, shorten
 
 Value = TypeVar("Value")
 OnChange = Callable[[str], None]  # is told that a file is not as it was written
@@ -33,7 +33,13 @@ class Record(BaseModel):
     """An immutable value with a JSON form. Unknown keys and bad values are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants"
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",
+        # A renamed field keeps its key in files: its alias is written, and both are read.
+        validate_by_name=True,
+        serialize_by_alias=True,
     )
 
     # Whether `save` writes a checksum into the file, which is compared where it is read.
@@ -75,18 +81,18 @@ class Record(BaseModel):
 
 
 def _checksum(values: dict[str, Any]) -> str:
-    """Of a record's values, however they are written."""
+    """Hash a record's values, however they are written."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode(errors="surrogatepass"))
 
 
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
-    """What a JSON file holds, without a record's checksum. `option`: what it was given with.
+    """Return what a JSON file holds, without a record's checksum. `option`: its flag.
 
     Raises BadInputError, also where memory should not hold it, and where the checksum is another's
     unless `on_change` takes that sentence.
     """
-    with _refusing(path, "JSON", option), path.open("rb") as file:
+    with _explain_read_errors(path, "JSON", option), path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(f"{path} is larger than {_MOST_BYTES >> 20} MiB, as no record is")
@@ -132,25 +138,25 @@ def read_toml(path: Path, option: str = "") -> dict[str, Any]:
     """A TOML file's table. `option`: what it was given with. Raises BadInputError."""
     import tomllib
 
-    with _refusing(path, "TOML", option), path.open("rb") as file:
+    with _explain_read_errors(path, "TOML", option), path.open("rb") as file:
         return _shallow(tomllib.load(file))
 
 
 @contextmanager
-def _refusing(path: Path, kind: str, option: str = "") -> Iterator[None]:
+def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[None]:
     """Say in a sentence why a file cannot be read as one of this kind."""
     try:
         yield
     except OSError as error:
-        raise BadInputError(f"cannot read {option}{named(path)}: {error.strerror}") from None
+        raise BadInputError(f"cannot read {option}{format_path(path)}: {error.strerror}") from None
     except RecursionError:
         raise BadInputError(
-            f"{named(path)} is not {kind} that can be read: it is nested too deep"
+            f"{format_path(path)} is not {kind} that can be read: it is nested too deep"
         ) from None
     except ValueError as error:
         require_no_pointer(path)
         line = _line_of(path, str(error)) if kind == "TOML" else ""
-        raise BadInputError(f"{option}{named(path)} is not {kind}: {error}{line}") from None
+        raise BadInputError(f"{option}{format_path(path)} is not {kind}: {error}{line}") from None
 
 
 def _line_of(path: Path, said: str) -> str:
@@ -159,11 +165,11 @@ def _line_of(path: Path, said: str) -> str:
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
         found = re.search(r"at line (\d+)", said)
         number = int(found[1]) if found else len(lines)
-        return f". Line {number} is {shown(lines[number - 1])}"
+        return f". Line {number} is {excerpt(lines[number - 1])}"
     return ""
 
 
-def named(path: Path) -> str:
+def format_path(path: Path) -> str:
     """A path as it is written in a sentence: in quotes where it would break the line."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
@@ -184,7 +190,7 @@ def _shallow(value: Value) -> Value:
 
 
 def explain(error: ValidationError, where: str, known: Any) -> str:
-    """Turn pydantic's list of problems into sentences for a person: the first few of them."""
+    """Turn pydantic's list of problems into sentences: the first few of them."""
     problems = error.errors()
     # A misspelt or bad key leaves others underived: what is wrong is said, not what follows of it.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
@@ -196,14 +202,14 @@ def explain(error: ValidationError, where: str, known: Any) -> str:
 
 
 def _sentence(problem: Any, known: Any) -> str:
-    name = clipped(".".join(str(part) for part in problem["loc"]))
+    name = shorten(".".join(str(part) for part in problem["loc"]))
     if problem["type"] == "extra_forbidden":
         return f"unknown key {name!r}.{nearest(name, known)}"
     if problem["type"] == "value_error":
-        return f"{name + ': ' if name else ''}{clipped(str(problem['ctx']['error']), 1000)}"
+        return f"{name + ': ' if name else ''}{shorten(str(problem['ctx']['error']), 1000)}"
     if problem["type"] == "missing":
         return f"{name} is missing"
-    return f"{name} = {shown(problem['input'])}: {clipped(problem['msg'], 1000)}"
+    return f"{name} = {excerpt(problem['input'])}: {shorten(problem['msg'], 1000)}"
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -233,7 +239,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def temporary_name(path: Path) -> str:
-    """Where something is written before it gets its name; no longer than file systems take."""
+    """Return the path of a file until it gets its name; no longer than file systems take."""
     return f"{TEMPORARY_PREFIX}{zlib.crc32(path.name.encode()):08x}-{os.getpid()}.tmp"
 
 

@@ -21,20 +21,19 @@ class TensorDifference(Record):
     relative: float | None
 
 
-class Verdict(Record):
+class ParityVerdict(Record):
     """One plan against a single process.
 
     `worst_relative_difference` is the largest |difference| of any tensor over its scale, which in
     fp64 is the largest value in it (at least 1e-6 of the largest of all tensors of its kind; for
-    other precisions see `experiment.tolerance`); `worst_tensor` names it.
-    `bytes_on_wire` is what one rank sends in a step, the busiest one: computed from the collectives
-    that it called, as `planner.wire` says. `exchanges` and `bytes_by_kind` are by kind of
-    collective; beside each is what the strategy's formula gives for that rank, None where there is
-    none.
+    other precisions see `experiment.tolerance`); `worst_tensor` names it. `bytes_on_wire` is what
+    one rank sends in a step, the busiest one: computed from the collectives that it called, as
+    `planner.wire` says. `collectives` and `bytes_by_kind` are by kind of collective; beside each is
+    what the strategy's formula gives for that rank, None where there is none.
 
-    Of a user's own module: `refused` says that outpace does not train it so, for the `reason`;
+    For custom models: `refused` says that outpace does not train the model so, for the `reason`;
     `differences` are the tensors that differ, what went wrong first at the beginning, and `cause`
-    is the likely one. What crosses the wire is not counted there.
+    is the likely one. Bytes on the wire are not counted there.
     """
 
     strategy: str
@@ -46,8 +45,8 @@ class Verdict(Record):
     tolerance: float
     bytes_on_wire: int | None
     bytes_formula: int | None
-    exchanges: dict[str, int]
-    exchanges_formula: dict[str, int] | None
+    collectives: dict[str, int] = Field(alias="exchanges")
+    collectives_formula: dict[str, int] | None = Field(alias="exchanges_formula")
     bytes_by_kind: dict[str, int]
     bytes_by_kind_formula: dict[str, int] | None
     reason: str | None = None
@@ -66,7 +65,7 @@ class Certificate(Record):
 
     has_checksum: ClassVar[bool] = True
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[ParityVerdict, ...]
     model: ModelSpec | None
     module: str | None = None
     notes: tuple[str, ...] = ()

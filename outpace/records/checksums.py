@@ -36,7 +36,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def folder_damage(folder: Path) -> str | None:
-    """What is wrong with a folder's files, in words; None where they are those written."""
+    """Describe what is wrong with a folder's files; None where they are as they were written."""
     try:
         names = _entries(folder)
         return next((found for name in names if (found := _damage(folder / name, names))), None)
@@ -75,7 +75,7 @@ def _refuse(folder: Path, damage: str | None) -> None:
 
 
 def _entries(folder: Path) -> dict[str, Any]:
-    """What a folder lists; nothing where it has no checksums."""
+    """Read the files that a folder lists; nothing where it has no checksums."""
     path = folder / CHECKSUMS_FILE
     if not path.is_file():
         return {}

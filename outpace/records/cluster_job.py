@@ -1,4 +1,4 @@
-"""What is asked of a cluster's scheduler."""
+"""Resources to request from a cluster's scheduler."""
 
 import re
 from pathlib import Path

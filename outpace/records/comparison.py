@@ -22,16 +22,16 @@ _FAILS = 2  # so often an arm may fail before it is left out
 
 
 class Arm(Record):
-    """One of the ways that are compared: settings of outpace, or a command of one's own."""
+    """One of the compared ways: settings of outpace, or a command."""
 
     name: str = Field(min_length=1)
     settings: dict[str, Any] = Field(default={}, description="of outpace train, beside the common")
     environment: dict[str, str] = Field(default={}, description="variables that are set for it")
-    command: str | None = Field(default=None, description="of one's own, in place of settings")
+    command: str | None = Field(default=None, description="any command, in place of settings")
 
 
 class Experiment(Record):
-    """What is compared, and how long. A round runs every arm once, in an order that is drawn."""
+    """The arms of a comparison and its length. A round runs every arm once, in random order."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -76,7 +76,7 @@ class Experiment(Record):
         return self
 
     def _check_effect(self, commands: bool) -> None:
-        """Nothing is asked for that would do nothing."""
+        """Refuse options that would have no effect."""
         if not commands and self.metric is not None:
             raise ValueError(
                 f"metric {self.metric!r} is of the output of commands, and no arm is one. Leave "
@@ -91,7 +91,7 @@ class Experiment(Record):
 
 
 class Verdict(Record):
-    """Of an arm against the first: 0.08 is 8 % slower, with an interval that holds at all times."""
+    """Slowdown of an arm against the first (0.08: 8 % slower), with an always-valid interval."""
 
     rounds: NonNegativeInt
     slowdown: float | None = Field(description="median of the rounds' ratios; None: no round")
@@ -115,7 +115,7 @@ class Verdict(Record):
     def words(
         self, arm: str, against: str, quantity: tuple[str, str] = ("slower", "faster")
     ) -> str:
-        """As a person would say it."""
+        """Return the verdict as a sentence."""
         if self.slowdown is None:
             return f"{arm} and {against}: nothing was measured"
         if not self.in_turn:
@@ -128,8 +128,8 @@ class Verdict(Record):
             if size < 0:  # claimed early, and the median has turned since
                 return (
                     f"{arm} is {quantity[not slower]} than {against} in most rounds when that was "
-                    f"claimed, but the median is {_signed(self.slowdown)} now "
-                    f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
+                    f"claimed, but the median is {_percent(self.slowdown)} now "
+                    f"({100 * self.level:.0f} %: {_format_interval(self.low, self.high)})"
                 )
             if self.low > 1 and quantity[0] == "slower":
                 return (
@@ -138,14 +138,14 @@ class Verdict(Record):
                 )
             return (
                 f"{arm} is {show_share(size or 0.0)} {quantity[not slower]} than {against} "
-                f"({100 * self.level:.0f} %: {_between(self.low, self.high)})"
+                f"({100 * self.level:.0f} %: {_format_interval(self.low, self.high)})"
             )
         if self.low > 0 or self.high < 0:
             if self.rounds < fewest_rounds(self.alpha):
                 return self._so_far(self.slowdown, arm, against, quantity)
             return (
                 f"{arm} and {against}: not told apart at {100 * self.alpha:.2g} %: between "
-                f"{_signed(self.low)} and {_signed(self.high)} ({100 * self.level:.0f} %)"
+                f"{_percent(self.low)} and {_percent(self.high)} ({100 * self.level:.0f} %)"
             )
         largest = max(abs(self.low), abs(self.high))
         return (
@@ -153,7 +153,7 @@ class Verdict(Record):
         )
 
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
-        """Of so few rounds that nothing could be claimed whatever they were."""
+        """Return the sentence for too few rounds to claim anything, whatever they were."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
@@ -169,7 +169,7 @@ class Verdict(Record):
         """Blocks of one run have in common what differs from one start to the next."""
         parts = "of too few steps to say by how much they vary"
         if self.low is not None and self.high is not None:
-            parts = f"{_signed(self.low)} to {_signed(self.high)} over parts of the runs"
+            parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"
         if slowdown > 1:  # as factors, which are easier to read than hundreds of per cent
             if self.low is not None and self.high is not None:
                 parts = f"{1 + self.low:.1f} to {1 + self.high:.1f} times over parts of the runs"
@@ -182,14 +182,14 @@ class Verdict(Record):
         )
 
 
-def _signed(share: float) -> str:
+def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def _between(low: float, high: float) -> str:
+def _format_interval(low: float, high: float) -> str:
     """An interval; with signs where it holds both directions."""
     if low < 0 < high:
-        return f"{_signed(low)} to {_signed(high)}"
+        return f"{_percent(low)} to {_percent(high)}"
     ends = sorted((abs(low), abs(high)))
     return " to ".join(map(show_share, ends))
 
@@ -209,7 +209,7 @@ class Outcome(Record):
     took_s: NonNegativeFloat = Field(default=0.0, description="with starting and ending")
 
 
-def left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
+def remaining_arms(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
     """Arms that do not fail time and again."""
     return [
         arm
@@ -219,7 +219,7 @@ def left(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
 
 
 class ArmResult(Record):
-    """What an arm's runs came to, medians over them."""
+    """Medians over an arm's runs."""
 
     arm: str
     step_time_s: float | None = None
@@ -272,5 +272,5 @@ class Comparison(Record):
     )
 
     def verdicts(self) -> Mapping[str, Verdict]:
-        """By arm, all but the first."""
+        """Verdicts by arm, all but the first."""
         return {one.arm: one.verdict for one in self.arms if one.verdict is not None}

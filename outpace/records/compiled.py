@@ -1,4 +1,4 @@
-"""Which strategies train with compiled forwards, and how much is compiled at once.
+"""Strategies that train with compiled forward passes, and how much is compiled at once.
 
 `tests/parallel/levers.py compile` tries them all: two steps in float64 against a single process
 that compiles nothing, with Inductor's own kernels. docs/compile.md is this table in words.
@@ -18,7 +18,7 @@ Region = Literal["whole", "blocks"]
 
 
 class Compiled(Record):
-    """What came of it: the same numbers, or an `error` that torch raises.
+    """Result of a trial: the same numbers, or an `error` that torch raises.
 
     `by_default`: on CUDA, where nobody says. `region`: how much is compiled at once. `breaks`: what
     the compiler leaves to Python, so that a region is more than one graph. `issue`: where torch's
@@ -70,7 +70,7 @@ COMPILED: Mapping[str, Compiled] = {
 
 
 def compiled_region(plan: Plan) -> Region:
-    """How much of the model a plan with `compile` compiles at once.
+    """Return how much of the model a plan with `compile` compiles at once.
 
     By block, too, where gradients are dropped, or parameters or activations brought, block by
     block.
@@ -82,7 +82,7 @@ def compiled_region(plan: Plan) -> Region:
 
 
 def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
-    """What of a plan keeps its forwards and backwards from being CUDA graphs; None where nothing.
+    """Return what keeps a plan's passes from being CUDA graphs; None where nothing does.
 
     A graph does the same each time, and all of it at once. `dropout`: of the model.
     """
@@ -90,7 +90,7 @@ def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
         # Of two graphs the second would draw other numbers than those of the first.
         return "checkpointing draws the numbers of dropout again in the backward"
     if plan.strategy != "single":
-        return f"strategy {plan.strategy} exchanges between its kernels"
+        return f"strategy {plan.strategy} communicates between its kernels"
     for name in ("offload_activations", "offload_parameters", "offload_optimizer"):
         if getattr(plan, name) != "none":
             return f"{name} {getattr(plan, name)} copies between its kernels"

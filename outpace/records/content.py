@@ -1,8 +1,8 @@
-"""What a file holds in place of what its name promises, told from its first bytes."""
+"""Detection, by its first bytes, of a file that is not of the kind its name says."""
 
 
 def misplaced_content(head: bytes) -> str | None:
-    """What a file that begins so is, and what to do; None where nothing is seen.
+    """Describe what a file with these first bytes is, and what to do; None where nothing is wrong.
 
     Web pages, nothing at all, and text in another encoding than UTF-8.
     """

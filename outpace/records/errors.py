@@ -1,4 +1,4 @@
-"""Errors that are for the person at the keyboard.
+"""Errors whose message is meant for the user.
 
 Each says what was wrong, the value seen, what is allowed and what to do next. The command line
 prints the message alone, with no traceback, and ends with the error's `exit_code`.
@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from outpace.records.aliases import meant_by
+from outpace.records.aliases import translate_alias
 
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
@@ -25,7 +25,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line
 
 
 class OutpaceError(Exception):
-    """A failure whose message is meant for a person. `exit_code` is the command's exit status.
+    """A failure whose message is meant for the user. `exit_code` is the command's exit status.
 
     `on_all_ranks`: rank 0 raises the same.
     """
@@ -35,7 +35,7 @@ class OutpaceError(Exception):
 
 
 class BadInputError(OutpaceError):
-    """What was asked for cannot be done as asked."""
+    """A request that cannot be carried out as it was made."""
 
     exit_code = EXIT_BAD_INPUT
 
@@ -58,8 +58,8 @@ class InterruptedRunError(OutpaceError):
     exit_code = EXIT_INTERRUPTED
 
 
-def clipped(text: str, most: int = 200) -> str:
-    """The beginning of a text that is longer than a person reads."""
+def shorten(text: str, most: int = 200) -> str:
+    """Return the beginning of a text that is longer than anyone reads."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
@@ -80,10 +80,10 @@ def readable(message: str) -> str:
     )
 
 
-def shown(value: object) -> str:
+def excerpt(value: object) -> str:
     """A value as Python writes it, or its beginning."""
     try:
-        return clipped(repr(value))
+        return shorten(repr(value))
     except (RecursionError, ValueError):  # nested as deep as Python goes; of too many digits
         return f"a {type(value).__name__} that is too large to show"
 
@@ -94,10 +94,10 @@ def first_names(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def nearest_of(word: str, choices: Iterable[str], shown: int = 6) -> str:
+def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
     """Many names for a sentence, those like `word` first: "a, b, c and 40 more"."""
     known = list(choices)
-    first = difflib.get_close_matches(word, known, n=shown, cutoff=0.0)
+    first = difflib.get_close_matches(word, known, n=count, cutoff=0.0)
     more = len(known) - len(first)
     return ", ".join(first) + (f" and {more} more" if more else "")
 
@@ -109,15 +109,15 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     begins with. A name that only shares some letters is not proposed.
     """
     known = list(dict.fromkeys(choices))
-    names, remark = meant_by(word, known)
-    names = names or _alike(word, known)
+    names, remark = translate_alias(word, known)
+    names = names or _similar_names(word, known)
     if not names:
         return ""
     said = f" Did you mean {' or '.join(map(repr, names[:3]))}?"
     return f"{said} ({remark[0].upper()}{remark[1:]}.)" if remark else said
 
 
-def _alike(word: str, known: list[str]) -> list[str]:
+def _similar_names(word: str, known: list[str]) -> list[str]:
     """The names that differ from a word by a slip, the nearest first; or begin with it."""
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
@@ -143,7 +143,7 @@ def _one_slip(one: str, other: str) -> bool:
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:
-    """As `nearest`, of models: those of the same family, generation and size, otherwise spelt.
+    """Return `nearest` for models: those of the same family, generation and size, spelt otherwise.
 
     Mixtral is no slip for Mistral, nor Llama 4 for Llama 3: of such none is named.
     """
@@ -164,7 +164,7 @@ def _same_numbers(one: str, other: str) -> bool:
 
 
 def _letters(name: str) -> str:
-    """What a model's name begins with: "llama-3-8b" -> "llama"."""
+    """Return the letters that a model's name begins with: "llama-3-8b" -> "llama"."""
     return re.split(r"[^a-z]", name.lower().lstrip("./"), maxsplit=1)[0]
 
 

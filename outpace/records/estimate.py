@@ -1,4 +1,4 @@
-"""What the planner says of a plan: time, memory, where both go, and how sure it is."""
+"""Estimate of a plan: time, memory, where both go, and how sure it is."""
 
 from typing import Literal
 
@@ -65,14 +65,14 @@ class Estimate(Record):
 
     @property
     def rate(self) -> tuple[float, str]:
-        """What is trained on in a second, and its unit."""
+        """Units of training data in a second, and the name of the unit."""
         if self.samples_per_s is None:
             return self.tokens_per_s, "tokens/s"
         return self.samples_per_s, "samples/s"
 
     @property
     def fits(self) -> bool:
-        """Into the memory of device and host, as far as it is known."""
+        """Whether the plan fits into the memory of device and host, as far as it is known."""
         device = self.memory_bytes is None or self.peak_memory_bytes <= self.memory_bytes
         host = self.host_memory_bytes is None or self.host_offloaded_bytes <= self.host_memory_bytes
         return device and host
@@ -101,7 +101,7 @@ class Rejected(Record):
 
 
 class Insistence(Record):
-    """What a person insists on, and what it costs against the free optimum."""
+    """An option that the user insists on, and what it costs against the free optimum."""
 
     setting: str
     slowdown: float = Field(description="0.1: 10 % more time; below 0 never")

@@ -1,4 +1,4 @@
-"""What rounds of two that are paired say of which is faster, however often one looks.
+"""Evidence of which arm is faster, from rounds of paired runs, however often one looks.
 
 See `experiment.sequential`, where it comes from.
 """
@@ -16,7 +16,7 @@ def log_evidence(rounds: int, one_way: int) -> float:
 
 
 def fewest_rounds(alpha: float) -> int:
-    """That may lead to a claim at `alpha`: all of them go one way."""
+    """Return the fewest rounds that may lead to a claim at `alpha`: all of them go one way."""
     rounds = 1
     while log_evidence(rounds, 0) < -math.log(alpha):
         rounds += 1

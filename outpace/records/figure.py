@@ -24,7 +24,7 @@ _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
 
 
 class Key(Record):
-    """What a figure is of: two probes of a machine are compared by it."""
+    """Identity of a figure: two probes of a machine are compared by it."""
 
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
     what: str = Field(description="which number of it: rate, time, latency, …")
@@ -37,7 +37,7 @@ class Key(Record):
         return " ".join([self.kind, self.what, *(f"{k}={v}" for k, v in self.of.items())])
 
     def number(self, name: str) -> int:
-        """Of what it is, a number; 0 where that is not said."""
+        """Return a number by its name; 0 where it is not given."""
         found = self.of.get(name, 0)
         return found if isinstance(found, int) else 0
 
@@ -66,7 +66,7 @@ class Figure(Record):
     source: str | None = Field(default=None, description="of what is from the catalog")
 
     @model_validator(mode="after")
-    def _whence(self) -> Self:
+    def _check_source(self) -> Self:
         if self.origin == "catalog" and (self.source is None or self.value is None):
             raise ValueError(f"{self.key}: a figure of the catalog has a value and its source")
         if self.origin == "measured" and self.source is not None:
@@ -85,12 +85,12 @@ class Figure(Record):
 
     @property
     def samples(self) -> list[float]:
-        """Of all rounds, in order."""
+        """Samples of all rounds, in order."""
         return [sample for samples in self.rounds for sample in samples]
 
     @property
     def half_width(self) -> float | None:
-        """Of the interval, as a share of the value; None without one."""
+        """Half of the interval, as a share of the value; None without one."""
         if not self.value or self.low is None or self.high is None:
             return None
         return (self.high - self.low) / 2 / self.value

@@ -11,8 +11,8 @@ Severity = Literal["severe", "high", "moderate", "low"]
 SEVERITIES: tuple[Severity, ...] = ("severe", "high", "moderate", "low")
 
 
-class Cost(Record):
-    """How many times slower it makes what `of` says; a range where that is all that is known."""
+class Slowdown(Record):
+    """Slowdown as a factor of what `of` says; a range where that is all that is known."""
 
     low: PositiveFloat
     high: PositiveFloat
@@ -32,14 +32,14 @@ class Cost(Record):
 
 
 class Finding(Record):
-    """What is wrong, what was seen, what it costs (None: not known), and the remedy."""
+    """One problem: what was seen, what it costs (None: not known), and the remedy."""
 
     check: str
     what: str
     seen: str
     remedy: str
     severity: Severity
-    costs: Cost | None = None
+    costs: Slowdown | None = None
 
 
 class Examination(Record):

@@ -38,7 +38,7 @@ class Link(Record):
 
 
 class Bundle(Record):
-    """So many links of one kind together. `link` is a name in the catalog."""
+    """A number of links of one kind. `link` is a name in the catalog."""
 
     link: str
     count: PositiveInt
@@ -71,15 +71,15 @@ class Accelerator(Record):
     source: str
 
 
-class Span(Record):
-    """What is known to lie between two values: they differ by model of processor."""
+class ValueRange(Record):
+    """A value known to lie between two others: it differs by model of processor."""
 
     least: PositiveInt
     most: PositiveInt
 
 
 class Processor(Record):
-    """What a core with a vector or matrix extension does at most, FLOP per cycle by dtype.
+    """Most FLOP per cycle, by dtype, of a core with a vector or matrix extension.
 
     `feature` is its name in Linux's /proc/cpuinfo. `vector_bits` is the width of a register, None
     where makers choose it.
@@ -87,7 +87,7 @@ class Processor(Record):
 
     feature: str
     vector_bits: PositiveInt | None
-    flops_per_cycle: dict[Dtype, Span]
+    flops_per_cycle: dict[Dtype, ValueRange]
     source: str
 
 

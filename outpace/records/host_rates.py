@@ -6,7 +6,7 @@ from outpace.records.base import Record
 
 
 class HostRates(Record):
-    """Of all cores that may be used."""
+    """Rates of all cores that may be used."""
 
     flops_per_s: dict[str, PositiveFloat] = Field(description="of matrix products, by dtype")
     memory_bytes_per_s: PositiveFloat = Field(description="read and written")

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints
 
 from outpace.records.base import Record
-from outpace.records.errors import BadInputError, shown
+from outpace.records.errors import BadInputError, excerpt
 
 # What ssh takes for a host, with a user or without; nothing that it would take for an option.
 _NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -23,7 +23,7 @@ class Host(Record):
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Of 'a:4,b:4'. Raises BadInputError."""
+    """Parse 'a:4,b:4'. Raises BadInputError."""
     found = []
     for part in text.split(","):
         name, colon, slots = part.strip().rpartition(":")
@@ -37,7 +37,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """Of a file with a line 'a slots=4' for each, as Open MPI and Horovod have. # comments."""
+    """Read a file with lines 'a slots=4', as Open MPI and Horovod have. # comments."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +51,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
         matched = _LINE.fullmatch(words)
         if matched is None:
             raise BadInputError(
-                f"--hostfile {path}, line {number}: {shown(words)} is not 'HOST slots=4'"
+                f"--hostfile {path}, line {number}: {excerpt(words)} is not 'HOST slots=4'"
             )
         found.append(_host(matched[1], matched[2] or "1", f"--hostfile {path}, line {number}"))
     if not found:
@@ -64,11 +64,11 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 def _host(name: str, slots: str, where: str) -> Host:
     if not _SLOTS.fullmatch(slots):
         raise BadInputError(
-            f"{where}: {shown(slots)} is not a number of ranks, from 1 to 999999 on a host"
+            f"{where}: {excerpt(slots)} is not a number of ranks, from 1 to 999999 on a host"
         )
     if not re.fullmatch(_NAME, name):
         raise BadInputError(
-            f"{where}: {shown(name)} is not the name of a host, as a, a.example or me@a"
+            f"{where}: {excerpt(name)} is not the name of a host, as a, a.example or me@a"
         )
     return Host(name=name, slots=int(slots))
 
@@ -82,26 +82,26 @@ def _distinct(hosts: list[Host], where: str) -> tuple[Host, ...]:
 
 
 class Elastic(Record):
-    """With how many hosts a training may begin and go on, and how often it may begin again."""
+    """Numbers of hosts with which a run may start and continue, and how often it may restart."""
 
     min_nodes: PositiveInt
     max_nodes: PositiveInt
     max_restarts: NonNegativeInt
 
 
-class Question(Record):
-    """What a host is asked before anything starts there."""
+class HostQuery(Record):
+    """Questions to a host before anything starts there."""
 
     folder: str
     seen: tuple[str, ...] = ()  # paths that must be there
     earlier: tuple[str, ...] = ()  # starts of the same training, which must be over
 
 
-class Facts(Record):
+class HostFacts(Record):
     """A host's answer.
 
-    `address`: by which the asking host reached it, and `asked_from` that one's own; None where both
-    are the same. `port`: a free one. `left`: processes of earlier starts that are not over.
+    `address`: by which the first host reached it, and `asked_from` the first host's; None where
+    both are the same. `port`: a free one. `left`: processes of earlier starts that still run.
     """
 
     versions: dict[str, str]
@@ -113,8 +113,8 @@ class Facts(Record):
     left: tuple[int, ...] = ()
 
 
-class Work(Record):
-    """A host's part of a training."""
+class HostCommand(Record):
+    """The command that a host runs as its part of a job."""
 
     folder: str
     command: tuple[str, ...]

@@ -68,7 +68,7 @@ class Busy(Record):
 
 
 class Inventory(Record):
-    """What the doctor looks at. Names no user, host or path. None: it could not be read."""
+    """Facts that the doctor examines. Names no user, host or path. None: it could not be read."""
 
     cpu: CpuTopology
     usable_cpus: str = Field(description="that this process may run on")

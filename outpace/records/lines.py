@@ -60,5 +60,5 @@ def describe_changes(path: Path) -> str | None:
 
 
 def _checksum(body: bytes) -> bytes:
-    """Of a line's JSON, as JSON."""
+    """Return the checksum of a line's JSON, as JSON."""
     return b'"%b"' % xxhash.xxh3_64_hexdigest(body).encode()

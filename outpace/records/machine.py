@@ -34,8 +34,8 @@ class Machine(Record):
     )
     probed: Probed | None = Field(default=None, description="what outpace probe measured")
 
-    def unlike(self, other: "Machine") -> tuple[str, ...]:
-        """In which of what decides how fast it computes another machine differs."""
+    def differences(self, other: "Machine") -> tuple[str, ...]:
+        """Return which of the properties that decide speed differ in another machine."""
         names = tuple(device.name for device in self.devices)
         theirs = tuple(device.name for device in other.devices)
         compared = {"cpu": (self.cpu, other.cpu), "host_cores": (self.host_cores, other.host_cores),

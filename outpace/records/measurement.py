@@ -1,4 +1,4 @@
-"""What was measured: one StepRecord a step, one Measurement a run."""
+"""Measurements: one StepRecord a step, one Measurement a run."""
 
 from typing import Annotated, ClassVar
 
@@ -18,7 +18,7 @@ _FEW_STEPS = 20  # a neighbour on the machine may be there for all of them
 
 
 class TimeParts(Record):
-    """Where the time of a step went, seconds. Communication is what computing does not hide."""
+    """Parts of a step's time, in seconds. Communication is what no computation hides."""
 
     data_s: float = 0.0
     forward_s: float = 0.0
@@ -34,19 +34,19 @@ class TimeParts(Record):
 
     @property
     def computing_s(self) -> float:
-        """In which this rank computes: forwards, backwards and the optimizer."""
+        """Time in which this rank computes: forward and backward passes and the optimizer."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
 
 class RunInfo(Record):
-    """What is about to be trained, shown before the first step."""
+    """Description of a run, shown before the first step."""
 
     run: str = Field(description="the run's directory")
     plan: Plan
     identity: str = Field(description="the batch identity with its numbers")
     model: str = Field(description="as it was asked for, or a short name")
     parameters: int
-    device: str = Field(description="as a person knows it: cpu, or the GPU's name")
+    device: str = Field(description="as users know it: cpu, or the GPU's name")
     total_steps: int
     start_step: int = Field(default=0, description="steps already done, when resumed")
     hosts: int = 1
@@ -95,8 +95,8 @@ class Evaluation(Record):
     metrics: dict[str, float] = Field(default={}, description="by name: accuracy, f1")
 
 
-class Promise(Record):
-    """What a step should take, and what the run's first ones took, after warm-up."""
+class StepTimeCheck(Record):
+    """Expected step time, and the median of the run's first steps after warm-up."""
 
     expected_s: float
     step_time_s: float = Field(description="median of the first steps")
@@ -122,7 +122,7 @@ class Promise(Record):
 
     @property
     def words(self) -> str:
-        """As a person would say it."""
+        """Return the comparison as a sentence."""
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         few = ", and so few tell little: 100 are compared where there are as many"
         return (
@@ -179,7 +179,9 @@ class Measurement(Record):
     utilisation: tuple[Load, ...] = Field(
         default=(), description="average of each host and its devices over the training"
     )
-    promise: Promise | None = Field(default=None, description="where a step time was expected")
+    step_time_check: StepTimeCheck | None = Field(
+        default=None, alias="promise", description="where a step time was expected"
+    )
     # Of runs with --measure-only.
     sent_bytes: int | None = Field(
         default=None, description="by all ranks in one step, counted in the last of the warm-up"

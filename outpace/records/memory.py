@@ -39,12 +39,12 @@ class Moment(Record):
 
     @property
     def nbytes(self) -> int:
-        """Of all kinds but what is offloaded."""
+        """Bytes of all kinds but what is offloaded."""
         return sum(size for kind, size in self.by_kind.items() if kind != "offloaded")
 
     @property
-    def where(self) -> str:
-        """For a person: "backward of blocks.11.mlp"."""
+    def location(self) -> str:
+        """Place in the step: "backward of blocks.11.mlp"."""
         return f"{self.part} of {self.module}" if self.module else self.part
 
 
@@ -81,7 +81,7 @@ class MemoryAccount(Record):
 
     @property
     def needed_bytes(self) -> int:
-        """What the allocator reserves for them, where that is known; else what lives."""
+        """Bytes that the allocator reserves, where that is known; else those in use."""
         return self.reserved_bytes or self.peak_memory_bytes
 
 

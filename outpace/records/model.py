@@ -128,7 +128,7 @@ class ModelSpec(Record):
 
     @property
     def objective(self) -> Literal["causal", "masked"]:
-        """What is learnt: the next token, or masked tokens (BERT)."""
+        """Training objective: the next token, or masked tokens (BERT)."""
         return "causal" if self.causal else "masked"
 
     def layer_window(self, layer: int) -> int | None:

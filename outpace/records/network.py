@@ -1,4 +1,4 @@
-"""What a training asks of the network, and what each network would cost it."""
+"""Requirements of a run on the network, and what each network would cost it."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ Origin = Literal["measured", "catalog", "asked"]
 
 
 class Network(Record):
-    """What a node's network cards together, or a device's link, carry in one direction."""
+    """Bandwidth of a node's network cards together, or of a device's link, in one direction."""
 
     name: str
     bytes_per_s: PositiveFloat
@@ -20,11 +20,11 @@ class Network(Record):
     source: str
 
 
-class Exchanged(Record):
-    """What is exchanged for one purpose in a step.
+class Traffic(Record):
+    """Traffic of one purpose in a step.
 
     `node_bytes` leave the busiest node, all its devices together; `link_bytes` go over each
-    device's link within a node. `hide_s` is the computing that it can go on behind.
+    device's link within a node. `hide_s` is the computation that can hide it.
     """
 
     part: str
@@ -36,7 +36,7 @@ class Exchanged(Record):
     hide_s: NonNegativeFloat
 
 
-class Cost(Record):
+class NetworkCost(Record):
     """A step on a network or link. `slowdown` 0.1: 10 % longer than with one that takes no time."""
 
     network: Network
@@ -45,11 +45,11 @@ class Cost(Record):
 
 
 class Need(Record):
-    """What one plan needs. `compute_s` is a step with a network that takes no time, bubble and all.
+    """Requirements of one plan. `compute_s`: a step, bubble and all, if the network took no time.
 
-    Least bandwidths, bytes/s: of a node's network cards together, and of a device's link within
-    the node; 0 where 1 kB/s is enough, as where nothing crosses. There always is one: latency is
-    not reckoned with.
+    Least bandwidths, bytes/s: of a node's network cards together, and of a device's link within the
+    node; 0 where 1 kB/s is enough, as where nothing crosses. There always is one: latency is left
+    out.
     """
 
     title: str
@@ -57,25 +57,27 @@ class Need(Record):
     global_batch: PositiveInt
     identity: str
     compute_s: PositiveFloat
-    exchanged: tuple[Exchanged, ...]
+    traffic: tuple[Traffic, ...] = Field(alias="exchanged")
     node_bytes: NonNegativeInt
     least_node_bytes_per_s: NonNegativeFloat
     least_device_bytes_per_s: NonNegativeFloat
-    costs: tuple[Cost, ...]
+    costs: tuple[NetworkCost, ...]
     cheapest: Network | None
-    own: Cost | None
-    device_costs: tuple[Cost, ...] = Field(default=(), description="by a device's link")
+    present_cost: NetworkCost | None = Field(alias="own", description="by the present network")
+    device_costs: tuple[NetworkCost, ...] = Field(default=(), description="by a device's link")
     cheapest_inside: Network | None = Field(default=None, description="of the device's links")
-    own_inside: Cost | None = Field(default=None, description="by the device's link that is there")
+    present_device_cost: NetworkCost | None = Field(
+        default=None, alias="own_inside", description="by the present link of a device"
+    )
     states_bytes: PositiveInt
     fits: bool | None
 
 
-class Answer(Record):
+class NetworkReport(Record):
     """The network question for a model on a machine, answered for one plan or several.
 
-    `rate` and `memory_rate` are what computing was reckoned with; `share` of the catalog's peak
-    is an assumption, None where the rate was measured.
+    `rate` and `memory_rate` are the assumed rates of computation and memory; `share` of the
+    catalog's peak is an assumption, None where the rate was measured.
     """
 
     model: str
@@ -90,7 +92,7 @@ class Answer(Record):
     share_source: str | None = None
     tolerance: PositiveFloat
     inside: Network | None = Field(description="None where a device is alone in its node")
-    own: Network | None
+    present: Network | None = Field(alias="own", description="the machine's network")
     measured: tuple[Figure, ...] = ()
     needs: tuple[Need, ...]
     refused: dict[str, str] = Field(default={}, description="plans that cannot be, and why")

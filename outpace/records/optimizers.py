@@ -52,7 +52,7 @@ MASTERS: tuple[Precision, ...] = ("bf16-master", "fp16-master")
 
 
 class ShardDtypes(NamedTuple):
-    """What ranks that split parameters send: gathered parameters and reduced gradients."""
+    """Dtypes that ranks which split parameters send: gathered parameters and reduced gradients."""
 
     gathered: Literal["bf16", "fp16"]
     reduced: Literal["fp32"]

@@ -1,4 +1,4 @@
-"""Outline: a model as the planner reckons with it, whether or not outpace can build it.
+"""Outline: a model as the planner sees it, whether or not outpace can build it.
 
 A ModelSpec is built and trained; an outline has only what decides time and memory. Every spec has
 one, so has every transformer that a Hugging Face config describes, and any module that was traced.
@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from outpace.records.base import Record
 
 
-class Attention(Record):
+class AttentionShape(Record):
     """Attention of a layer. With `kv_rank` it is multi-head latent attention.
 
     Latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1): queries through `query_rank` (None:
@@ -72,7 +72,7 @@ class Mlp(Record):
         return self
 
 
-class Product(Record):
+class ProductShape(Record):
     """A matrix product of `inputs` by `outputs`, `count` of them, each with a weight of its own."""
 
     name: str
@@ -89,7 +89,7 @@ class Product(Record):
 
     @property
     def elements(self) -> int:
-        """Of its weights."""
+        """Number of its weights."""
         return self.inputs * self.outputs * self.count if self.weighted else 0
 
 
@@ -102,10 +102,10 @@ class Stack(Record):
 
     name: str = "layers"
     layers: PositiveInt
-    attention: Attention | None = None
-    cross_attention: Attention | None = None
+    attention: AttentionShape | None = None
+    cross_attention: AttentionShape | None = None
     mlp: Mlp | None = None
-    other: tuple[Product, ...] = ()
+    other: tuple[ProductShape, ...] = ()
     other_parameters: NonNegativeInt = 0
     norms: NonNegativeInt = Field(default=2, description="of a layer, over the hidden width")
     norm_bias: bool = False
@@ -115,12 +115,12 @@ class Stack(Record):
 
 
 class Outline(Record):
-    """A model's layers and what lies outside of them.
+    """A model's layers, embedding and head.
 
     `untrained` says why outpace does not train it; None: it does. `outputs` are the columns of the
     head's product (0: none), over `predicted` positions of a sequence (None: all). Embedding and
     head are `embedding_width` wide where products lie between them and the layers (OPT-350m).
-    `notes` are what a person should know of where its dimensions come from.
+    `notes` say where its dimensions come from, if the user should know.
     """
 
     name: str
@@ -134,8 +134,8 @@ class Outline(Record):
     outside_parameters: NonNegativeInt = Field(
         default=0, description="beside embeddings, positions and head: norms, transforms, patches"
     )
-    embed_products: tuple[Product, ...] = Field(default=(), description="before the layers")
-    head_products: tuple[Product, ...] = Field(default=(), description="before the head's own")
+    embed_products: tuple[ProductShape, ...] = Field(default=(), description="before the layers")
+    head_products: tuple[ProductShape, ...] = Field(default=(), description="before the head's own")
     predicted: PositiveInt | None = None
     max_positions: PositiveInt
     source: str = ""
@@ -143,13 +143,13 @@ class Outline(Record):
     notes: tuple[str, ...] = ()
 
     @property
-    def embedded(self) -> int:
+    def table_width(self) -> int:
         """Width of the embedding and of the head."""
         return self.embedding_width or self.hidden
 
     @property
     def layers(self) -> int:
-        """Of all stacks."""
+        """Number of layers of all stacks."""
         return sum(stack.layers for stack in self.stacks)
 
     @property

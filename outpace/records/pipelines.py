@@ -10,7 +10,7 @@ from outpace.records.base import Record
 
 
 class Schedule(Record):
-    """How a schedule places stages, and what it does with a backward.
+    """Placement of stages by a schedule, and its order of backward passes.
 
     "loop": stage s is on rank s mod p. "v": the second stage of each rank in reverse order, so
     that rank 0 has the first and the last. `splits_backward`: gradients of inputs come first,
@@ -44,7 +44,7 @@ _TRACED = re.compile(r"stage (\d+): ([FBIW])")
 
 
 def traced_name(kind: Kind, stage: int) -> str:
-    """What a trace calls a micro-batch's way through a stage."""
+    """Return the name that a trace gives a micro-batch's pass through a stage."""
     return f"stage {stage}: {kind}"
 
 
@@ -83,7 +83,7 @@ def refusal(
     compiled: bool = False,
     chunked: bool = False,
 ) -> str | None:
-    """Why a schedule cannot do what is asked, with what can; None where it can."""
+    """Explain why a schedule cannot do what is asked, with what can; None where it can."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None:
         if microbatches > 1:

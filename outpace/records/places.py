@@ -1,4 +1,4 @@
-"""Where outpace keeps what can be made anew."""
+"""Folders in which outpace keeps what can be produced again."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Plan: how a model is laid out on processes and computed. Strategy, axes, precision, levers."""
+"""Plan: strategy, axes, precision and options with which a model is trained."""
 
 import math
 from collections.abc import Mapping
@@ -93,20 +93,19 @@ class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
-    `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`.
-    `checkpointing` holds for every block, or for each `checkpoint_every`-th from the first;
-    `checkpoint_layers`, where given, says it block by block instead.
-    `sequence_parallel` belongs to tp; with `async_tp` its exchanges go on, part by part, while the
-    products before or after them are computed. fp64 is for proofs. Parameter servers are ranks
-    beside the axes; with `server_updates` they step the optimizer, else workers do.
-    `worker_devices` ranks stand behind each worker. `virtual_stages` are a pipeline's stages on
-    each rank (None: as many as its schedule has by itself), cut so that the slowest is fast or in
-    equal numbers of blocks (`stage_split`). Under 3d, `ep` ranks of dp_shard × cp share out a
-    layer's experts, and `zero` says what dp_shard shards: optimizer state, gradients too,
-    parameters too. With a `lora_rank` the weights are frozen, in the form that `base` says, and
-    only the adapters of the `lora_targets` are trained.
+    `pp_microbatches` of them under way, and under 3d the schedule `pp_schedule`. `checkpointing`
+    holds for every block, or for each `checkpoint_every`-th from the first; `checkpoint_layers`,
+    where given, says it block by block instead. `sequence_parallel` belongs to tp; with `async_tp`
+    its collectives run, part by part, while the products before or after them are computed. fp64 is
+    for proofs. Parameter servers are ranks beside the axes; with `server_updates` they step the
+    optimizer, else workers do. `worker_devices` ranks stand behind each worker. `virtual_stages`
+    are a pipeline's stages on each rank (None: as many as its schedule has by default), cut so that
+    the slowest is fast or in equal numbers of blocks (`stage_split`). Under 3d, `ep` ranks of
+    dp_shard × cp share out a layer's experts, and `zero` says what dp_shard shards: optimizer
+    state, gradients too, parameters too. With a `lora_rank` the weights are frozen, in the form
+    that `base` says, and only the adapters of the `lora_targets` are trained.
 
-    `offload_activations`: what blocks save for backward lies there. `offload_parameters` cpu:
+    `offload_activations`: where blocks keep what they save for backward. `offload_parameters` cpu:
     parameters and gradients lie in host memory, and their optimizer's state with them; disk:
     parameters in mapped files. `offload_optimizer`: state, and on an accelerator master weights;
     the CPU steps. none is where the parameters are. `empty_cache` frees cached memory between the
@@ -197,7 +196,7 @@ class Plan(Record):
         return self
 
     def _check_product(self) -> None:
-        """What only products of axes, and pipelines with several stages on a rank, can have."""
+        """Check the options that only products of axes and pipelines of several stages have."""
         if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
             raise ValueError(
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
@@ -219,10 +218,10 @@ class Plan(Record):
             )
 
     @property
-    def untrained(self) -> str | None:
-        """Why outpace plans with it, but does not train it; None where it does."""
+    def training_obstacle(self) -> str | None:
+        """Reason for which outpace plans with it, but does not train it; None where it does."""
         if self.async_tp and self.tp > 1:
-            return "async_tp: outpace waits for the exchanges of tensor parallelism"
+            return "async_tp: outpace waits for the collectives of tensor parallelism"
         if self.ep > 1:
             return f"ep {self.ep}: outpace does not share out experts"
         if self.strategy == "3d" and self.dp_shard > 1 and self.zero != 3:
@@ -277,7 +276,7 @@ class Plan(Record):
         able = COMPRESSES[kind]
         if self.strategy != "single" and self.strategy not in able:
             raise ValueError(
-                f"compress_gradients {kind}: strategy {self.strategy} has no such exchange. Use "
+                f"compress_gradients {kind}: strategy {self.strategy} has no such collective. Use "
                 f"strategy {' or '.join(able)}, or leave it out"
             )
         if kind == "powersgd" and self.precision in ("fp16", "fp16-master", "fp16-pure"):
@@ -319,7 +318,7 @@ class Plan(Record):
     @field_validator("lora_targets", mode="before")
     @classmethod
     def _split_targets(cls, value: Any) -> Any:
-        """Of a command line's one word: "q+v"."""
+        """Split a command line's single word: "q+v"."""
         return tuple(value.split("+")) if isinstance(value, str) else value
 
     def _check_lora(self) -> None:
@@ -347,7 +346,7 @@ class Plan(Record):
 
     @property
     def lora_scale(self) -> float:
-        """What an adapter's product is multiplied by: α/r, with α the rank where none was given.
+        """Factor of an adapter's product: α/r, with α the rank where none was given.
 
         Hu et al., arXiv 2106.09685, §4.1: they set α to the first rank tried and leave it.
         """
@@ -377,7 +376,7 @@ class Plan(Record):
             raise ValueError(
                 f"optimizer_in_backward steps a parameter when its gradient is whole, but strategy "
                 f"{self.strategy} keeps all gradients until the end of backward (in buckets that "
-                "are exchanged, or to add micro-batches up). Use strategy "
+                "are reduced, or to add micro-batches up). Use strategy "
                 f"{' or '.join(IN_BACKWARD)}, or leave it out"
             )
         if self.precision in SCALED:
@@ -416,7 +415,7 @@ class Plan(Record):
 
     @property
     def stages_per_rank(self) -> int:
-        """Of a pipeline; 1 where there is none."""
+        """Stages of a pipeline on each rank; 1 where there is none."""
         schedule = SCHEDULES.get(self.schedule)
         if schedule is None:
             return 1
@@ -438,7 +437,7 @@ class Plan(Record):
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
-        """Which of the readers' shares of a global batch `rank` reads; None if it reads nothing.
+        """Return the share of a global batch that `rank` reads; None if it reads nothing.
 
         Ranks are laid out in the order of AXES. Servers come after them.
         """
@@ -449,12 +448,12 @@ class Plan(Record):
         return rank // (self.cp * self.tp) % self.data_parallel
 
     def random_rank(self, rank: int) -> int:
-        """Whose random numbers `rank` draws: the ranks of a tensor-parallel group are as one."""
+        """Return the rank whose random numbers `rank` draws: one for each tensor-parallel group."""
         return rank // self.tp
 
     @property
     def mesh(self) -> str:
-        """The axes that are split, for a person: "dp_replicate 2 × dp_shard 2"."""
+        """The axes that are split: "dp_replicate 2 × dp_shard 2"."""
         split = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         if self.servers:
             updates = " (update)" if self.server_updates else ""
@@ -477,7 +476,7 @@ class Plan(Record):
         return global_batch // per_pass
 
     def _other_parts(self, share: int) -> str:
-        """Of a rank's samples: what else could be changed so that they divide."""
+        """Name the other values that could be changed so that a rank's samples divide."""
         if share % self.pp_microbatches == 0:
             return "another micro-batch"
         fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]
@@ -525,9 +524,9 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
 def fill_axes(
     strategy: Strategy, world_size: int, asked: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """The size of every axis on `world_size` ranks, parameter servers not counted.
+    """Return the size of every axis on `world_size` ranks, parameter servers not counted.
 
-    `asked` has what a person set, −1 for the ranks left over. What was not set is 1, or the
+    `asked` has what the user set, −1 for the ranks left over. What was not set is 1, or the
     strategy's own. Raises BadInputError when the axes do not make up the world.
     """
     given = any(asked.get(axis) is not None for axis in AXES)
@@ -584,7 +583,7 @@ class PlanFile(Plan):
     global_batch: PositiveInt | None = Field(default=None, description="samples of a step")
 
     @classmethod
-    def of(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:
+    def from_plan(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:
         """The file of a plan for sequences of this length and this global batch."""
         return cls(**plan.model_dump(), seq_len=seq_len, global_batch=global_batch)
 

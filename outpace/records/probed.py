@@ -1,4 +1,4 @@
-"""What `outpace probe` found out about a machine: every figure, what was fitted to them, advice."""
+"""Results of `outpace probe` for a machine: every figure, fitted models, advice."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
@@ -19,8 +19,8 @@ class Shown(Protocol):
     def __call__(self, section: str, share: float) -> None:
         """`share` of the section's time has passed."""
 
-    def stopping(self) -> None:
-        """A person asked to stop, which takes a moment."""
+    def show_stopping(self) -> None:
+        """Say that the probe was asked to stop, which takes a moment."""
 
 
 class LinkFit(Record):
@@ -54,7 +54,7 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 
 
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
-    """What a host's network carried, from `network_fit` and how many local ranks were in groups.
+    """Return a host's bandwidth, from `network_fit` and the local ranks in groups.
 
     All of these sent at the same time, so it carried what each did, together. None where the fit
     was not steady enough.
@@ -63,7 +63,7 @@ def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
 
 
 class Advice(Record):
-    """What would be faster, by how much, and how sure that is."""
+    """A change that would be faster, by how much, and how sure that is."""
 
     about: str = Field(description="vocabulary, heads, loader, …")
     text: str = Field(description="what to change, with the figures")
@@ -74,7 +74,7 @@ class Advice(Record):
 
 
 class Steadiness(Record):
-    """What else the machine did while it was measured. None: not known here."""
+    """Other load of the machine while it was measured. None: not known here."""
 
     other_cores: float | None = Field(default=None, description="used by others, in the mean")
     stolen: float | None = Field(default=None, description="share of time the hypervisor took")
@@ -100,7 +100,7 @@ class Probed(Record):
     steadiness: Steadiness = Steadiness()
 
     def all_figures(self) -> Iterator[Figure]:
-        """With those that were fitted."""
+        """Return all figures, with those that were fitted."""
         yield from self.figures
         for fit in self.fits:
             yield fit.latency
@@ -123,7 +123,7 @@ class Probed(Record):
         return None if self.world_size % self.hosts else self.world_size // self.hosts
 
     def node_network_bytes_per_s(self) -> float | None:
-        """What all network cards of a host carried together, in one direction.
+        """Bandwidth of all network cards of a host together, in one direction.
 
         None where it was not measured, or not steady, or hosts had unlike numbers of ranks.
         """
@@ -131,12 +131,12 @@ class Probed(Record):
         return None if fit is None or ranks is None else node_bytes_per_s(fit, ranks)
 
     def inside_bytes_per_s(self) -> float | None:
-        """What a rank's link to the others of its host carried; None as above."""
+        """Bandwidth of a rank's link to the others of its host; None as above."""
         fit = self.fit("all-reduce", "node")
         if fit is None and self.hosts == 1:
             fit = self.fit("all-reduce", "all")
         return None if fit is None else fit.bandwidth.value
 
     def fit(self, collective: str, axis: str) -> LinkFit | None:
-        """What was fitted to a collective on an axis."""
+        """Return the model fitted to a collective on an axis."""
         return next((f for f in self.fits if (f.collective, f.axis) == (collective, axis)), None)

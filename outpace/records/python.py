@@ -1,4 +1,4 @@
-"""How processes of outpace's own are started."""
+"""Interpreter options for the processes that outpace starts."""
 
 import sys
 

@@ -14,12 +14,12 @@ from outpace.records.settings import TrainSettings
 
 
 def resume_command(run: Path) -> str:
-    """What to type to go on with a run."""
+    """Return the command that resumes a run."""
     return shlex.join(["outpace", "train", "--resume", str(run)])
 
 
 class RunRecord(Record):
-    """What a run was made of, so that it can be resumed, repeated and compared."""
+    """Inputs and surroundings of a run, so that it can be resumed, repeated and compared."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -31,7 +31,7 @@ class RunRecord(Record):
     identity: str
     model: ModelSpec | None
     model_code: str | None = Field(
-        default=None, description="hash of what the file of a user's own model says, but comments"
+        default=None, description="hash of a custom model's file, without its comments"
     )
     parameters: int
     total_steps: int
@@ -48,7 +48,7 @@ class RunRecord(Record):
     device: str
     threads: int
     environment: dict[str, str] = Field(
-        default={}, description="variables that change how it computes or exchanges"
+        default={}, description="variables that change how it computes or communicates"
     )
     load_before: float | None = Field(
         default=None, description="processes that wanted a core in the minute before"
@@ -58,7 +58,7 @@ class RunRecord(Record):
 
 
 class Failure(Record):
-    """Why a run ended before its last step; failure.json, until it goes on."""
+    """Reason why a run ended before its last step; failure.json, until it is resumed."""
 
     has_checksum: ClassVar[bool] = True
 

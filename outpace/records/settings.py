@@ -1,4 +1,4 @@
-"""TrainSettings: everything a person can ask of `outpace train`.
+"""TrainSettings: everything you can ask of `outpace train`.
 
 One field is one flag (`--global-batch`), one TOML key (`global-batch` or `global_batch`) and one
 keyword of `outpace.train`. Its description is the flag's help.
@@ -59,7 +59,7 @@ def _axis(help_text: str) -> Any:
 
 
 class TrainSettings(Record):
-    """What to train, on what, how, and where the results go. None means: chosen for you."""
+    """Model, data, length and output of a run. None means: chosen for you."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -223,7 +223,7 @@ class TrainSettings(Record):
     )
     autocast_cache: bool | None = _field(
         "computation",
-        "keep each weight's cast until the forward's end (default: for models of one's own, which "
+        "keep each weight's cast until the forward's end (default: for custom models, which "
         "may use a weight twice)",
     )
     checkpointing: Checkpointing = _field(
@@ -310,7 +310,7 @@ class TrainSettings(Record):
     )
     compress_gradients: Compression = _field(
         "computation",
-        "exchange gradients in bf16 (ddp, zero1, cp, ring) or as matrices of low rank (not ring)",
+        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as matrices of low rank (not ring)",
         "none",
     )
     powersgd_rank: PositiveInt = _field("computation", "rank of powersgd's matrices", 1)
@@ -321,7 +321,7 @@ class TrainSettings(Record):
         json_schema_extra={"group": "computation"},
     )
     bucket_mib: PositiveInt = _field(
-        "computation", "MiB of gradients that ddp, zero1 and ring exchange at once", 25
+        "computation", "MiB of gradients that ddp, zero1 and ring reduce at once", 25
     )
     nproc: PositiveInt | None = _field("computation", "processes to start on this host")
     device: Literal["auto", "cpu", "cuda", "mps"] = _field(
@@ -355,7 +355,7 @@ class TrainSettings(Record):
     keep: PositiveInt = _field("run", "checkpoints kept, newest first", 2)
     out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
     resume: bool = _field(
-        "run", "go on from the newest whole checkpoint in --out; --resume DIR says both", False
+        "run", "resume from the newest whole checkpoint in --out; --resume DIR says both", False
     )
     seed: NonNegativeInt = _field("run", "of weights, data order and dropout", 0)
     check: Literal["on", "off"] = _field(
@@ -417,7 +417,7 @@ class TrainSettings(Record):
         return self
 
     def _check_task(self) -> None:
-        """What belongs to one task only."""
+        """Check the settings that belong to one task only."""
         if self.task != "classify" and (self.text_fields or self.label_field):
             raise ValueError("text_fields and label_field are of task classify. Leave them out")
         if self.task == "pretrain":

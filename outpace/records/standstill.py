@@ -1,4 +1,4 @@
-"""What each rank was at when some waited in vain; standstill.json in a run's folder."""
+"""Hang report: what each rank was doing when the job hung; standstill.json in a run's folder."""
 
 from typing import ClassVar, Literal
 
@@ -9,7 +9,7 @@ from outpace.records.base import Record
 State = Literal["waits", "works", "silent"]
 
 
-class Exchange(Record):
+class CollectiveEvent(Record):
     """A collective by torch's flight recorder. `number` counts those of its group, from 1."""
 
     group: str
@@ -18,7 +18,7 @@ class Exchange(Record):
     state: str
 
 
-class Standing(Record):
+class RankSnapshot(Record):
     """A rank when it was asked. `silent`: it did not answer."""
 
     rank: int
@@ -31,14 +31,16 @@ class Standing(Record):
         default={}, description="by rank of this host what the kernel says of its process"
     )
     stacks: str = Field(default="", description="of all its Python threads")
-    exchanges: tuple[Exchange, ...] = Field(default=(), description="the latest last")
+    collectives: tuple[CollectiveEvent, ...] = Field(
+        default=(), alias="exchanges", description="the latest last"
+    )
 
 
-class Standstill(Record):
-    """Who holds the others up, and how all stand."""
+class HangReport(Record):
+    """The ranks that held the others up, and the state of all."""
 
     has_checksum: ClassVar[bool] = True
 
     sentence: str
     when: str = Field(description="UTC, ISO 8601")
-    ranks: tuple[Standing, ...]
+    ranks: tuple[RankSnapshot, ...]

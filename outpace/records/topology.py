@@ -26,7 +26,7 @@ Link = Annotated[str, Field(pattern=r"^(X|SYS|SOC|NODE|PHB|PXB|PIX|NV[1-9][0-9]{
 
 
 def meaning(link: str | None) -> str:
-    """What a link is, in words."""
+    """Describe a kind of link in words."""
     count = nvlinks(link)
     if count:
         return f"a bond of {count} NVLinks" if count > 1 else "one NVLink"
@@ -34,7 +34,7 @@ def meaning(link: str | None) -> str:
 
 
 def nvlinks(link: str | None) -> int:
-    """How many NVLinks a term stands for: "NV12" -> 12, "PHB" -> 0."""
+    """Return how many NVLinks a term stands for: "NV12" -> 12, "PHB" -> 0."""
     return int(link[2:]) if link is not None and link.startswith("NV") else 0
 
 
@@ -126,7 +126,7 @@ class Topology(Record):
                 return device
         raise KeyError(name)
 
-    def between(self, one: str, other: str) -> str | None:
+    def link_between(self, one: str, other: str) -> str | None:
         """The link between two devices by name. Raises KeyError."""
         names = [device.name for device in self.devices]
         for name in (one, other):
@@ -140,7 +140,7 @@ class Topology(Record):
         groups = [[gpu] for gpu in self.gpus]
         for one, other in combinations(self.gpus, 2):
             mine, theirs = (next(g for g in groups if gpu in g) for gpu in (one, other))
-            if mine is not theirs and nvlinks(self.between(one, other)):
+            if mine is not theirs and nvlinks(self.link_between(one, other)):
                 mine += theirs
                 groups.remove(theirs)
         return tuple(tuple(group) for group in groups if len(group) > 1)
@@ -173,8 +173,8 @@ class MissingNvlinks(Record):
 class SlowPairs(Record):
     """Pairs of GPUs that are joined by no more than `link`.
 
-    `times_slower`: at least so many times as long as over the best NVLinks of the host takes what
-    such a pair exchanges, if it is much: they share a PCIe slot's rate at best.
+    `times_slower`: communication of such a pair takes at least that many times as long as over the
+    best NVLinks of the host, if it is much: they share a PCIe slot's rate at best.
     """
 
     link: str
@@ -191,7 +191,7 @@ class NearNics(Record):
 
 
 class Placement(Record):
-    """What a topology means for parallelism: see `outpace.probe.placement`."""
+    """Consequences of a topology for parallelism: see `outpace.probe.placement`."""
 
     groupings: tuple[Grouping, ...] = Field(description="by size of tensor parallelism")
     tensor_parallel: Grouping | None = Field(description="the largest that is worth it")
@@ -238,7 +238,7 @@ class CpuTopology(Record):
         return len(cpu_set(self.cpus))
 
     def cores_of(self, cpus: frozenset[int]) -> int:
-        """How many cores these CPUs are on; as many as CPUs where the kernel does not tell."""
+        """Return the number of cores of these CPUs, or of CPUs where that is unknown."""
         if not self.siblings:
             return len(cpus)
         return sum(1 for core in self.siblings if cpu_set(core) & cpus)

@@ -19,7 +19,7 @@ from outpace.records.plan import Plan
 TUNING_FILE = "tuning.json"
 
 
-class Trial(Record):
+class PlanTrial(Record):
     """A plan that was trained by for a few steps, in processes of its own."""
 
     number: PositiveInt
@@ -57,11 +57,11 @@ class Trial(Record):
 
     @property
     def compared_s(self) -> float | None:
-        """By which plans are compared: what else the machine does only makes steps longer."""
+        """Step time to compare plans by: other load of the machine only makes steps longer."""
         return self.undisturbed_s or self.step_time_s
 
 
-def shown_rate(trials: Sequence[Trial]) -> Literal["tokens_per_s", "samples_per_s"]:
+def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
     """The field by which trials' speed is shown: samples, where there are no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
@@ -75,7 +75,7 @@ class Tuning(Record):
     has_checksum: ClassVar[bool] = True
 
     settings: dict[str, Any] = Field(description="of outpace train, as they were given")
-    trials: tuple[Trial, ...]
+    trials: tuple[PlanTrial, ...]
     best: PositiveInt | None = Field(description="number of the fastest trial; None: all failed")
     default: PositiveInt | None = Field(description="number of the trial of outpace train's plan")
     step_time_s: PositiveFloat | None = Field(
@@ -101,16 +101,16 @@ class Tuning(Record):
             raise ValueError(f"trial {self.best} failed: it cannot be the fastest")
         return self
 
-    def trial(self, number: int) -> Trial:
-        """By its number."""
+    def trial(self, number: int) -> PlanTrial:
+        """Return a trial by its number."""
         return self.trials[number - 1]
 
-    def same_before(self, trial: Trial) -> int | None:
+    def same_before(self, trial: PlanTrial) -> int | None:
         """The number of the first trial of the same plan, where that is an earlier one."""
         first = next(one.number for one in self.trials if one.plan == trial.plan)
         return first if first < trial.number else None
 
     @property
-    def fastest(self) -> Trial | None:
+    def fastest(self) -> PlanTrial | None:
         """The trial whose plan is the result; None where all failed."""
         return None if self.best is None else self.trial(self.best)

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: memory binary (GiB), rates and counts decimal (GB/s, TFLOP/s)."""
+"""Numbers for readers: memory binary (GiB), rates and counts decimal (GB/s, TFLOP/s)."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""How busy a host and its devices were while something trained: moments, and a series of them."""
+"""Utilisation of a host and its devices during training: moments, and a series of them."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -92,7 +92,7 @@ class Load(Record):
 
 
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
-    """Mean over the devices that a run of so many processes used; None where it is not known.
+    """Return the mean over the devices that a run used; None where it is not known.
 
     Where nothing tells which devices these were, all count, if they are no more than processes.
     """
@@ -125,7 +125,7 @@ def average(loads: Sequence[Load]) -> Load:
 
 
 def _figures(loads: Sequence[Record], weights: Sequence[float]) -> dict[str, float | None]:
-    """By field, what several loads of one thing are together."""
+    """Combine several loads of one thing, field by field."""
     found = {}
     for name in _columns(type(loads[0])):
         values = [getattr(load, name) for load in loads]
@@ -204,19 +204,19 @@ class Utilisation(Record):
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last point."""
+        """Time from the start to the last point."""
         return self.ends_s[-1] if self.ends_s else 0.0
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """Its points, the first first."""
+        """Points in order of time."""
         begins_s = (0.0, *self.ends_s)
         return tuple(
             Load(
                 node=self.node,
                 duration_s=end_s - begin_s,
-                devices=tuple(_at(DeviceLoad, one, point) for one in self.devices),
-                host=_at(HostLoad, self.host, point).model_copy(
+                devices=tuple(_load_at(DeviceLoad, one, point) for one in self.devices),
+                host=_load_at(HostLoad, self.host, point).model_copy(
                     update={"cores": tuple(core[point] for core in self.host.cores)}
                 ),
             )
@@ -255,7 +255,7 @@ def series(
                 index=device[0].index,
                 name=device[0].name,
                 memory_total_bytes=device[0].memory_total_bytes,
-                **_transposed(device),
+                **_transpose_loads(device),
             )
             for device in each
         ),
@@ -265,12 +265,12 @@ def series(
                 tuple(_short(value, "cores") for value in core)
                 for core in zip(*(host.cores for host in hosts), strict=True)
             ),
-            **_transposed(hosts),
+            **_transpose_loads(hosts),
         ),
     )
 
 
-def _transposed(loads: Sequence[Record]) -> dict[str, Any]:
+def _transpose_loads(loads: Sequence[Record]) -> dict[str, Any]:
     return {
         name: tuple(_short(getattr(load, name), name) for load in loads)
         for name in _columns(type(loads[0]))
@@ -278,7 +278,7 @@ def _transposed(loads: Sequence[Record]) -> dict[str, Any]:
 
 
 def _short(value: float | None, name: str) -> float | None:
-    """As many digits as mean something: a file of a thousand points stays small."""
+    """Keep as many digits as mean something: a file of a thousand points stays small."""
     if value is None:
         return None
     if "bytes" in name or name == "clock_hz":
@@ -286,7 +286,7 @@ def _short(value: float | None, name: str) -> float | None:
     return round(value, 1 if name == "power_w" else 4)
 
 
-def _at(kind: type[Any], one: Record, point: int) -> Any:
+def _load_at(kind: type[Any], one: Record, point: int) -> Any:
     columns = {name: getattr(one, name) for name in _columns(kind)}
     values = {name: series[point] for name, series in columns.items() if series}
     fixed = {"index", "name", "memory_total_bytes"} & set(kind.model_fields)
@@ -312,7 +312,7 @@ class Thinned:
 
     @property
     def period_s(self) -> float:
-        """From point to point, now."""
+        """Present time from point to point."""
         return self.base_period_s * self._each
 
     @property

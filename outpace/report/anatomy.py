@@ -22,7 +22,7 @@ def over_a_step(account: MemoryAccount) -> Figure:
     places = thin(totals, _POINTS)
     moments = [account.timeline[place] for place in places]
     unit = sizes([float(account.peak_memory_bytes)])
-    where = [f"{moment.where}: {moment.operator}" for moment in moments]
+    where = [f"{moment.location}: {moment.operator}" for moment in moments]
     used = [kind for kind in _HERE if any(moment.by_kind.get(kind) for moment in moments)]
     traces = tuple(
         {
@@ -39,7 +39,8 @@ def over_a_step(account: MemoryAccount) -> Figure:
     peak = account.peak
     title = f"Memory over a step, {account.source}, rank {account.rank} of {account.world_size}"
     alt = (
-        f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak, in the {peak.where}: "
+        f"Tensors take {show_bytes(account.peak_memory_bytes)} at the peak, in the "
+        f"{peak.location}: "
         + ", ".join(f"{kind} {show_bytes(size)}" for kind, size in _largest(peak.by_kind))
         + "."
     )

@@ -5,7 +5,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from outpace.records.certificate import Certificate, Verdict
+from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.units import show_bytes
 
 
@@ -31,13 +31,13 @@ def certificate_table(certificate: Certificate) -> Group:
     return Group(table, *_notes(certificate), Text(_about(certificate, tolerances), style="dim"))
 
 
-def _mark(verdict: Verdict) -> Text:
+def _mark(verdict: ParityVerdict) -> Text:
     if verdict.refused:
         return Text("–", style="yellow")
     return Text("✓", style="green") if verdict.passed else Text("✗", style="red")
 
 
-def _on_wire(verdict: Verdict, counted: bool) -> list[str | Text]:
+def _on_wire(verdict: ParityVerdict, counted: bool) -> list[str | Text]:
     if not counted:
         return []
     sent = verdict.bytes_on_wire
@@ -45,7 +45,7 @@ def _on_wire(verdict: Verdict, counted: bool) -> list[str | Text]:
     return [shown, Text(_formula(verdict), style="dim")]
 
 
-def _formula(verdict: Verdict) -> str:
+def _formula(verdict: ParityVerdict) -> str:
     if verdict.bytes_formula is None:
         return "n/a"
     equal = verdict.bytes_formula == verdict.bytes_on_wire

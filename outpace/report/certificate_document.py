@@ -1,6 +1,6 @@
 """A certificate: what was proved equal to a single process, and how closely."""
 
-from outpace.records.certificate import Certificate, Verdict
+from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.units import show_bytes
 from outpace.report.certificate import batch_in_words
 from outpace.report.document import Document, Number, Section, Table, Words
@@ -54,7 +54,7 @@ def section(certificate: Certificate) -> Section:
                              *skipped))  # fmt: skip
 
 
-def _outcome(one: Verdict) -> str:
+def _outcome(one: ParityVerdict) -> str:
     if one.refused:
         return f"refused: {one.reason}"
     return "equal" if one.passed else f"NOT equal: {one.reason or 'beyond its tolerance'}"

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from outpace.records.comparison import ArmResult, Comparison, left
+from outpace.records.comparison import ArmResult, Comparison, remaining_arms
 from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.report.narrow import Narrow
@@ -127,7 +127,7 @@ def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
 
 def _left_out(comparison: Comparison) -> dict[str, str | None]:
     """Of arms that have a figure and failed too often, before or after it, why they did."""
-    kept = {arm.name for arm in left(comparison.experiment, comparison.outcomes)}
+    kept = {arm.name for arm in remaining_arms(comparison.experiment, comparison.outcomes)}
     found: dict[str, str | None] = {}
     for one in comparison.outcomes:
         if one.arm not in kept and one.value is None:

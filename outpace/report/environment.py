@@ -35,7 +35,7 @@ def machine_table(machine: Machine) -> Table:
 
 def topology(machine: Machine, probe: Machine | None = None) -> Section:
     """How devices are joined, drawn where the driver told, at the latest a probe of the machine."""
-    if machine.topology is None and probe is not None and not machine.unlike(probe):
+    if machine.topology is None and probe is not None and not machine.differences(probe):
         machine = probe
     if machine.topology is None:
         why = "The record has no links between devices"

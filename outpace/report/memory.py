@@ -44,7 +44,7 @@ def document(
         "peak_memory_bytes": traced.peak_memory_bytes,
         "reserved_memory_bytes": traced.reserved_bytes,
         "anatomy_bytes": dict(traced.peak.by_kind),
-        "peak_at": {"step": traced.peak.step, "where": traced.peak.where,
+        "peak_at": {"step": traced.peak.step, "where": traced.peak.location,
                     "operator": traced.peak.operator},
         "rank": traced.rank,
         "world_size": traced.world_size,
@@ -138,7 +138,7 @@ def _notes(
     who = "One process"
     if traced.world_size > 1:
         who = f"Rank {traced.rank} of {traced.world_size} ({plan.mesh})"
-    lines = [f"{who}: the peak is in the {traced.peak.where} of step {traced.peak.step}."]
+    lines = [f"{who}: the peak is in the {traced.peak.location} of step {traced.peak.step}."]
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:
         parts = ", ".join(f"{name} {show_bytes(nbytes)}" for name, nbytes in held)

@@ -69,7 +69,7 @@ def _mark_parts(axes: Any, account: MemoryAccount) -> None:
 def _mark_peak(axes: Any, account: MemoryAccount, unit: int) -> None:
     totals = [moment.nbytes for moment in account.timeline]
     top = totals.index(max(totals))
-    text = f"{show_bytes(totals[top])}\n{account.timeline[top].where}"
+    text = f"{show_bytes(totals[top])}\n{account.timeline[top].location}"
     axes.annotate(
         text, (top, totals[top] / unit), xytext=(0, 12), textcoords="offset points", ha="center",
         arrowprops={"arrowstyle": "-|>"},

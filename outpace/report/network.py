@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.records.figure import Figure
-from outpace.records.network import Answer, Cost, Need, Network
+from outpace.records.network import Need, Network, NetworkCost, NetworkReport
 from outpace.records.units import show_count, show_seconds
 
 # A network this many times faster than what is enough is worth a sentence.
@@ -19,7 +19,7 @@ _NAME_WIDTH = 20
 _MOST_COLUMNS = 4
 
 
-def network_text(answered: Answer) -> Group:
+def network_text(answered: NetworkReport) -> Group:
     """What is trained and where, what each plan needs, what networks cost, and what follows."""
     parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
     if len(answered.needs) == 1:
@@ -42,19 +42,19 @@ class _Ladder:
     what: str  # network or link
     of: str  # heads the column
     own: Network | None
-    costs: Callable[[Need], tuple[Cost, ...]]
-    mine: Callable[[Need], Cost | None]
+    costs: Callable[[Need], tuple[NetworkCost, ...]]
+    mine: Callable[[Need], NetworkCost | None]
     cheapest: Callable[[Need], Network | None]
     least: Callable[[Need], str]
     rate: Callable[[float], str]
 
 
-def _ladder(answered: Answer) -> _Ladder | None:
+def _ladder(answered: NetworkReport) -> _Ladder | None:
     """None where a device is alone: nothing is exchanged."""
     if answered.nodes > 1:
         return _Ladder(
-            what="network", of="a node's network", own=answered.own,
-            costs=lambda need: need.costs, mine=lambda need: need.own,
+            what="network", of="a node's network", own=answered.present,
+            costs=lambda need: need.costs, mine=lambda need: need.present_cost,
             cheapest=lambda need: need.cheapest, rate=_bits,
             least=lambda need: f"{_both(need.least_node_bytes_per_s)} a node",
         )  # fmt: skip
@@ -62,7 +62,7 @@ def _ladder(answered: Answer) -> _Ladder | None:
         return None
     return _Ladder(
         what="link", of="a device's link", own=answered.inside,
-        costs=lambda need: need.device_costs, mine=lambda need: need.own_inside,
+        costs=lambda need: need.device_costs, mine=lambda need: need.present_device_cost,
         cheapest=lambda need: need.cheapest_inside, rate=_rate,
         least=lambda need: f"{_rate(need.least_device_bytes_per_s)} a device",
     )  # fmt: skip
@@ -72,7 +72,7 @@ def _key(figure: Figure) -> str:
     return " ".join([figure.key.kind, *map(str, figure.key.of.values())])
 
 
-def _head(answered: Answer) -> list[Text]:
+def _head(answered: NetworkReport) -> list[Text]:
     world = answered.nodes * answered.devices_per_node
     rate = f"{show_count(answered.rate.value, 'FLOP/s')} a device, {answered.rate.origin}"
     if answered.share is not None:
@@ -80,7 +80,7 @@ def _head(answered: Answer) -> list[Text]:
             f"{show_count(answered.rate.value, 'FLOP/s')} a device, ASSUMED: "
             f"{answered.share:g} of the catalog's peak ({answered.share_source})"
         )
-    own = answered.own
+    own = answered.present
     network = "not known"
     if own is not None:
         network = f"{own.name}, {_both(own.bytes_per_s)} a node, {own.origin}"
@@ -103,14 +103,14 @@ def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
 
 
-def _needs_table(answered: Answer) -> Table:
+def _needs_table(answered: NetworkReport) -> Table:
     table = _table()
     table.add_column("plan", no_wrap=True)
     for head in ( "computing", "sent by\na device", "leaves\na node", "least a\ndevice",
                  "least\na node", "cheapest\nenough"):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
     for need in answered.needs:
-        sent = sum(one.sent_bytes for one in need.exchanged)
+        sent = sum(one.sent_bytes for one in need.traffic)
         table.add_row(
             _broken(need.title) + (" †" if need.fits is False else ""),
             _seconds(need.compute_s),
@@ -145,7 +145,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 1 else show_seconds(seconds)
 
 
-def _cheapest(answered: Answer, need: Need) -> str:
+def _cheapest(answered: NetworkReport, need: Need) -> str:
     ladder = _ladder(answered)
     if ladder is None:
         return "–"
@@ -158,14 +158,14 @@ def _exchanged_table(need: Need) -> Table:
     table.add_column("a step exchanges")
     for head in ("axis", "sent by a device", "leaves a node", "behind", "which takes"):
         table.add_column(head, justify="left" if head in ("axis", "behind") else "right")
-    for one in need.exchanged:
+    for one in need.traffic:
         hidden = show_seconds(one.hide_s) if one.hide_s else ""
         table.add_row(one.part, one.axis, show_count(one.sent_bytes, "B"),
                       show_count(one.node_bytes, "B"), one.behind, hidden)  # fmt: skip
     return table
 
 
-def _costs_tables(answered: Answer, ladder: _Ladder) -> list[Table]:
+def _costs_tables(answered: NetworkReport, ladder: _Ladder) -> list[Table]:
     needs = answered.needs
     count = -(-len(needs) // _MOST_COLUMNS)
     width = -(-len(needs) // count)
@@ -180,7 +180,7 @@ def _costs_tables(answered: Answer, ladder: _Ladder) -> list[Table]:
     return tables
 
 
-def _costs_table(answered: Answer, ladder: _Ladder, needs: Sequence[Need]) -> Table:
+def _costs_table(answered: NetworkReport, ladder: _Ladder, needs: Sequence[Need]) -> Table:
     table = _table()
     table.add_column(ladder.of, justify="right", no_wrap=True)
     table.add_column("", max_width=_NAME_WIDTH)
@@ -199,7 +199,7 @@ def _short(network: Network) -> str:
     return network.name.split(", ")[0]
 
 
-def _slowdown(cost: Cost, tolerance: float) -> Text:
+def _slowdown(cost: NetworkCost, tolerance: float) -> Text:
     if cost.slowdown >= 1:
         words = f"{1 + cost.slowdown:.1f} ×"
     else:
@@ -207,7 +207,7 @@ def _slowdown(cost: Cost, tolerance: float) -> Text:
     return Text(words, style="green" if cost.slowdown <= tolerance else "red")
 
 
-def _findings(answered: Answer) -> list[str]:
+def _findings(answered: NetworkReport) -> list[str]:
     found = []
     ladder = _ladder(answered)
     if ladder is not None:
@@ -226,7 +226,7 @@ def _findings(answered: Answer) -> list[str]:
     return found
 
 
-def _own_finding(answered: Answer, ladder: _Ladder, need: Need) -> str:
+def _own_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> str:
     own, cheapest = ladder.mine(need), ladder.cheapest(need)
     if own is None:
         return ""

@@ -7,7 +7,7 @@ from outpace.planner.estimate import stages_of
 from outpace.planner.job import Job
 from outpace.planner.machines import Cluster, of_host, of_probe
 from outpace.planner.outlines import outline
-from outpace.planner.plans import one
+from outpace.planner.plans import estimate_plan
 from outpace.planner.space import Wanted
 from outpace.planner.step_pipeline import Stages
 from outpace.records.errors import BadInputError
@@ -52,7 +52,7 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
                 on_host=cluster.device.kind == "cpu",
             ),
         )
-        planned = one(job, plan)
+        planned = estimate_plan(job, plan)
         stages = None
         if plan.pp > 1:
             stages = stages_of(job.question, of_plans([plan], batch, model.layers))
@@ -66,7 +66,7 @@ def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None
         return "The model is one of a person's own, of which the run's record has no dimensions."
     if record.plan.lora_rank is not None or record.settings.task == "classify":
         return "The planner does not reckon with adapters and classifiers yet."
-    other = [] if probe is None else record.machine.unlike(probe)
+    other = [] if probe is None else record.machine.differences(probe)
     if probe is not None and other:
         return (
             f"The probe is of another machine: {other[0]} is {getattr(probe, other[0])} there, and "

@@ -29,7 +29,7 @@ class _Lines:
             self._said.add(section)
             self._console.print(f"probed {section}")
 
-    def stopping(self) -> None:
+    def show_stopping(self) -> None:
         """Say so at once; said within another line it would be refused, and is not missed."""
         with suppress(RuntimeError):
             self._console.print("stopping…")

@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.play import Timeline
 from outpace.records.estimate import Estimate
 from outpace.records.machine import Machine
-from outpace.records.measurement import Measurement, Promise, TimeParts
+from outpace.records.measurement import Measurement, StepTimeCheck, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.report import (
     anatomy,
@@ -106,9 +106,9 @@ def _speed(run: Run) -> list[str]:
     return [f"{speed}: {share} of it computing{lost if most_s > 0.01 * parts.total_s else ''}."]
 
 
-def _promise(run: Run) -> Promise | None:
+def _promise(run: Run) -> StepTimeCheck | None:
     """What was expected of a step by what was measured before, as by tuning."""
-    return None if run.measurement is None else run.measurement.promise
+    return None if run.measurement is None else run.measurement.step_time_check
 
 
 def _right(run: Run, said: Prediction | str) -> list[str]:

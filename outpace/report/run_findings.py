@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from outpace.records.finding import Cost, Examination, Finding, cost_order
+from outpace.records.finding import Examination, Finding, Slowdown, cost_order
 from outpace.records.measurement import PARTS, TimeParts
 from outpace.records.units import show_seconds, show_share
 from outpace.records.utilisation import average
@@ -30,13 +30,13 @@ def run_examination(run: Run) -> Examination:
         checked.append("how busy cores and devices were")
     else:
         not_checked["how busy cores and devices were"] = "the run has not recorded it"
-    promise = None if run.measurement is None else run.measurement.promise
-    if promise is None:
+    check = None if run.measurement is None else run.measurement.step_time_check
+    if check is None:
         not_checked["the expected time of a step"] = "nothing was expected: no plan was measured"
     else:
         checked.append("the expected time of a step")
-        if promise.slower:
-            findings.append(_slower(promise.ratio, promise.words))
+        if check.slower:
+            findings.append(_slower(check.ratio, check.words))
     if run.failure is not None:
         checked.append("how it ended")
         findings.append(_failure_finding(run))
@@ -128,5 +128,5 @@ def _failure_finding(run: Run) -> Finding:
     )
 
 
-def _cost(times: float) -> Cost:
-    return Cost(low=times, high=times, of="a step", source=_SOURCE)
+def _cost(times: float) -> Slowdown:
+    return Slowdown(low=times, high=times, of="a step", source=_SOURCE)

@@ -1,27 +1,27 @@
 """Who held the others up, and how every rank stood."""
 
-from outpace.records.standstill import Standing, Standstill
+from outpace.records.standstill import HangReport, RankSnapshot
 from outpace.report.document import Code, Document, Number, Part, Section, Table
 
 _STATES = {"waits": "waits", "works": "does not wait", "silent": "does not answer"}
 
 
-def standstill_document(found: Standstill) -> Document:
+def standstill_document(found: HangReport) -> Document:
     """All that the ranks said."""
     sections = [Section("Ranks", (_ranks(found),))]
     sections += [Section(f"Rank {one.rank}", tuple(_parts(one))) for one in found.ranks
-                 if one.stacks or one.exchanges]  # fmt: skip
+                 if one.stacks or one.collectives]  # fmt: skip
     return Document("standstill", "Ranks that waited in vain", (_sentence(found),),
                     (("when, UTC", found.when[:16].replace("T", " ")),
                      ("ranks", str(len(found.ranks)))),
                     tuple(sections))  # fmt: skip
 
 
-def _sentence(found: Standstill) -> str:
+def _sentence(found: HangReport) -> str:
     return f"{found.sentence[:1].upper()}{found.sentence[1:].rstrip('.')}."
 
 
-def _ranks(found: Standstill) -> Table:
+def _ranks(found: HangReport) -> Table:
     rows = tuple(
         (Number(one.rank, str(one.rank)), one.host, Number(one.pid, str(one.pid)), one.doing,
          _STATES[one.state], one.place)
@@ -30,12 +30,12 @@ def _ranks(found: Standstill) -> Table:
     return Table("How they stood", ("rank", "host", "process", "in", "state", "at"), rows)
 
 
-def _parts(one: Standing) -> list[Part]:
+def _parts(one: RankSnapshot) -> list[Part]:
     parts: list[Part] = []
-    if one.exchanges:
+    if one.collectives:
         rows = tuple(
             (Number(each.number, str(each.number)), each.group, each.name, each.state)
-            for each in one.exchanges
+            for each in one.collectives
         )
         parts.append(Table("Its latest exchanges, by torch's flight recorder",
                            ("number", "group", "what", "state"), rows))  # fmt: skip

@@ -38,9 +38,12 @@ def summary(measurement: Measurement) -> RenderableType:
         parts += [Padding(Text(sentence), (1, 2, 0, 2)) for sentence in _advice(measurement)]
     if measurement.utilisation:
         parts += [Text(), Padding(averages_table(measurement.utilisation), (0, 2))]
-    if measurement.promise is not None:
-        style = "yellow" if measurement.promise.slower else "green"
-        line = Text(f"{measurement.promise.verdict}: {measurement.promise.words}.", style=style)
+    if measurement.step_time_check is not None:
+        style = "yellow" if measurement.step_time_check.slower else "green"
+        line = Text(
+            f"{measurement.step_time_check.verdict}: {measurement.step_time_check.words}.",
+            style=style,
+        )
         parts += [Text(), Padding(line, (0, 2))]
     if measurement.sample:
         parts += [Text(), _sample(measurement.sample)]

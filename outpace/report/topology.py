@@ -44,7 +44,7 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
     for gpu in gpus:
         device = topology.device(gpu)
         row = [Text(gpu, style="bold")]
-        row += [_cell(topology.between(gpu, other)) for other in gpus]
+        row += [_cell(topology.link_between(gpu, other)) for other in gpus]
         row.append(Text(device.cpu_affinity or "n/a"))
         if with_numa:
             row.append(Text(device.numa_affinity or "n/a"))
@@ -54,7 +54,7 @@ def topology_text(topology: Topology, placement: Placement) -> Group:
     for nic in topology.nics:
         label = topology.device(nic).label
         name = Text(nic, style="bold").append(f" {label}" if label else "", style="dim")
-        table.add_row(name, *(_cell(topology.between(nic, gpu)) for gpu in gpus))
+        table.add_row(name, *(_cell(topology.link_between(nic, gpu)) for gpu in gpus))
     terms = {link for row in topology.links for link in row if link not in (None, "X")}
     shown = [
         term for term in LEGEND if term in terms or (term == "NV#" and any(map(nvlinks, terms)))
@@ -117,7 +117,7 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
 
 def _slower(slow: SlowPairs, topology: Topology) -> str:
     pairs = combinations(topology.gpus, 2)
-    best = max((topology.between(*pair) for pair in pairs), key=goodness)
+    best = max((topology.link_between(*pair) for pair in pairs), key=goodness)
     return (
         f"An all-reduce of a large array between two of them takes at least "
         f"{slow.times_slower:.2g} times as long as over {best}, by the catalog's rates of a PCIe "

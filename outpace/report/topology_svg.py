@@ -32,7 +32,7 @@ def topology_svg(topology: Topology, placement: Placement) -> str:
     angle = {gpu: -math.pi / 2 + 2 * math.pi * at / len(gpus) for at, gpu in enumerate(gpus)}
     parts = []
     for one, other in combinations(gpus, 2):
-        parts.append(_edge(_at(angle[one]), _at(angle[other]), topology.between(one, other)))
+        parts.append(_edge(_at(angle[one]), _at(angle[other]), topology.link_between(one, other)))
     parts += _nics(topology, placement, angle)
     for gpu in gpus:
         parts.append(_gpu(topology, gpu, _at(angle[gpu])))
@@ -99,7 +99,7 @@ def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> 
 
 
 def _best(topology: Topology, gpu: str, nics: tuple[str, ...]) -> str | None:
-    return max((topology.between(gpu, nic) for nic in nics), key=goodness)
+    return max((topology.link_between(gpu, nic) for nic in nics), key=goodness)
 
 
 def _middle(angles: list[float]) -> float:
@@ -137,7 +137,7 @@ def _side(topology: Topology, placement: Placement) -> tuple[list[str], int]:
     """The title, the legend with how many pairs there are of each link, and advice."""
     counts: dict[str, int] = {}
     for pair in combinations(topology.gpus, 2):
-        link = topology.between(*pair) or "n/a"
+        link = topology.link_between(*pair) or "n/a"
         counts[link] = counts.get(link, 0) + 1
     y = 40
     parts = [

@@ -3,7 +3,7 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from outpace.records.tuning import Trial, Tuning, shown_rate
+from outpace.records.tuning import PlanTrial, Tuning, shown_rate
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report.figures import off
 from outpace.report.narrow import Narrow
@@ -60,7 +60,7 @@ def shown(tuning: Tuning) -> RenderableType:
                  *map(Text, notes))  # fmt: skip
 
 
-def disturbed(trial: Trial) -> str:
+def disturbed(trial: PlanTrial) -> str:
     """Words behind a trial that shared its cores with others' processes; "" where it did not."""
     if trial.other_cores is None:
         return ""
@@ -70,7 +70,7 @@ def disturbed(trial: Trial) -> str:
     )
 
 
-def trial_name(tuning: Tuning, trial: Trial) -> str:
+def trial_name(tuning: Tuning, trial: PlanTrial) -> str:
     """Its number and plan, and the trial that had the same plan before."""
     before = tuning.same_before(trial)
     again = "" if before is None else f" (again, as trial {before})"
@@ -84,7 +84,7 @@ def rate_cell(per_s: float | None) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _cells(trial: Trial, per_s: float | None) -> list[str]:
+def _cells(trial: PlanTrial, per_s: float | None) -> list[str]:
     """Of the columns."""
     predicted = [show_seconds(trial.predicted_s), show_seconds(trial.first_predicted_s)]
     if trial.step_time_s is None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outpace.experiment.tune import step_times_s
 from outpace.records.machine import Machine
-from outpace.records.tuning import Trial, Tuning, shown_rate
+from outpace.records.tuning import PlanTrial, Tuning, shown_rate
 from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.report import runs_parts, where
 from outpace.report.colours import GREY, MEASURED, RED
@@ -99,7 +99,7 @@ def _facts(tuning: Tuning) -> Iterable[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def _name(tuning: Tuning, trial: Trial) -> str:
+def _name(tuning: Tuning, trial: PlanTrial) -> str:
     marks = {tuning.best: " (fastest)", tuning.default: " (default)"}
     return f"{trial_name(tuning, trial)}{marks.get(trial.number, '')}"
 
@@ -169,7 +169,7 @@ def _search(tuning: Tuning) -> Iterable[Part]:
     yield Table("The trials", columns, rows)
 
 
-def _row(tuning: Tuning, one: Trial, per_s: float | None) -> tuple[Cell, ...]:
+def _row(tuning: Tuning, one: PlanTrial, per_s: float | None) -> tuple[Cell, ...]:
     return (
         Number(one.number, str(one.number)), _name(tuning, one).partition(" ")[2],
         Number(one.step_time_s, show_seconds(one.step_time_s)),

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from outpace.interop.own import own_positions
 from outpace.planner.outlines import layer_parameters, parameters
 from outpace.records.errors import BadInputError
-from outpace.records.outline import Attention, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 from outpace.trace.products import Attended, Forward, Made, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -181,7 +181,7 @@ class _Tracing:
 
     def _attentions(
         self, done: Sequence[Made | Attended], length: int, seen: int | None
-    ) -> tuple[list[Made], Attention | None, Attention | None]:
+    ) -> tuple[list[Made], AttentionShape | None, AttentionShape | None]:
         """The first attention of a layer's tokens to each other, the first to others, the rest."""
         rest: list[Made] = []
         own = cross = None
@@ -240,14 +240,14 @@ class _Tracing:
 
     def _products(
         self, done: Sequence[Made], path: str, own: Sequence[str], length: int | None
-    ) -> list[Product]:
+    ) -> list[ProductShape]:
         """Each weight once, with how often it is used; products by none counted by their shape."""
-        by_weight: dict[str, Product] = {}
-        others: Counter[Product] = Counter()
+        by_weight: dict[str, ProductShape] = {}
+        others: Counter[ProductShape] = Counter()
         for one in done:
             each = self._each(one.rows)
             named = _under(one.weight, path) if one.weight else one.module.removeprefix(path)
-            product = Product(
+            product = ProductShape(
                 name=(named or "product").strip("."),
                 inputs=one.inputs,
                 outputs=one.outputs,
@@ -344,8 +344,8 @@ def _merged(stacks: list[Stack]) -> list[Stack]:
     return merged
 
 
-def _record_of(one: Attended) -> Attention:
-    return Attention(
+def _record_of(one: Attended) -> AttentionShape:
+    return AttentionShape(
         heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, value_dim=one.value_dim,
         causal=one.causal, projected=False,
     )  # fmt: skip

@@ -60,12 +60,12 @@ class Workload:
         """Entered around a trace."""
         return rules.functions(self.spec.dropout > 0, self.plan)
 
-    def mixed(self) -> Mixed:
-        """What products are computed in."""
+    def make_mixed(self) -> Mixed:
+        """Return what products are computed in."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
-    def laid_out(
+    def lay_out_model(
         self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
         scratch: Scratch,
     ) -> Layout:  # fmt: skip
@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """What `run_steps` trains: a `Workload`, or a user's module (`trace.own`)."""
+    """A training that `run_steps` runs: of a `Workload`, or a custom model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -105,8 +105,8 @@ class Trainable(Protocol):
     def settings(self) -> TrainSettings: ...
     def batch(self) -> Any: ...
     def functions(self, rules: Rules) -> AbstractContextManager[object]: ...
-    def mixed(self) -> Mixed: ...
-    def laid_out(
+    def make_mixed(self) -> Mixed: ...
+    def lay_out_model(
         self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
         scratch: Scratch,
     ) -> Layout: ...  # fmt: skip
@@ -136,8 +136,8 @@ def _prepare(
     """The model, laid out, and its optimizer."""
     plan, lr = work.plan, work.settings.lr or _ANY_LR
     settings = work.settings.model_copy(update={"lr": lr})
-    mixed = work.mixed()
-    layout = work.laid_out(mixed, ranks, watch, lay_out, rules, scratch)
+    mixed = work.make_mixed()
+    layout = work.lay_out_model(mixed, ranks, watch, lay_out, rules, scratch)
     optimizer = make_optimizer(
         layout.named_parameters(),
         plan.optimizer,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outpace.records.errors import DivergedError
-from outpace.records.measurement import PARTS, WARMUP_STEPS, Promise, StepRecord, TimeParts
+from outpace.records.measurement import PARTS, WARMUP_STEPS, StepRecord, StepTimeCheck, TimeParts
 from outpace.train.step import Figures, Gathered, RawStep
 from outpace.train.timing import durations
 
@@ -135,12 +135,12 @@ class Ledger:
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
 
-    def promise(self, expected_s: float | None) -> Promise | None:
+    def promise(self, expected_s: float | None) -> StepTimeCheck | None:
         """Whether the first steps after warm-up take what was expected; None: nothing to say."""
         if expected_s is None or not self.opening_s:
             return None
         took_s = statistics.median(self.opening_s)
-        return Promise(
+        return StepTimeCheck(
             expected_s=expected_s,
             step_time_s=took_s,
             steps=len(self.opening_s),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from pydantic import FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -53,6 +53,7 @@ class Progress(Record):
     scaler: dict[str, Any] | None
     first_loss: FiniteFloat | None
     world_size: PositiveInt
+    run_started: str | None = Field(default=None, description="`started` of the run that saved it")
 
 
 def reason(error: BaseException) -> str:

@@ -48,7 +48,7 @@ def evaluate(
         for number, batches in enumerate(steps, 1):
             for batch in batches:
                 found.append(layout.evaluate(batch, Pass(mixed.cast)))
-            if stop is not None and number % _ASK_EVERY == 0 and _any(stop(), group):
+            if stop is not None and number % _ASK_EVERY == 0 and _is_on_any_rank(stop(), group):
                 layout.free_gathered()
                 raise EvaluationStopped
     layout.free_gathered()
@@ -71,10 +71,10 @@ def evaluate(
     )
 
 
-def _any(wish: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether any rank wishes it."""
+def _is_on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Whether the flag is set on any rank."""
     if group is None or group.size() == 1:
-        return wish
-    wishes = torch.tensor([wish], dtype=torch.int32)
-    dist.all_reduce(wishes, op=dist.ReduceOp.MAX, group=group)
-    return bool(wishes)
+        return flag
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags)

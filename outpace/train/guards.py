@@ -68,7 +68,7 @@ class _Arrivals:
                     os.close(end)
                 self._pipe = None
 
-    def any(self) -> bool:
+    def take(self) -> bool:
         """Whether one that asks to end came since this was asked last."""
         with self._lock, suppress(BlockingIOError):
             return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
@@ -140,7 +140,7 @@ class StopSignal:
         Within the step also while the main thread waits in a library, which handles no signal
         until then.
         """
-        return self._ended or (self._raising and self._arrivals.any())
+        return self._ended or (self._raising and self._arrivals.take())
 
     def interrupt(self) -> bool:
         """End the main thread before its first step is done, as a signal would.

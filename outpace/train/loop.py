@@ -46,6 +46,7 @@ class Loop:
     # At the first step's batch, before it; gives its passes' totals where it made them, and may.
     look: Callable[[list[Batch], bool], Tensor | None] | None = None
     around: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = None  # each step
+    run_started: str | None = None  # by run.json, so that a checkpoint names its run
     # Steps from one collection of garbage to the next; None: whenever Python wishes.
     collect_every: int | None = None
 
@@ -171,4 +172,5 @@ class Loop:
             scaler=None if scaler is None else scaler.state_dict(),
             first_loss=ledger.first_loss,
             world_size=self.world_size,
+            run_started=self.run_started,
         )

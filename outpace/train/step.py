@@ -177,7 +177,7 @@ class Stepper:
         begin_step(self._optimizer, step, lr)
         totals, self.totals = self.totals, None
         if totals is None:
-            totals = self.forward_backward(list(batches), self.given)
+            totals = self.forward_backward(list(batches), self.step_pass)
         if self.mixed.wide_gradients:
             self._layout.widen_gradients()
         gathered, summed = self._exchange(totals, stop())
@@ -202,8 +202,8 @@ class Stepper:
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
     @property
-    def given(self) -> Pass:
-        """What this step's passes are given."""
+    def step_pass(self) -> Pass:
+        """Casts, scale and marks of a step's passes."""
         return Pass(self.mixed.cast, self._scaled, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], given: Pass) -> Tensor:

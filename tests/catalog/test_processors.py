@@ -3,18 +3,18 @@ import pytest
 from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.processors import PROCESSORS, flops_per_cycle
 from outpace.probe.machine import identify
-from outpace.records.hardware import Span
+from outpace.records.hardware import ValueRange
 
 CASCADE_LAKE = ("avx2", "avx512f", "avx512_vnni")
 SAPPHIRE_RAPIDS = (*CASCADE_LAKE, "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 def test_the_widest_extension_counts():
-    assert flops_per_cycle(("avx2",), "fp32") == Span(least=16, most=32)
-    assert flops_per_cycle(CASCADE_LAKE, "fp32") == Span(least=32, most=64)
-    assert flops_per_cycle(SAPPHIRE_RAPIDS, "bf16") == Span(least=1024, most=1024)
-    assert flops_per_cycle(SAPPHIRE_RAPIDS[::-1], "int8") == Span(least=2048, most=2048)
-    assert flops_per_cycle(SAPPHIRE_RAPIDS[::-1], "fp32") == Span(least=32, most=64)
+    assert flops_per_cycle(("avx2",), "fp32") == ValueRange(least=16, most=32)
+    assert flops_per_cycle(CASCADE_LAKE, "fp32") == ValueRange(least=32, most=64)
+    assert flops_per_cycle(SAPPHIRE_RAPIDS, "bf16") == ValueRange(least=1024, most=1024)
+    assert flops_per_cycle(SAPPHIRE_RAPIDS[::-1], "int8") == ValueRange(least=2048, most=2048)
+    assert flops_per_cycle(SAPPHIRE_RAPIDS[::-1], "fp32") == ValueRange(least=32, most=64)
 
 
 def test_what_a_processor_cannot_is_none():

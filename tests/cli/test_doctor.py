@@ -97,7 +97,7 @@ def test_cards_are_in_the_matrix_and_slow_links_have_an_amount(capsys, monkeypat
         ElementTree.fromstring(picture)
         topology = parse((TOPOLOGIES / f"{name}.txt").read_text(), name)
         assert all(nic in picture for nic in topology.nics[:2])
-        among = [topology.between(*pair) for pair in combinations(topology.gpus, 2)]
+        among = [topology.link_between(*pair) for pair in combinations(topology.gpus, 2)]
         legend = 1 if far else 0
         assert picture.count("<title>SYS</title>") == among.count("SYS") + far + legend
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outpace.cli.main import main
-from outpace.records.base import named
+from outpace.records.base import format_path
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
@@ -46,7 +46,9 @@ def test_toml_that_says_a_thing_twice_is_shown_where(
 
 
 def test_names_stay_on_their_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert named(Path("a b/c.json")) == "a b/c.json" and named(Path("a\nb")) == "'a\\nb'"
+    assert (
+        format_path(Path("a b/c.json")) == "a b/c.json" and format_path(Path("a\nb")) == "'a\\nb'"
+    )
     for words in (["report", "a\nb.json"], ["plan", "--model=gpt2", "--machine=a\nb"],
                   ["train", "--model=a\nb"], ["train", "--config=a\nb"]):  # fmt: skip
         assert len(refused(capsys, *words).strip().splitlines()) == 1, words

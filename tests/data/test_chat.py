@@ -262,6 +262,12 @@ def test_calls_of_tools_are_learnt_or_the_template_is_refused(plain, formats):
     assert learnt_of(chat, old)[:2] == learnt_of(chat, row)[:2]
 
 
+def test_a_conversation_that_the_assistant_begins_is_refused_with_what_to_do(formats):
+    messages = [{"role": "assistant", "content": "Hello."}, {"role": "user", "content": "Hi."}]
+    with pytest.raises(BadInputError, match=r"x, line 1: the assistant says the first message"):
+        formats[1].render(messages, "x, line 1")
+
+
 def test_answers_of_no_weight_are_not_learnt(formats):
     talk = [TALK[0], {"role": "assistant", "content": "wrong", "weight": 0}, *TALK]
     for chat in formats:

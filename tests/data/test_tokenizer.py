@@ -248,3 +248,17 @@ def test_no_word_is_learnt_from_beyond_a_length(sign):
     assert 128 <= longest <= 257  # with the blank before it
     text = f"{sign * 777}b"
     assert learnt.decode(learnt.encode(text)) == text
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.1])
+def test_merges_that_are_left_out_at_random_are_refused(tmp_path, dropout):
+    path = tmp_path / "tokenizer.json"
+    train_tokenizer(["some text to learn from, and more of it"] * 20, 280).inner.save(str(path))
+    document = json.loads(path.read_text())
+    document["model"]["dropout"] = dropout
+    path.write_text(json.dumps(document))
+    if not dropout:
+        assert load_tokenizer(str(path)).encode("some text")
+        return
+    with pytest.raises(BadInputError, match=r"at random \(dropout 0.1\)"):
+        load_tokenizer(str(path))

@@ -380,7 +380,7 @@ def test_a_run_is_proved_whatever_its_micro_batch_is(tmp_path, capfd):
     assert code == 0, capfd.readouterr().err
     certificate = Certificate.load(kept / "certificate.json")
     assert certificate.passed and certificate.processes == 2
-    PlanFile.of(plan, None, None).save(tmp_path / "plan.json")
+    PlanFile.from_plan(plan, None, None).save(tmp_path / "plan.json")
     out = tmp_path / "certificate.json"
     code = main(
         ["verify", "--model", f"{file}:build", "--plan", str(tmp_path / "plan.json"),

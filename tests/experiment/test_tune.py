@@ -7,7 +7,7 @@ from outpace.experiment.tune import DEFAULT_WHY, Chosen, Limits, tune, tuned
 from outpace.launch.tuning import Proposer
 from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
-from outpace.records.tuning import Trial
+from outpace.records.tuning import PlanTrial
 from outpace.records.utilisation import HostLoad, Load
 from outpace.report.tuning import disturbed
 
@@ -27,7 +27,7 @@ def runner(took, code=4):
 
     def run(number, chosen):
         one, seconds = chosen.proposal, took(chosen.proposal)
-        return Trial(
+        return PlanTrial(
             number=number, why=chosen.why, title=one.title, plan=one.plan,
             first_predicted_s=chosen.first_s, predicted_s=one.step_time_s, step_time_s=seconds,
             failure=None if seconds else "ended", exit_code=None if seconds else code, took_s=1.0,

@@ -20,7 +20,7 @@ from outpace.experiment.turns import Entrant, Turned, in_turn
 from outpace.records.machine import Device, Machine
 from outpace.records.measurement import Measurement
 from outpace.records.plan import Plan
-from outpace.records.tuning import Trial
+from outpace.records.tuning import PlanTrial
 
 # Says when each step began and ended, by a child as a launcher's rank is, in a session of its own.
 STEPS = """
@@ -144,7 +144,7 @@ def test_no_turns_are_not_compared():
 
 def test_only_what_fits_beside_each_other_takes_turns():
     gib, plans = 2**30, [Plan(), Plan(strategy="ddp", dp_replicate=2)]
-    trials = [Trial(number=n, why="", title="", plan=plan, first_predicted_s=1, predicted_s=1,
+    trials = [PlanTrial(number=n, why="", title="", plan=plan, first_predicted_s=1, predicted_s=1,
                     peak_memory_bytes=gib, took_s=1, run="r")
               for n, plan in enumerate(plans, 1)]  # fmt: skip
     host = Machine(host_cores=1, host_memory_bytes=gib, cpu="x")

@@ -14,7 +14,7 @@ from documents import MACHINE, ROWS, TOPOLOGIES, files_of, of_record, probed_mac
 from trees import Tree
 
 from outpace.catalog.models import preset
-from outpace.records.certificate import Certificate, Verdict
+from outpace.records.certificate import Certificate, ParityVerdict
 from outpace.records.comparison import Arm, ArmResult, Comparison, Experiment, Outcome
 from outpace.records.comparison import Verdict as Claim
 from outpace.records.measurement import PARTS, Evaluation, Measurement, StepRecord, TimeParts
@@ -23,8 +23,8 @@ from outpace.records.pipelines import traced_name
 from outpace.records.plan import Plan
 from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.records.standstill import Exchange, Standing, Standstill, State
-from outpace.records.tuning import Trial, Tuning
+from outpace.records.standstill import CollectiveEvent, HangReport, RankSnapshot, State
+from outpace.records.tuning import PlanTrial, Tuning
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, series
 
 STARTED = "2026-11-22T00:00:00+00:00"
@@ -83,11 +83,11 @@ def _memory() -> MemoryUse:
 
 
 def _certificate() -> Certificate:
-    verdict = Verdict(
+    verdict = ParityVerdict(
         strategy="ddp", mesh="dp_replicate 2", precision="fp64", passed=True,
         worst_relative_difference=1e-12, worst_tensor="head.weight", tolerance=1e-9,
-        bytes_on_wire=1000, bytes_formula=1000, exchanges={"all-reduce": 1},
-        exchanges_formula=None, bytes_by_kind={"all-reduce": 1000}, bytes_by_kind_formula=None,
+        bytes_on_wire=1000, bytes_formula=1000, collectives={"all-reduce": 1},
+        collectives_formula=None, bytes_by_kind={"all-reduce": 1000}, bytes_by_kind_formula=None,
     )  # fmt: skip
     return Certificate(
         verdicts=(verdict,), model=preset("gpt2"), processes=2, steps=3, global_batch=8, seq_len=16,
@@ -157,14 +157,14 @@ def reported() -> Sequence[Tree]:
     ]
 
 
-def _standstill() -> Standstill:
-    exchange = Exchange(group="all", number=3, name="all_reduce", state="started")
+def _standstill() -> HangReport:
+    exchange = CollectiveEvent(group="all", number=3, name="all_reduce", state="started")
     ranks = tuple(
-        Standing(rank=rank, host="a", pid=rank + 1, doing="step 3", state=state, place="x.py:3",
-                 processes={0: "sleeping"}, stacks="main:\n", exchanges=(exchange,))
+        RankSnapshot(rank=rank, host="a", pid=rank + 1, doing="step 3", state=state, place="x.py:3",
+                 processes={0: "sleeping"}, stacks="main:\n", collectives=(exchange,))
         for rank, state in enumerate(get_args(State))
     )  # fmt: skip
-    return Standstill(sentence="rank 1 on a does not come to it", when=STARTED, ranks=ranks)
+    return HangReport(sentence="rank 1 on a does not come to it", when=STARTED, ranks=ranks)
 
 
 def _comparison() -> Comparison:
@@ -187,7 +187,7 @@ def _comparison() -> Comparison:
 
 def _tuning() -> Tuning:
     trials = tuple(
-        Trial(number=number, why="the planner's fastest", title=f"plan {number}", plan=Plan(),
+        PlanTrial(number=number, why="the planner's fastest", title=f"plan {number}", plan=Plan(),
               first_predicted_s=0.1 * number, predicted_s=0.12 * number, step_time_s=step_time_s,
               peak_memory_bytes=2**28, failure=failure, took_s=3.0, run=f"trial-{number}")
         for number, step_time_s, failure in ((1, 0.15, None), (2, None, "out of memory"))

@@ -395,7 +395,7 @@ def test_outpace_reads_its_own(request_: Request, tmp_path_factory: pytest.TempP
     written = emitted("outpace", request_)
     path = tmp_path_factory.getbasetemp() / written.file_name
     path.write_text(written.text)
-    assert PlanFile.load(path) == PlanFile.of(plan, request_.seq_len, request_.global_batch)
+    assert PlanFile.load(path) == PlanFile.from_plan(plan, request_.seq_len, request_.global_batch)
     words = shlex.split(written.command)
     asked = _parser().read(words[words.index("train") + 1 :])
     assert isinstance(asked, argparse.Namespace)

@@ -6,7 +6,7 @@ import pytest
 
 from outpace.launch.asking import Answered, ask, remote
 from outpace.records.errors import BadInputError
-from outpace.records.hosts import Facts, Host, Question
+from outpace.records.hosts import Host, HostFacts, HostQuery
 
 HERE = Host(name="localhost", slots=2)
 
@@ -15,7 +15,7 @@ HERE = Host(name="localhost", slots=2)
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answered:
     """What this host says when nothing stands against it."""
     out = tmp_path_factory.mktemp("shared") / "run"
-    (found,) = ask([HERE], Question(folder=str(Path.cwd())), out)
+    (found,) = ask([HERE], HostQuery(folder=str(Path.cwd())), out)
     assert not list(out.parent.iterdir())  # the token is gone
     return found
 
@@ -29,10 +29,10 @@ def test_a_host_that_can_train_says_what_it_has(answer):
 
 @pytest.mark.parametrize("name", ["python", "outpace", "torch"])
 def test_another_version_stands_against_it(answer, name, tmp_path):
-    facts: Facts = answer.facts
+    facts: HostFacts = answer.facts
     other = facts.model_copy(update={"versions": {**facts.versions, name: "0.1"}})
     like = Answered(Host(name="other", slots=2), other)
-    (found,) = ask([HERE], Question(folder=str(Path.cwd())), tmp_path / "run", like)
+    (found,) = ask([HERE], HostQuery(folder=str(Path.cwd())), tmp_path / "run", like)
     (problem,) = found.problems
     assert not found.ready
     assert problem == (
@@ -42,7 +42,7 @@ def test_another_version_stands_against_it(answer, name, tmp_path):
 
 def test_a_path_that_is_not_there_is_named(tmp_path):
     missing = str(tmp_path / "no-such-corpus")
-    asked = Question(folder=str(Path.cwd()), seen=(missing, str(tmp_path)))
+    asked = HostQuery(folder=str(Path.cwd()), seen=(missing, str(tmp_path)))
     (found,) = ask([HERE], asked, tmp_path / "run")
     assert found.problems == [f"localhost: there is no {missing}"]
 
@@ -50,7 +50,7 @@ def test_a_path_that_is_not_there_is_named(tmp_path):
 def test_where_nothing_can_be_written_is_said(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInputError, match="nothing can be written there"):
-        ask([HERE], Question(folder=str(Path.cwd())), tmp_path / "file" / "run")
+        ask([HERE], HostQuery(folder=str(Path.cwd())), tmp_path / "file" / "run")
 
 
 def test_a_host_looks_for_outpace_where_this_one_has_it(monkeypatch):

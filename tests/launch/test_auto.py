@@ -245,7 +245,7 @@ def test_what_is_given_agrees_with_the_plans_that_are_proposed_for_it(given, tmp
 def test_a_plan_brings_the_length_and_the_batch_that_it_was_made_for(tmp_path):
     """Else `train --plan` trains at 256 tokens what was tuned at 1,024."""
     path = tmp_path / "plan.json"
-    PlanFile.of(Plan(strategy="single", micro_batch=2), 48, 6).save(path)
+    PlanFile.from_plan(Plan(strategy="single", micro_batch=2), 48, 6).save(path)
     assert PlanFile.load(path).plan == Plan(strategy="single", micro_batch=2)
     asked = TrainSettings.parse({"model": TINY["model"], "plan": str(path)}, "test")
     origins = dict.fromkeys(TrainSettings.model_fields, "default")

@@ -15,10 +15,10 @@ import pytest
 
 from outpace.launch.agent import MARK
 from outpace.launch.alive import blamed
-from outpace.records.hosts import Work
+from outpace.records.hosts import HostCommand
 from outpace.records.python import PYTHON
 from outpace.records.ranks import RANK_NAME
-from outpace.records.standstill import Exchange, Standing, Standstill
+from outpace.records.standstill import CollectiveEvent, HangReport, RankSnapshot
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import faults
@@ -153,9 +153,9 @@ def test_a_step_that_took_long_is_not_held_against_a_later_one(tmp_path):
 
 
 def standing(rank, state, **numbers):
-    exchanges = [Exchange(group=group, number=number, name="all_reduce", state="started")
+    exchanges = [CollectiveEvent(group=group, number=number, name="all_reduce", state="started")
                  for group, number in numbers.items()]  # fmt: skip
-    return Standing(rank=rank, host="a", pid=1, state=state, place="?", exchanges=exchanges)
+    return RankSnapshot(rank=rank, host="a", pid=1, state=state, place="?", collectives=exchanges)
 
 
 def test_who_is_held_up_in_another_group_is_not_blamed():
@@ -174,7 +174,7 @@ def test_ranks_end_where_nobody_is_heard_of_any_more(tmp_path):
     """As when the host where commands are typed is lost: the input does not end."""
     training = (*TINY, "--steps", 100000, "--out", "run", "--save-every", 100000)
     command = (*PYTHON, "-m", "outpace", *map(str, training))
-    work = Work(
+    work = HostCommand(
         folder=str(tmp_path), command=command, slots=1, nodes=1, node=0, endpoint="127.0.0.1:0",
         run_id="r", address="127.0.0.1",
     )  # fmt: skip
@@ -234,7 +234,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path):
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 5
     assert "rank 1 on" in errors and "is stopped (by SIGSTOP, or a debugger)" in errors
-    found = Standstill.load(tmp_path / "run" / "standstill.json")
+    found = HangReport.load(tmp_path / "run" / "standstill.json")
     assert [one.state for one in found.ranks] == ["waits", "silent"]
     assert "step.py" in found.ranks[0].stacks
     page = (tmp_path / "run" / "standstill.html").read_text()
@@ -246,10 +246,10 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path):
     code, _, errors = run(*words, "--out", "run", cwd=tmp_path)
     assert code == 5
     assert "rank 1 on" in errors and "time.sleep(1000)" in errors and "in step 9" in errors
-    found = Standstill.load(tmp_path / "run" / "standstill.json")
+    found = HangReport.load(tmp_path / "run" / "standstill.json")
     assert [one.state for one in found.ranks] == ["waits", "works"]
     assert "in forward" in found.ranks[1].place
-    assert any(one.state != "completed" for one in found.ranks[0].exchanges)
+    assert any(one.state != "completed" for one in found.ranks[0].collectives)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_fp8_is_traced_for_a_machine_that_has_it(tmp_path):
     machine, traced = find_node("hgx-h100", ACCELERATORS), {}
     for precision in ("bf16", "fp8"):
         asked = settings.model_copy(update={"precision": precision})
-        traced[precision] = question(asked, DEFAULTS, machine, 1).traced(0)
+        traced[precision] = question(asked, DEFAULTS, machine, 1).trace(0)
     copies = {name: one.peak.by_kind.get("weight copies", 0) for name, one in traced.items()}
     assert copies["fp8"] < copies["bf16"]
     assert traced["fp8"].peak_memory_bytes < traced["bf16"].peak_memory_bytes

@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.launch.promise import Promised
-from outpace.records.measurement import Promise
+from outpace.records.measurement import StepTimeCheck
 from outpace.train.accounting import OPENING_STEPS, Costs, Ledger
 from outpace.train.callbacks import Callback
 
@@ -44,6 +44,6 @@ def test_only_slower_steps_are_a_hint() -> None:
     ],
 )
 def test_a_verdict_says_which_way(took_s: float, kept: bool, verdict: str) -> None:
-    found = Promise(expected_s=0.53, step_time_s=took_s, steps=100, kept=kept)
+    found = StepTimeCheck(expected_s=0.53, step_time_s=took_s, steps=100, kept=kept)
     assert found.verdict == verdict
     assert found.slower == (verdict == "Slower than expected")

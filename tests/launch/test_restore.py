@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -234,3 +236,21 @@ def test_random_weights_beside_adapters_are_written_again(
     )
     assert (run / "base" / "model.safetensors").read_bytes() == weights
     assert said_by(capsys, 0, "eval", "--run", run, "--batches=1")
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    run: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = json.loads((run / "run.json").read_text())["started"]
+    while datetime.now(UTC).isoformat(timespec="seconds") == started:
+        time.sleep(0.05)
+    other = tmp_path / "other"
+    assert main([*flags, "--steps=6", "--seed=7", f"--out={other}"]) == 0
+    shutil.copytree(other / "checkpoints" / "step-6", run / "checkpoints" / "step-6")
+    before = contents(run)
+    assert resume(run, 8) == 2
+    said = capsys.readouterr().err
+    assert "step-6 was saved by another run" in said and f"was started at {started}" in said
+    assert contents(run) == before
+    shutil.rmtree(run / "checkpoints" / "step-6")
+    assert resume(run) == 0

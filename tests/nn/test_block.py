@@ -7,10 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.block import Attention
+from outpace.nn.levers import apply_checkpointing
 from outpace.nn.lora import adapt
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
+from outpace.trace.allocations import Allocations
 
 GPT2 = ModelSpec(family="gpt2", layers=2, hidden=32, heads=4, vocab=50, max_positions=16, dropout=0)
 LLAMA = ModelSpec(
@@ -57,17 +59,39 @@ def test_one_product_gives_what_three_give(spec):
 def test_it_is_taken_on_an_accelerator_and_only_of_plain_layers():
     attention = Transformer(GPT2, seed=1).blocks[0].attention
     here, there = torch.empty(2, 3, 32), torch.empty(2, 3, 32, device="meta")
-    assert not attention._can_join(here) and not attention._can_join(there)
+    assert not attention.can_join(here) and not attention.can_join(there)
     with patch.object(type(there), "device", torch.device("cuda")):
-        assert attention._can_join(there)
+        assert attention.can_join(there)
     attention.joins = True
-    assert attention._can_join(here)
+    assert attention.can_join(here)
     handle = attention.k.register_forward_hook(lambda *_: None)
-    assert not attention._can_join(here)
+    assert not attention.can_join(here)
     handle.remove()
     adapted = adapt(Transformer(GPT2, seed=1), Plan(lora_rank=2, lora_targets=("v",)), seed=1)
     adapted.blocks[0].attention.joins = True
-    assert not adapted.blocks[0].attention._can_join(here)
+    assert not adapted.blocks[0].attention.can_join(here)
+
+
+def test_joined_weights_are_not_kept_for_the_backward():
+    """Those of all layers would be, and where each rank has a part, whole ones."""
+    spec = GPT2.model_copy(update={"hidden": 128, "layers": 3})
+    left_bytes = []
+    for joins in (False, True):
+        model = Transformer(spec, seed=1)
+        taken(model, joins)
+        with Allocations() as allocated:
+            hidden = model(torch.arange(4).view(1, 4))
+        hidden.sum().backward()
+        left_bytes.append(allocated.left_bytes)
+    assert left_bytes[1] - left_bytes[0] < 128 * 128 * 4  # of one projection of one layer
+
+
+@pytest.mark.parametrize("mode", ["full", "attention"])
+def test_one_product_within_checkpoints_whose_hooks_have_what_is_saved(mode):
+    plain, checkpointed = (Transformer(LLAMA, seed=1).double() for _ in range(2))
+    apply_checkpointing(checkpointed, mode)
+    wanted, found = taken(plain, True), taken(checkpointed, True)
+    torch.testing.assert_close(found[:2], wanted[:2], rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns of its own doings

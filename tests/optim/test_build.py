@@ -1,6 +1,7 @@
 """Every optimizer by its name: the states it begins with, and what they weigh."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -172,6 +173,38 @@ def test_batches_of_matrices_are_few_products():
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["aten::bmm"] + counts["aten::baddbmm"] == 15
     assert "aten::mm" not in counts and "aten::addmm" not in counts
+
+
+def test_what_muon_leaves_is_one_fused_operator_a_group_on_a_gpu(monkeypatch):
+    """With AdamW's numbers; operators over lists ask each tensor for the number of its step."""
+    monkeypatch.setattr(build, "steps_together", lambda groups: True)
+    torch.manual_seed(0)
+    module = nn.ParameterDict({name: torch.randn(8, 16) for name in ("a", "b")})
+    module["c"] = nn.Parameter(torch.randn(16))
+    wanted = [nn.Parameter(one.detach().clone()) for one in module.parameters()]
+    groups = [{"params": wanted[:2], "weight_decay": SETTINGS.weight_decay},
+              {"params": wanted[2:], "weight_decay": 0.0}]  # fmt: skip
+    adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(SETTINGS.beta1, SETTINGS.beta2))
+    optimizer = make_optimizer(module.named_parameters(), "muon", SETTINGS)
+    counts = Counter()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[function] += 1
+            return function(*args, **(kwargs or {}))
+
+    for step in (1, 2):
+        for one, known in zip(module.parameters(), wanted, strict=True):
+            one.grad = torch.randn_like(one)
+            known.grad = one.grad.clone()
+        begin_step(optimizer, step, 1e-2)
+        with Operators():
+            optimizer.step()
+        adamw.step()
+    assert counts[torch.ops.aten._fused_adamw_.default] == 4  # two groups, twice
+    assert counts[torch.ops.aten._local_scalar_dense.default] == 0
+    for one, known in zip(module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(one.detach(), known.detach(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)

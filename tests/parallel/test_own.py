@@ -163,8 +163,10 @@ def test_what_cannot_be_split_is_left_out_of_the_plan_that_a_model_brings():
              "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
     attention = {f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"}
     mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
-    found = layouts_of(mixtral, None, 2)
-    assert set(found) == {*attention, "lm_head", "model.embed_tokens"}
+    # transformers 5.17 has no embedding in these plans.
+    ends = {"lm_head", "model.embed_tokens"} & set(mixtral.tp_plan)
+    assert "lm_head" in ends
+    assert set(layouts_of(mixtral, None, 2)) == attention | ends
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(head_dim=4, **sizes))
     mlp = {f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up", "down")}
     assert set(layouts_of(gemma, None, 2)) == attention | mlp
@@ -172,7 +174,7 @@ def test_what_cannot_be_split_is_left_out_of_the_plan_that_a_model_brings():
     config = transformers.LlamaConfig(**{**sizes, "hidden_size": 20, "num_attention_heads": 5,
                                          "num_key_value_heads": 5, "head_dim": 4})  # fmt: skip
     found = layouts_of(transformers.LlamaForCausalLM(config), None, 5)
-    assert set(found) == {*attention, "lm_head", "model.embed_tokens"}
+    assert set(found) == attention | ends
     with pytest.raises(BadInputError, match=r"which is for an nn\.Linear"):
         layouts_of(gemma, {"model.embed_tokens": "colwise"}, 2)
 

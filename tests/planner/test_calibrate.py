@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outpace.catalog.references import references
-from outpace.planner.calibrate import Rates, SeenStep, calibrated
+from outpace.planner.calibrate import Rates, SeenStep, calibrate
 from outpace.planner.columns import of_plans
 from outpace.planner.device import Device
 from outpace.planner.estimate import estimate
 from outpace.planner.fabric import Fabric, Protocol
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.outlines import outline
 from outpace.planner.step_setup import Question
 
@@ -34,7 +34,7 @@ SETTINGS = settings(max_examples=5, deadline=None, suppress_health_check=list(He
 def step_s(rates, one):
     question = Question(outline(one.spec, one.name), one.seq_len, rates.device, rates.fabric)
     columns = of_plans([one.plan], one.global_batch, one.spec.layers)
-    times = played(question, columns, estimate(question, columns), np.array([0]))
+    times = simulate_pipelines(question, columns, estimate(question, columns), np.array([0]))
     return float(times.step_s[0])
 
 
@@ -61,7 +61,7 @@ def really(products=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0, gather
 
 
 def on_two(seen):
-    found = calibrated({2: ASSUMED}, seen)
+    found = calibrate({2: ASSUMED}, seen)
     return found.rates[2], found.off
 
 
@@ -82,7 +82,7 @@ def test_what_the_machine_really_is_comes_out(products, memory, operators, units
 def test_what_no_step_tells_of_stays_as_it_was_measured():
     truth = really(products=2.0)
     seen = steps_of(truth, 1, kept=lambda one: one.plan.precision == "fp32")
-    found = calibrated({1: ASSUMED}, seen).rates[1]
+    found = calibrate({1: ASSUMED}, seen).rates[1]
     assert found.device.rate("fp32") == pytest.approx(50e9, rel=0.1)
     assert found.device.rate("bf16") == pytest.approx(200e9, rel=1e-3)
     assert found.fabric.inside_bytes_per_s == pytest.approx(2e9, rel=1e-3)
@@ -99,13 +99,13 @@ def test_a_disturbed_step_does_not_spoil_the_others():
 
 def test_steps_of_one_rank_tell_of_two_that_share_the_machine():
     truth = really(products=2.0)
-    found = calibrated({1: ASSUMED, 2: ASSUMED}, steps_of(truth, 1)).rates
+    found = calibrate({1: ASSUMED, 2: ASSUMED}, steps_of(truth, 1)).rates
     assert found[2].device.rate("fp32") == pytest.approx(50e9, rel=0.1)
 
 
 def test_rates_that_are_known_well_are_changed_less():
     seen = steps_of(really(products=2.0), 1)[:1]
-    unsure, sure = (calibrated({1: ASSUMED}, seen, spread).rates[1].device for spread in (1, 0.01))
+    unsure, sure = (calibrate({1: ASSUMED}, seen, spread).rates[1].device for spread in (1, 0.01))
     assert unsure.rate("fp32") < sure.rate("fp32") < 100e9
 
 
@@ -115,7 +115,7 @@ def test_how_sure_a_time_is_depends_on_what_was_seen():
     one = next(of for of in references(2, "cpu").values() if of.plan.strategy == "ddp")
 
     def spread(*seen):
-        found = calibrated({1: ASSUMED, 2: ASSUMED}, [step for of in seen for step in of])
+        found = calibrate({1: ASSUMED, 2: ASSUMED}, [step for of in seen for step in of])
         return found.spreads(found.slopes(2, lambda rates: np.array([step_s(rates, one)])))[0]
 
     nothing, alone, both = spread(), spread(steps[1]), spread(steps[1], steps[2])

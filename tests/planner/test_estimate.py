@@ -15,7 +15,7 @@ from outpace.planner.columns import Columns, of_plans
 from outpace.planner.device import Device
 from outpace.planner.estimate import Times, estimate, stages_of
 from outpace.planner.fabric import Fabric, Protocol
-from outpace.planner.finalists import played
+from outpace.planner.finalists import simulate_pipelines
 from outpace.planner.machines import of_catalog
 from outpace.planner.outline_flops import forward_flops
 from outpace.planner.outlines import outline, parameters
@@ -23,7 +23,7 @@ from outpace.planner.search import least_s
 from outpace.planner.space import VARIED, Wanted, expand, layouts, levers
 from outpace.planner.step_setup import Question
 from outpace.records.compiled import graph_obstacle
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
 RATE = 1e14
@@ -83,7 +83,7 @@ def test_on_an_ideal_device_a_step_is_its_flops(name):
     shared = step(question, batch, strategy="zero3", dp_shard=8)
     assert sum(shared.values()) * RATE * 8 == pytest.approx(3 * flops)
     again = step(question, batch, checkpointing="full")
-    outside = model.outputs * model.embedded * 2 * (model.predicted or seq_len) * batch
+    outside = model.outputs * model.table_width * 2 * (model.predicted or seq_len) * batch
     outside += sum(2 * p.inputs * p.outputs * (p.positions or seq_len) * p.count * batch
                    for p in (*model.head_products, *model.embed_products))  # fmt: skip
     assert sum(again.values()) * RATE == pytest.approx(4 * flops - outside)
@@ -182,7 +182,7 @@ def test_ranks_that_share_cores_wait_for_less():
     columns = of_plans([Plan.parse({"precision": "bf16", **plan}, "test")], 4, 16)
     times = estimate(question, columns)
     assert times.bubble_s[0] == pytest.approx(0, abs=1e-12)
-    table = played(question, columns, times, np.array([0]))
+    table = simulate_pipelines(question, columns, times, np.array([0]))
     assert table.step_s[0] == pytest.approx(times.step_s[0])
     alone = replace(question, device=FLAT)
     assert estimate(alone, columns).bubble_s[0] == pytest.approx(times.step_s[0] / 4)
@@ -344,7 +344,7 @@ def outlines(draw):
     """Any stack of transformers' layers, small and large, dense or of experts."""
     kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
     heads = kv_heads * draw(st.integers(1, 4))
-    attention = Attention(
+    attention = AttentionShape(
         heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from([16, 64, 80, 128])),
         causal=draw(st.booleans()), window=draw(st.sampled_from([None, 64, 2048])),
     )  # fmt: skip
@@ -460,6 +460,6 @@ def test_a_pipeline_that_is_played_takes_what_the_closed_form_says(schedule):
     plan = Plan(strategy=schedule, pp=4, pp_microbatches=16, precision="bf16")
     columns: Columns = of_plans([plan], 16, BLOCKS.layers)
     closed = estimate(question, columns)
-    table = played(question, columns, closed, np.array([0]))
+    table = simulate_pipelines(question, columns, closed, np.array([0]))
     assert table.step_s[0] == pytest.approx(closed.step_s[0], rel=0.05)
     assert len(stages_of(question, columns).times) == plan.stages

@@ -11,7 +11,7 @@ from outpace.planner.layer_bytes import layer, shapes
 from outpace.planner.memory import anatomy, peak_bytes, reserved_bytes
 from outpace.planner.outlines import parameters
 from outpace.planner.places import places
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 
 LENGTH, HIDDEN, HEADS, VOCAB = 1024, 512, 8, 50304
@@ -24,7 +24,7 @@ PLANS = (
 
 
 def gpt() -> Outline:
-    attention = Attention(
+    attention = AttentionShape(
         heads=HEADS, kv_heads=HEADS, head_dim=HIDDEN // HEADS, qkv_bias=True, out_bias=True
     )  # type: ignore[call-arg]  # values as wide as keys
     stack = Stack(
@@ -62,7 +62,7 @@ def test_inputs_that_are_gathered_again_are_kept_in_shares(tp):
     sizes = shapes(gpt(), LENGTH, columns)
     unit, scores = LENGTH * HIDDEN, 5 * HEADS * LENGTH / HIDDEN / tp
     kept, own = (
-        layer(gpt(), gpt().stacks[0], columns, sizes, "cuda", False, habits).kept[0] / unit
+        layer(gpt(), gpt().stacks[0], columns, sizes, "cuda", False, habits).saved_bytes[0] / unit
         for habits in (MEGATRON_BF16, OUTPACE)
     )
     assert kept == pytest.approx(34 / tp + scores + 16 / HIDDEN / tp)

@@ -14,7 +14,7 @@ from outpace.planner.memory import anatomy, peak_bytes, reserved_bytes
 from outpace.planner.outlines import outline, parameters
 from outpace.planner.stages import representatives
 from outpace.records.model import ModelSpec
-from outpace.records.outline import Attention, Mlp, Outline, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 from outpace.trace.account import account
 
@@ -36,7 +36,7 @@ LENGTH = 2048
 
 def gpt(name: str) -> Outline:
     layers, hidden, heads = GPTS[name]
-    attention = Attention(
+    attention = AttentionShape(
         heads=heads, kv_heads=heads, head_dim=hidden // heads, qkv_bias=True, out_bias=True
     )  # type: ignore[call-arg]  # values as wide as keys
     stack = Stack(
@@ -62,7 +62,7 @@ def kept(name: str, mode: str, fused: bool, **axes) -> float:
     columns = columns_of(plan, layers=described.layers)
     sizes = shapes(described, LENGTH, columns)
     one = layer(described, described.stacks[0], columns, sizes, "cuda", fused)
-    return float(one.kept_in(mode)[0]) / (LENGTH * 2 * described.hidden)
+    return float(one.saved_bytes_in(mode)[0]) / (LENGTH * 2 * described.hidden)
 
 
 @pytest.mark.parametrize("name", GPTS)
@@ -193,7 +193,7 @@ def test_who_recomputes_more_keeps_less(spec, precision):
     assert (np.diff(peak) <= 0).all()
     sizes = shapes(described, 512, columns)
     one = layer(described, described.stacks[0], columns, sizes, "cpu", True)
-    amounts = [float(one.kept_in(mode)[i]) for i, mode in enumerate(MODES)]
+    amounts = [float(one.saved_bytes_in(mode)[i]) for i, mode in enumerate(MODES)]
     assert amounts == sorted(amounts, reverse=True)
 
 

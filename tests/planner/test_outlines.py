@@ -8,9 +8,9 @@ from outpace.planner import flops
 from outpace.planner.outline_flops import forward_flops, layer_flops
 from outpace.planner.outlines import layer_parameters, outline, parameters, weights
 from outpace.records.errors import BadInputError
-from outpace.records.outline import Attention, Mlp, Outline, Product, Stack
+from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
-HEADS = Attention(heads=4, kv_heads=2, head_dim=8, value_dim=8)
+HEADS = AttentionShape(heads=4, kv_heads=2, head_dim=8, value_dim=8)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -32,7 +32,7 @@ def test_grouped_queries() -> None:
 
 
 def test_latent_attention() -> None:
-    latent = Attention(
+    latent = AttentionShape(
         heads=4, kv_heads=4, head_dim=12, value_dim=6, query_rank=10, kv_rank=16, rope_dim=4,
         qkv_bias=True,
     )  # fmt: skip
@@ -45,7 +45,7 @@ def test_latent_attention() -> None:
     # The ways down have biases, and what they give is normalised (10 and 16 wide).
     assert layer_parameters(stack, 32) == products + 10 + 20 + 2 * 32 + 10 + 16
     with pytest.raises(ValueError, match="rope_dim 12 leaves nothing of head_dim 12"):
-        Attention(heads=1, kv_heads=1, head_dim=12, value_dim=6, kv_rank=16, rope_dim=12)
+        AttentionShape(heads=1, kv_heads=1, head_dim=12, value_dim=6, kv_rank=16, rope_dim=12)
 
 
 def test_experts() -> None:
@@ -66,8 +66,8 @@ def test_cross_attention_sees_another_length() -> None:
 def test_products_of_a_traced_layer() -> None:
     bare = HEADS.model_copy(update={"projected": False})
     other = (
-        Product(name="a", inputs=3, outputs=5, count=2, uses=4),
-        Product(name="b", inputs=2, outputs=2, positions=10, weighted=False),
+        ProductShape(name="a", inputs=3, outputs=5, count=2, uses=4),
+        ProductShape(name="b", inputs=2, outputs=2, positions=10, weighted=False),
     )
     stack = Stack(layers=1, attention=bare, other=other, other_parameters=11, norms=0)
     assert [(w.name, w.elements) for w in weights(stack, 32)] == [("a", 15), ("a", 15)]
@@ -77,7 +77,7 @@ def test_products_of_a_traced_layer() -> None:
 
 
 def test_a_narrow_embedding() -> None:
-    into = Product(name="in", inputs=16, outputs=32)
+    into = ProductShape(name="in", inputs=16, outputs=32)
     made = Outline(
         name="x", hidden=32, stacks=(Stack(layers=1, norms=1),), vocab=61, outputs=61, tied=True,
         embedding_width=16, embed_products=(into,), learned_positions=10, max_positions=10,

@@ -10,9 +10,9 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import find_node
 from outpace.launch.memory import question as memory_question
 from outpace.launch.planning import Asked, job
-from outpace.planner.crossing import crossing
+from outpace.planner.crossing import axis_links
 from outpace.planner.outline_flops import forward_flops
-from outpace.planner.plans import one, plans, throughput
+from outpace.planner.plans import estimate_plan, plans, throughput
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
@@ -60,7 +60,7 @@ def test_an_answer_adds_up():
 def test_a_plan_is_estimated_the_same_when_it_is_given():
     question = asked("llama-3-8b", nodes=2, global_batch=64)
     first = plans(question).plans[0]
-    again = one(question, first.plan)
+    again = estimate_plan(question, first.plan)
     assert again.estimate.step_time_s == pytest.approx(first.estimate.step_time_s)
     assert again.identity == first.identity
 
@@ -78,7 +78,7 @@ def test_doubling_the_machine_never_lowers_the_best_where_ranks_may_stay_idle(
 ):
     question = asked(model, machine, nodes=nodes, network=network, global_batch=batch, seq_len=256)
     idle = replace(question, idle=True)
-    assert best(idle.on(2 * nodes)) >= best(idle) * (1 - 1e-9)
+    assert best(idle.with_nodes(2 * nodes)) >= best(idle) * (1 - 1e-9)
     assert best(idle) >= best(question)
 
 
@@ -99,14 +99,14 @@ def test_doubling_the_machine_never_lowers_the_best_where_ranks_may_stay_idle(
 def test_every_axis_lies_on_a_link(machine, nodes, plan, links):
     question = asked("gpt2", machine, nodes=nodes, global_batch=64, seq_len=256)
     made = Plan.parse(plan, "test")
-    assert list(crossing(question.cluster, made).items()) == list(links.items())
-    assert one(question, made).placement == links
+    assert list(axis_links(question.cluster, made).items()) == list(links.items())
+    assert estimate_plan(question, made).placement == links
 
 
 def test_experts_lie_on_links_too():
     question = asked("mixtral-8x7b", nodes=4, global_batch=64)
     made = Plan(strategy="3d", dp_shard=32, ep=8, zero=1)
-    assert crossing(question.cluster, made)["ep"] == "NVLink 4, in a node"
+    assert axis_links(question.cluster, made)["ep"] == "NVLink 4, in a node"
 
 
 def test_what_is_varied_is_searched_and_said():
@@ -201,7 +201,7 @@ def test_what_is_infeasible_names_the_fewest_nodes_that_do():
     nodes = int(sentence.split("It fits on ")[1].split()[0])
 
     def fits(count):
-        other = question.on(count)
+        other = question.with_nodes(count)
         world = other.wanted.world
         batch = -(-question.wanted.global_batch // world) * world
         return best(replace(other, wanted=replace(other.wanted, global_batch=batch))) > 0
@@ -279,7 +279,7 @@ def test_the_width_of_tensor_parallelism_may_be_held_down():
 
 def test_a_plan_for_another_batch_is_refused():
     with pytest.raises(BadInputError, match="is not a multiple of"):
-        one(asked("gpt2", global_batch=9), Plan(strategy="ddp", dp_replicate=8))
+        estimate_plan(asked("gpt2", global_batch=9), Plan(strategy="ddp", dp_replicate=8))
 
 
 def on_host_of(question, host_bytes):

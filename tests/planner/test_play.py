@@ -54,7 +54,7 @@ def test_no_rank_works_before_it_can_nor_twice_at_once(sizes, data):
                 kind, stage, number = span.action
                 before = Action(kind, stage - 1 if kind == "F" else stage + 1, number)
                 assert span.begin_s >= ends.get(before, -transfer_s) + transfer_s
-        slowest = max(microbatches * (time.of("F") + time.of("B")) for time in times)
+        slowest = max(microbatches * (time.seconds("F") + time.seconds("B")) for time in times)
         assert played.makespan_s >= slowest * (1 - 1e-9)
         assert 0 <= played.idle_share < 1
 

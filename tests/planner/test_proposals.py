@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from outpace.planner.cost import Cost, Rates
-from outpace.planner.proposals import changed, kinds_of_change, propose
+from outpace.planner.proposals import change_plan, kinds_of_change, propose
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
@@ -41,7 +41,7 @@ def test_the_cheapest_of_each_kind_come_first():
     slowdowns = [p.slowdown for p in proposals]
     assert slowdowns == sorted(slowdowns)
     for proposal in proposals:
-        cost = predict(changed(plan, proposal.settings))
+        cost = predict(change_plan(plan, proposal.settings))
         assert proposal.peak_memory_bytes == cost.peak_memory_bytes <= 1700
         assert math.isclose(
             1 + proposal.slowdown, RATES.seconds(cost) / RATES.seconds(predict(plan))
@@ -71,7 +71,7 @@ def test_states_are_split_over_the_ranks_there_are():
     plan = Plan(strategy="ddp", dp_replicate=4)
     (first, *_) = found(plan, 300)
     assert first.settings == {"strategy": "zero1"}
-    zero = changed(plan, first.settings)
+    zero = change_plan(plan, first.settings)
     assert (zero.dp_replicate, zero.dp_shard, zero.world_size) == (1, 4, 4)
 
 
@@ -98,7 +98,7 @@ def test_a_change_that_cannot_be_is_left_out():
     assert all("checkpointing" not in p.settings for p in found(Plan(micro_batch=16), 1700, ask))
     zb = Plan(strategy="zb", pp=2, pp_microbatches=4, micro_batch=16)
     with pytest.raises(BadInputError, match="splits the backward"):
-        changed(zb, {"checkpointing": "full"})
+        change_plan(zb, {"checkpointing": "full"})
     assert all("checkpointing" not in p.settings for p in found(zb, 1700))
 
 

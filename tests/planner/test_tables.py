@@ -21,7 +21,7 @@ from outpace.planner.play import (
     play_stages,
     wire,
 )
-from outpace.planner.tables import orders, overlapped, wired
+from outpace.planner.tables import orders, overlapping_forwards, schedule_graph
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 
@@ -122,11 +122,11 @@ def test_what_dualpipev_may_do_together_is_what_torch_pairs(ranks):
     for microbatches in (2 * ranks, 2 * ranks + 1, 5 * ranks):
         theirs = torch_schedule("dualpipev", ranks, microbatches, 2).pipeline_order
         pairs = [computing([one]) for order in theirs.values() for one in order if one.sub_actions]
-        together = overlapped("dualpipev", ranks, microbatches)
+        together = overlapping_forwards("dualpipev", ranks, microbatches)
         assert together == {forward for forward, _ in pairs}
-        wiring = wired("dualpipev", ranks, microbatches, overlap=True)
+        wiring = schedule_graph("dualpipev", ranks, microbatches, overlap=True)
         assert dict(wiring.beside) == dict(pairs)
-        assert overlapped("zbv", ranks, microbatches) == frozenset()
+        assert overlapping_forwards("zbv", ranks, microbatches) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -196,17 +196,17 @@ def test_every_table_plays_and_its_makespan_is_the_plays(sizes, data):
     todo = orders(*sizes)
     played = play_stages(todo, times, transfer_s)
     assert makespan_s(todo, times, transfer_s) == played.makespan_s
-    assert wired(*sizes).makespan_s(times, transfer_s) == played.makespan_s
+    assert schedule_graph(*sizes).makespan_s(times, transfer_s) == played.makespan_s
     for rank in range(ranks):
         work_s = sum(
-            microbatches * (time.of("F") + time.of("B"))
+            microbatches * (time.seconds("F") + time.seconds("B"))
             for stage, time in enumerate(times)
             if SCHEDULES[schedule].rank_of(stage, ranks) == rank
         )
         assert played.busy_s(rank) == pytest.approx(work_s)
-    together = overlapped(schedule, ranks, microbatches)
+    together = overlapping_forwards(schedule, ranks, microbatches)
     beside = play_stages(todo, times, transfer_s, together)
-    assert wired(*sizes, True).makespan_s(times, transfer_s) == beside.makespan_s
+    assert schedule_graph(*sizes, True).makespan_s(times, transfer_s) == beside.makespan_s
     # Of two that save nothing together, the first only waits for what the second needs.
     assert wire(todo, together).makespan_s(times, transfer_s, add) >= played.makespan_s * (1 - 1e-9)
 
@@ -253,7 +253,7 @@ def test_split_backwards_wait_as_published(ranks, rounds):
             assert bubble_s("zb", time, each) == pytest.approx(expected)
     equal = StageTime(1.0, 1.0, 1.0)
     assert bubble_s("zbv", equal, 2) == pytest.approx(ranks - 1)
-    pairs = overlapped("dualpipev", ranks, microbatches)
+    pairs = overlapping_forwards("dualpipev", ranks, microbatches)
     waits = bubble_s("dualpipev", equal, 2, together=pairs, together_s=add)
     assert waits == pytest.approx((ranks - 1) * (3 + 2 - 3))
 
@@ -309,7 +309,7 @@ def test_a_table_is_made_ready_by_looking_at_each_action_twice_at_most(monkeypat
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "mp"])
 def test_the_largest_tables_play(schedule):
     ranks, microbatches = 64, 512
-    wiring = wired(schedule, ranks, microbatches)
+    wiring = schedule_graph(schedule, ranks, microbatches)
     stages = ranks * SCHEDULES[schedule].stages_per_rank
     times = [StageTime(1.0, 1.0, 1.0)] * stages
     work_s = 3.0 * microbatches * stages / ranks

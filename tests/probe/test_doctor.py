@@ -15,7 +15,7 @@ from outpace.probe.doctor import CHECKS, examine
 from outpace.probe.inventory import gather
 from outpace.probe.machine import usable_cores
 from outpace.probe.topology import parse
-from outpace.records.finding import Cost, Examination, Finding
+from outpace.records.finding import Examination, Finding, Slowdown
 from outpace.records.inventory import Busy, GpuState, Inventory, NetworkPort
 from outpace.records.topology import CpuTopology, NumaNode
 
@@ -233,7 +233,7 @@ def test_findings_out_of_order_are_refused():
     with pytest.raises(ValueError, match="not in the order of their cost"):
         Examination(findings=(one("low"), one("severe")), checked=(), not_checked={})
     with pytest.raises(ValueError, match="at least 1 character"):
-        Cost(low=1, high=2, of="x", source="")
+        Slowdown(low=1, high=2, of="x", source="")
 
 
 def test_what_cannot_be_told_is_said_with_the_reason():

@@ -26,7 +26,7 @@ def pairs(topology, names=None):
     """How many pairs of GPUs have each link."""
     found = {}
     for one, other in combinations(names or topology.gpus, 2):
-        link = topology.between(one, other)
+        link = topology.link_between(one, other)
         found[link] = found.get(link, 0) + 1
     return found
 
@@ -100,8 +100,8 @@ def test_published_outputs(name):
     ],
 )
 def test_single_links(name, one, other, link):
-    assert published(name).between(one, other) == link
-    assert published(name).between(other, one) == link
+    assert published(name).link_between(one, other) == link
+    assert published(name).link_between(other, one) == link
 
 
 def test_cards_have_the_names_of_the_nic_legend():
@@ -122,7 +122,7 @@ def test_a_card_that_one_row_lacks_is_read_in_the_other():
     text = "\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
     text += "GPU0\t X \tNV4\tPH0-11\t0-1\t\tN/A\nGPU1\tNV4\t X \tPHB\t0-11\t0-1\t\tN/A\n"
     topology = parse(text + "NIC0\tPHB\tPHB\t X \n", "x")
-    assert topology.between("GPU0", "NIC0") == "PHB"
+    assert topology.link_between("GPU0", "NIC0") == "PHB"
     assert place_of(topology, "GPU0") == (None, "0-1")
     assert "PH0-11" in topology.notes[0]
 
@@ -245,7 +245,7 @@ def test_no_grouping_into_pairs_is_better(topology):
             return float("inf")
         first, *others = gpus
         found = [
-            min(goodness(topology.between(first, other)),
+            min(goodness(topology.link_between(first, other)),
                 best([gpu for gpu in others if gpu != other], left_over))
             for other in others
         ]  # fmt: skip

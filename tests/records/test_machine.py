@@ -23,15 +23,18 @@ def test_a_record_has_the_links_between_devices_and_old_ones_load(tmp_path):
     topology = parse((TOPOLOGIES / "dgx-1-v100.txt").read_text(), "nvidia-smi topo -m")
     machine.model_copy(update={"topology": topology}).save(tmp_path / "new.json")
     kept = Machine.load(tmp_path / "new.json").topology
-    assert kept == topology and kept.between("GPU0", "GPU4") == "NV2"
+    assert kept == topology and kept.link_between("GPU0", "GPU4") == "NV2"
 
 
 def test_machines_differ_in_what_decides_how_fast_they_compute():
     one = Machine(host_cores=2, host_memory_bytes=1, cpu="a")
-    assert one.unlike(one.model_copy(update={"host_memory_bytes": 2})) == ()
-    assert one.unlike(Machine(host_cores=4, host_memory_bytes=1, cpu="b")) == ("cpu", "host_cores")
+    assert one.differences(one.model_copy(update={"host_memory_bytes": 2})) == ()
+    assert one.differences(Machine(host_cores=4, host_memory_bytes=1, cpu="b")) == (
+        "cpu",
+        "host_cores",
+    )
     with_gpu = one.model_copy(update={"devices": (Device(name="a GPU"),)})
-    assert one.unlike(with_gpu) == ("devices",) and with_gpu.unlike(with_gpu) == ()
+    assert one.differences(with_gpu) == ("devices",) and with_gpu.differences(with_gpu) == ()
 
 
 def test_gpus_that_nvlinks_join_are_groups():

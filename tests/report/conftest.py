@@ -13,7 +13,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 from outpace.records.probed import Advice, LinkFit, Probed
-from outpace.records.tuning import Trial, Tuning
+from outpace.records.tuning import PlanTrial, Tuning
 
 ROOT = Path(__file__).parents[2]
 EVIL = '"><img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b>bold</b> & `x` |'
@@ -117,7 +117,7 @@ def tuning(run, tmp_path_factory):
     path = tmp_path_factory.mktemp("report-tuning") / "tuning.json"
     machine = Machine.parse(json.loads((run / "run.json").read_text())["machine"], "run.json")
     trials = tuple(
-        Trial(number=number, why="the planner's fastest", title=f"plan {number}",
+        PlanTrial(number=number, why="the planner's fastest", title=f"plan {number}",
               plan=Plan(micro_batch=number),
               first_predicted_s=0.1 * number, predicted_s=0.12 * number, step_time_s=step_time_s,
               tokens_per_s=step_time_s and 750 / step_time_s,

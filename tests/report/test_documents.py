@@ -15,7 +15,7 @@ from outpace.planner.play import StageTime
 from outpace.records.comparison import Comparison
 from outpace.records.estimate import Plans
 from outpace.records.machine import Device, Machine
-from outpace.records.measurement import Measurement, Promise
+from outpace.records.measurement import Measurement, StepTimeCheck
 from outpace.records.plan import Plan
 from outpace.records.topology import Endpoint, Topology
 from outpace.records.tuning import Tuning
@@ -78,8 +78,8 @@ def test_a_run_has_a_verdict_first_and_every_section(of_run):
 
 def test_a_run_cites_one_prediction_which_is_what_was_measured_before_it(run):
     found = read_run(run)
-    promise = Promise(expected_s=0.53, step_time_s=0.47, steps=100, kept=False)
-    measured = found.measurement.model_copy(update={"promise": promise})
+    check = StepTimeCheck(expected_s=0.53, step_time_s=0.47, steps=100, kept=False)
+    measured = found.measurement.model_copy(update={"step_time_check": check})
     document = run_document(replace(found, measurement=measured))
     sentence = "Faster than expected: the first 100 steps took 470.0 ms where 530.0 ms was expected"
     assert any(line.startswith(sentence) for line in document.verdict)

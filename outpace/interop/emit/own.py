@@ -25,7 +25,7 @@ def write(request: Request) -> Emitted:
     untrained = isinstance(request.model, Outline) and request.model.untrained
     if untrained:
         unsaid.append(Note(f"{untrained}: it plans this model and does not train it."))
-    why_not = plan.untrained
+    why_not = plan.training_obstacle
     if why_not is not None:
         unsaid.append(f"{why_not}. The command leaves it out.")
     if plan.precision == "fp64":
@@ -36,9 +36,9 @@ def write(request: Request) -> Emitted:
             "and --steps, or outpace's defaults hold."
         )
     )
+    file = PlanFile.from_plan(plan, request.seq_len, request.global_batch)
     return Emitted(
-        text=PlanFile.of(plan, request.seq_len, request.global_batch).model_dump_json(indent=2)
-        + "\n",
+        text=file.model_dump_json(indent=2) + "\n",
         file_name=_FILE,
         command=_estimate_command(model) if untrained else _command(request, model),
         unsaid=tuple(unsaid),

@@ -1,4 +1,4 @@
-"""The memory of a user's own module: its forward, loss and batch under fake tensors.
+"""The memory of a custom model: its forward, loss and batch under fake tensors.
 
 The user's function builds the module once, for real; what is traced is a copy without memory.
 """
@@ -44,10 +44,10 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
-class OwnWorkload:
-    """What is trained: passes of `plan.samples_read` samples of a user's module make a step.
+class ModuleWorkload:
+    """Training of a custom model: passes of `plan.samples_read` samples make a step.
 
-    `build` makes the module with its loss; `samples` gives a batch of so many samples.
+    `build` makes the module with its loss; `samples` gives a batch of a number of samples.
     """
 
     build: Callable[[], OwnModel]
@@ -56,28 +56,28 @@ class OwnWorkload:
     accumulation: int
     settings: TrainSettings
     drops: bool = False
-    hollow: bool = False  # without values
+    value_free: bool = False  # without values
 
     def batch(self) -> Any:
-        """What a rank that reads gets at once."""
+        """Return a batch that a rank reads at once."""
         return self.samples(self.plan.samples_read)
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
         """Entered around a trace."""
         return rules.functions(self.drops, self.plan)
 
-    def mixed(self) -> Mixed:
-        """What products are computed in."""
+    def make_mixed(self) -> Mixed:
+        """Return what products are computed in."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 
-    def laid_out(
+    def lay_out_model(
         self, mixed: Mixed, ranks: Ranks, watch: Watch, lay_out: LayOut, rules: Rules,
         scratch: Scratch,
     ) -> Layout:  # fmt: skip
         """The module on this rank."""
         own, plan = self.build(), self.plan
-        objective = (_ValueFree if self.hollow else OwnObjective)(own)
+        objective = (_ValueFree if self.value_free else OwnObjective)(own)
         lower_weights(objective, mixed)
         watch.keep(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
@@ -86,8 +86,8 @@ class OwnWorkload:
         return lay_out(request, None)
 
 
-def own_account(
-    own: OwnModel,
+def account_of_module(
+    model: OwnModel,
     samples: Callable[[int], Any],
     plan: Plan,
     *,
@@ -99,37 +99,37 @@ def own_account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank`, as `trace.account.account` does of outpace's models.
 
-    `own` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
+    `model` stays as it is. Raises BadInputError for a plan that cannot be applied, and for a module
     that cannot be run without values.
     """
     _require_traceable(plan)
     rules = Rules(accelerator)
     passes = min(accumulation, MOST_PASSES)
     batch = samples(plan.samples_read)
-    small = [b for b in own.module.buffers() if b.numel() <= _SMALL]
+    small = [b for b in model.module.buffers() if b.numel() <= _SMALL]
     kept = {id(b): b.detach().clone() for b in small}
-    structure = hollow(own.module, kept)
-    work = OwnWorkload(
+    structure = hollow(model.module, kept)
+    work = ModuleWorkload(
         build=lambda: OwnModel(
             _on_no_memory(structure),
-            own.loss,
-            blocks=own.blocks,
-            layouts=own.layouts,
-            sync_batchnorm=own.sync_batchnorm,
+            model.loss,
+            blocks=model.blocks,
+            layouts=model.layouts,
+            sync_batchnorm=model.sync_batchnorm,
         ),
-        samples=lambda count: tree_map(_hollow_leaf, batch),
+        samples=lambda count: tree_map(_zeros_like, batch),
         plan=as_traced(plan, rules),
         accumulation=passes,
         settings=settings,
-        drops=has_dropout(own.module),
-        hollow=True,
+        drops=has_dropout(model.module),
+        value_free=True,
     )
     try:
         strips = recorded(work, rank, rules, ranks_per_host)
     except OutpaceError:
         raise
     except Exception as error:
-        raise BadInputError(_failure(own.module, error)) from error
+        raise BadInputError(_failure(model.module, error)) from error
     return summed_up(strips, plan, rank, rules, accumulation / passes)
 
 
@@ -137,7 +137,7 @@ class _ValueFree(OwnObjective):
     """An objective whose forward may not ask for values, for there are none."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """As OwnObjective's. Raises BadInputError where it reads a number."""
+        """Compute loss and count. Raises BadInputError where it reads a number."""
         with _NoReads(self.model):
             return super().forward(batch)
 
@@ -204,5 +204,5 @@ def _on_no_memory(structure: nn.Module) -> nn.Module:
     return copy.deepcopy(structure, memo)
 
 
-def _hollow_leaf(leaf: Any) -> Any:
+def _zeros_like(leaf: Any) -> Any:
     return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf

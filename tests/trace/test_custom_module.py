@@ -9,8 +9,8 @@ from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.trace.custom_module import ModuleWorkload, account_of_module
 from outpace.trace.measure import measure
-from outpace.trace.own import OwnWorkload, own_account
 
 pytestmark = [
     pytest.mark.fakeworld,
@@ -59,7 +59,7 @@ def plan_of(strategy, world, **changes):
 def traced(plan, make=Net, loss=entropy):
     own = OwnModel(make(), loss)
     before = {name: tensor.clone() for name, tensor in own.module.state_dict().items()}
-    account = own_account(
+    account = account_of_module(
         own, samples, plan, accumulation=2, rank=0, settings=SETTINGS, accelerator=None,
         ranks_per_host=8,
     )  # fmt: skip
@@ -70,7 +70,7 @@ def traced(plan, make=Net, loss=entropy):
 
 def test_one_process_is_traced_as_it_is_measured():
     plan = plan_of("single", 1)
-    work = OwnWorkload(lambda: OwnModel(Net(), entropy), samples, plan, 2, SETTINGS)
+    work = ModuleWorkload(lambda: OwnModel(Net(), entropy), samples, plan, 2, SETTINGS)
     found, seen = traced(plan), measure(work, Ranks())
     for kind in ("weights", "optimizer state", "gradients", "activations"):
         assert found.peak.by_kind[kind] == pytest.approx(seen.peak.by_kind[kind], abs=64)
@@ -102,7 +102,7 @@ class Outside(Net):
 
 @pytest.mark.parametrize("make", [Branching, Masked, Outside])
 def test_what_looks_into_values_is_refused_with_its_line(make):
-    with pytest.raises(BadInputError, match=r"test_own\.py:\d+.*outpace train --memory"):
+    with pytest.raises(BadInputError, match=r"test_custom_module\.py:\d+.*outpace train --memory"):
         traced(plan_of("single", 1), make)
 
 

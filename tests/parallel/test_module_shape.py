@@ -5,7 +5,7 @@ from torch import nn
 
 from outpace.interop.own import OwnModel
 from outpace.launch import auto
-from outpace.parallel.own_shape import refused_by_shape
+from outpace.parallel.module_shape import find_refused_strategies
 from outpace.probe.machine import identify
 from outpace.records.settings import TrainSettings
 
@@ -18,11 +18,11 @@ class Net(nn.Module):
 
 
 def test_a_module_without_layouts_or_blocks_enough_says_what_it_lacks():
-    refused = refused_by_shape(OwnModel(Net()), 2)
+    refused = find_refused_strategies(OwnModel(Net()), 2)
     assert "it has no tp_plan" in refused["tp"] and "has 4 stages" in refused["zbv"]
     assert "gpipe" not in refused and "zero3" not in refused
     layouts = {"first": "colwise", "second": "rowwise"}
-    whole = refused_by_shape(OwnModel(Net(), layouts=layouts, blocks=["first"]), 2)
+    whole = find_refused_strategies(OwnModel(Net(), layouts=layouts, blocks=["first"]), 2)
     assert "tp" not in whole and "has 2 stages" in whole["gpipe"]
 
 

@@ -1,4 +1,4 @@
-"""By which strategies a user's module cannot be cut, told without laying it out."""
+"""Strategies by which a user's module cannot be cut, told without laying it out."""
 
 from outpace.interop.own import OwnModel
 from outpace.parallel.own import refused_strategy
@@ -9,17 +9,17 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
 
 
-def refused_by_shape(own: OwnModel, ranks: int) -> dict[Strategy, str]:
-    """Strategies that a module's parts do not allow on so many ranks, each with the reason."""
+def find_refused_strategies(model: OwnModel, ranks: int) -> dict[Strategy, str]:
+    """Strategies that a module's parts do not allow on `ranks` ranks, each with the reason."""
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's own models
     found = {name: str(refused_strategy(name)) for name in others}
     try:
-        layouts_of(own.module, own.layouts, ranks)
+        layouts_of(model.module, model.layouts, ranks)
     except BadInputError as error:
         found["tp"] = str(error)
     for name in SCHEDULES:
         try:
-            stages_of(own.module, own.blocks, name, ranks)
+            stages_of(model.module, model.blocks, name, ranks)
         except BadInputError as error:
             found[name] = str(error)  # type: ignore[index]
     return found

@@ -1,0 +1,53 @@
+"""Saved tensors of a linear product, replaced by how to make them again.
+
+`torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor that is saved while it
+is entered. Here only the one tensor is asked for, once the product is made.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The nodes of a product's backward, and what they call its input (rows, (N, in)). The weight, as
+# it is multiplied, (in, out), is `mat2` to both.
+_INPUTS = {"AddmmBackward0": "_raw_saved_mat1", "MmBackward0": "_raw_saved_self"}
+
+
+def remake_operands(
+    product: Tensor,
+    make_input: Callable[[], Tensor] | None,
+    make_weight: Callable[[], Tensor] | None,
+) -> None:
+    """Let the backward of `product`, which `F.linear` made of rows, call what makes its operands.
+
+    None leaves an operand as it is. An operand must have been saved, as an input is whose weight
+    trains, and a weight whose input has a gradient. All stays as it is where torch makes a product
+    otherwise than of plain tensors, or others' hooks have what is saved (checkpoints, offloading).
+    """
+    node = product.grad_fn
+    name = _INPUTS.get(type(node).__name__)
+    if name is None or has_hooks():
+        return
+    if make_input is not None:
+        remake(getattr(node, name), make_input)
+    if make_weight is not None:
+        remake(node._raw_saved_mat2, make_weight)  # type: ignore[union-attr]
+
+
+def has_hooks() -> bool:
+    """Whether what autograd saves goes to hooks, beside which torch takes no others."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def remake(saved: Any, make: Callable[[], Tensor]) -> None:
+    """Forget a tensor that a node has saved, one of its `_raw_saved_` attributes."""
+    saved.register_hooks(lambda _: make, _make_again)
+
+
+def _make_again(make: Callable[[], Tensor]) -> Tensor:
+    if not torch.is_grad_enabled():
+        return make()
+    with torch.no_grad():
+        return make()
