@@ -10,7 +10,7 @@ what the layout did is the first step's, and is not done again: all stays as it 
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import psutil
@@ -231,7 +231,8 @@ class FirstBatch:
         Micro-batches that are under way at once may need what another one has changed.
         """
         try:
-            with watch:
+            offloads = self._plan.offload_parameters != "none"  # which writes to them itself
+            with nullcontext() if offloads else watch:
                 return self._run_layout(layout, passes, given, run)
         except (RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
             if isinstance(error, torch.OutOfMemoryError) or _of_another_rank(error):
