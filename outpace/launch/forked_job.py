@@ -69,10 +69,13 @@ def run_forked(
 ) -> list[RankEnd]:
     """Do `action` on `size` ranks that have a gloo group, on this host's CPU.
 
-    `folder` keeps what they print, rank by rank. The caller's process has to be one that may be
-    forked: it has used no accelerator, and is of no process group.
+    `folder` keeps what they print, rank by rank, in place of what an earlier job there has left.
+    The caller's process has to be one that may be forked: it has used no accelerator, and is of no
+    process group.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in (folder / "store", *folder.glob("rank-*.*")):
+        left.unlink(missing_ok=True)  # an earlier job's: ranks would look for each other there
     until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
     forks = [
         Fork(partial(_begin, rank, size, action, limit_s, folder), child_environment())

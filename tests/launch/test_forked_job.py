@@ -41,3 +41,20 @@ def test_a_group_is_killed_while_its_rank_has_its_id(tmp_path, monkeypatch):
         while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie":
             assert time.monotonic() < until_s
             time.sleep(0.05)
+
+
+def test_a_job_in_the_folder_of_another_meets_and_says_by_itself(tmp_path):
+    def fail(rank):
+        rank.at("failing")
+        raise ValueError("planted")
+
+    for end in run_forked(2, fail, 60.0, tmp_path):
+        assert end.said == "ValueError: planted" and end.at == "failing"
+    store = tmp_path / "store"
+    before = store.read_bytes()  # the addresses of the ranks of before
+
+    def meet(rank):
+        assert not store.read_bytes().startswith(before)
+
+    for end in run_forked(2, meet, 60.0, tmp_path):
+        assert end.fine and end.said is None and end.at == "starting"
