@@ -1,4 +1,4 @@
-"""What was recorded of modules that outpace does not know, under every strategy, as Markdown."""
+"""What was recorded of custom modules, as Markdown: their outcomes, and what they cost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,4 +45,25 @@ def _cell(outcome: str, sentences: dict[str, int]) -> str:
     return str(number) if kind == "refused" else f"✗ {number}"
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"zoo": zoo}
+def own_modules(result: dict[str, Any]) -> str:
+    """A row a strategy: the look before step 1, and a step beside the commit of before."""
+    stack, before = result["stack"], result["before"]
+    rows = []
+    for strategy, case in result["cases"].items():
+        look, price = case["look"], case["price"]
+        rows.append([
+            strategy,
+            f"{look['look_in_steps']:.2f}", f"{look['look_in_steps_of_processor_time']:.2f}",
+            f"{look['peak_over_off']:.3f}",
+            f"{price['now_over_before']:.3f}", f"{price['now_over_before_in_processor_time']:.3f}",
+        ])  # fmt: skip
+    columns = ["strategy", "look, in steps", "in steps of processor time", "peak over that without",
+               f"step over that of {before[:7]}", "in processor time"]  # fmt: skip
+    return (
+        f"{stack['layers']} encoder blocks of width {stack['width']}, {stack['global_batch']} "
+        f"samples of {stack['seq_len']}, {result['processes']} processes of one thread; medians of "
+        f"jobs and turns that alternate.\n\n{table(columns, rows)}{stand(result)}"
+    )
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"zoo": zoo, "own_modules": own_modules}

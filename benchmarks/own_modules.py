@@ -216,6 +216,8 @@ def main() -> None:
 
         stack = {"layers": LAYERS, "width": WIDTH, "seq_len": SEQ_LEN, "global_batch": BATCH}
         commit = before_commit(chosen.before) if chosen.before else None
+        if commit is not None:  # others have another folder for it
+            sys.argv = [commit[:7] if one == str(chosen.before) else one for one in sys.argv]
         save("own_modules", {"stack": stack, "processes": PROCESSES, "before": commit,
                              "cases": cases})  # fmt: skip
 
