@@ -61,6 +61,7 @@ def _parser() -> Parser:
     add(
         "--run",
         type=Path,
+        default=None,
         metavar="DIR",
         help="in the place of this host, look at a run: what limited its speed, and what to do",
     )

@@ -16,6 +16,7 @@ alone, which others cannot know, it refuses.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -48,7 +49,9 @@ class UnitOrder:
         self._sequence: list[int] | None = None  # of units in a pass, once an order is known
         self._keeps = True
         store = _get_default_store()
-        self._number = store.add(f"outpace/orders-{dist.get_rank()}", 1)  # alike on all ranks
+        self._number = 0
+        with suppress(RuntimeError):  # the store of a fake world holds nothing, and nobody is met
+            self._number = store.add(f"outpace/orders-{dist.get_rank()}", 1)  # alike on all ranks
         self._passes = 0
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
         self.used: set[Any] = set()  # parameters with a gradient on this rank in a step

@@ -69,7 +69,7 @@ def test_every_row_is_a_plan_and_comes_back(
     made = [to_plan(rows, place) for place in range(len(rows))]
     for plan in made:
         assert plan.world_size == world
-        assert not trained or plan.training_obstacle is None, plan.untrained
+        assert not trained or plan.training_obstacle is None, plan.training_obstacle
         for name, value in keep.items():
             had = plan.schedule if name == "pp_schedule" else getattr(plan, name)
             had = plan.stages_per_rank if name == "virtual_stages" else had
