@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import local
@@ -49,8 +49,9 @@ class MovedParameters(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            for leaf in tree_leaves(given):
-                if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_meta:
+            for one in tree_leaves(given):
+                leaf = local(one) if isinstance(one, Tensor) else one
+                if _has_memory(leaf):
                     for name, held in self._watched.get(_memory(leaf), ()):
                         self.written.add(name)
                         if by_samples:
@@ -94,6 +95,16 @@ def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
             yield
     finally:
         watch.put_back()
+
+
+def _has_memory(value: object) -> bool:
+    """Whether it is a tensor of its own memory, which wrappers of tensors are not."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_meta
+        and not is_traceable_wrapper_subclass(value)
+    )
 
 
 def _memory(tensor: Tensor) -> int:

@@ -193,7 +193,8 @@ def test_what_lacks_memory_takes_that_of_graphs(evaluates, monkeypatch):
 
 @pytest.mark.parametrize("plan, obstacle", [
     ({}, None), ({"checkpointing": "full"}, None), ({"offload_optimizer": "cpu"}, "copies"),
-    ({"strategy": "ddp", "dp_replicate": 2}, "collectives"), ({"empty_cache": True}, "empty_cache"),
+    ({"strategy": "ddp", "dp_replicate": 2}, "communicates"),
+    ({"empty_cache": True}, "empty_cache"),
 ])  # fmt: skip
 def test_what_a_graph_cannot_hold_is_named(plan, obstacle):
     made = Plan.parse(plan, "test")
