@@ -134,6 +134,7 @@ def iterate(rank):
     rank.at("refused")
 
 
+@pytest.mark.slow  # the other rank waits for its group's time limit
 def test_one_rank_alone_may_not_call_more_than_the_order_that_is_kept(tmp_path):
     ends = run_forked(2, iterate, 60.0, tmp_path)
     assert "refused" in [end.at for end in ends]
