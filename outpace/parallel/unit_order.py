@@ -16,7 +16,6 @@ alone, which others cannot know, it refuses.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -48,11 +47,6 @@ class UnitOrder:
         self._end = len(self._units)
         self._sequence: list[int] | None = None  # of units in a pass, once an order is known
         self._keeps = True
-        store = _get_default_store()
-        self._number = 0
-        with suppress(RuntimeError):  # the store of a fake world holds nothing, and nobody is met
-            self._number = store.add(f"outpace/orders-{dist.get_rank()}", 1)  # alike on all ranks
-        self._passes = 0
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
         self.used: set[Any] = set()  # parameters with a gradient on this rank in a step
         self._forwards = False  # whether the objective's forward is under way
@@ -79,7 +73,6 @@ class UnitOrder:
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
         """The objective's forward, and then what other ranks have called and this one has not."""
         self._begin()
-        self._passes += 1
         self._forwards = True
         try:
             loss_sum, *others = self._forward(batch)
@@ -122,7 +115,9 @@ class UnitOrder:
         in each pass would make the host wait for the device.
         """
         store = _get_default_store()
-        key = f"outpace/anew-{self._number}-{self._passes}"
+        # Ranks leave orders in turn: whoever does not come waits for this one, in another exchange.
+        turn = store.add(f"outpace/orders-left-{dist.get_rank()}", 1)
+        key = f"outpace/order-left-{turn}"
         until_s = time.monotonic() + _WAIT_S
         here = store.add(key, 1)
         kind = type(self._units[number]).__name__.removeprefix("FSDP")
