@@ -194,10 +194,6 @@ def _help() -> str:
     return _HELP.format(about=(outpace.__doc__ or "").strip(), commands=commands)
 
 
-# Launchers' variables of a rank that do not have the word in them.
-_PLACES = ("SLURM_STEP_NUM_TASKS", "ALPS_APP_PE")
-
-
 def _fail(
     message: str,
     exit_code: int,
@@ -215,11 +211,9 @@ def _fail(
         # The launcher speaks for all ranks, so that a person reads each message once. It would
         # stop the other ranks at the first exit code that is not 0: those still saving must not be.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
-    rank = "0"
-    if any("RANK" in name or name in _PLACES for name in environ):  # else nothing is imported
-        from outpace.launch.environment import rank_name
+    from outpace.launch.launchers import rank_name
 
-        rank = rank_name(environ)
+    rank = rank_name(environ)
     # What only one rank fails at nobody else says, but torchrun, of what is in the error file.
     silent = rank != "0" and (on_all_ranks or environ.get("TORCHELASTIC_ERROR_FILE"))
     if not silent and "--handed-over" not in arguments:

@@ -2,59 +2,11 @@
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from outpace.launch import srun
+from outpace.launch.launchers import HYDRA, LAUNCHERS, PMI, RANK_ALONE, Launcher
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """A launcher's names for what `Ranks` holds."""
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-
-    @property
-    def names(self) -> tuple[str, str, str, str]:
-        """All four."""
-        return self.rank, self.world_size, self.local_rank, self.local_world_size
-
-
-# The nearest to the process first: torchrun may itself be started by mpirun.
-_LAUNCHERS = (
-    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    # horovod/runner/gloo_run.py, create_slot_env_vars
-    Launcher(
-        "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
-    ),
-    # docs.open-mpi.org, "Environment variables set at run time"
-    Launcher(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    # mvapich.cse.ohio-state.edu, MVAPICH2 user guide, "Environment variables"
-    Launcher(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-)
-# Of MPICH and Intel MPI (src/pm/hydra of MPICH), and of Cray's PALS and others that follow PMI.
-_HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-_PMI = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-# By these other launchers say a process's rank, but not among how many: PMIx (prun), aprun, PALS
-# and flux.
-_RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 _LAST_PORT = 65535
 
@@ -67,24 +19,24 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
     None outside of one. Raises BadInputError when they contradict each other, are no numbers, or
     leave open which processes share a host or where they meet.
     """
-    for launcher in _LAUNCHERS:
+    for launcher in LAUNCHERS:
         if environ.get(launcher.rank) or environ.get(launcher.world_size):
             return _read(launcher, environ)
     of_pmi = environ.get("PMI_SIZE", "1") != "1"
-    if of_pmi and environ.get(_HYDRA.local_world_size):  # which srun may have started, host by host
-        return _read(_HYDRA, environ)
+    if of_pmi and environ.get(HYDRA.local_world_size):  # which srun may have started, host by host
+        return _read(HYDRA, environ)
     if environ.get("SLURM_STEP_NUM_TASKS"):  # srun has PMI's variables as well
         of_srun = srun.variables(environ)
         return _read(_SRUN, of_srun) if of_srun else None
     if of_pmi:
-        return _read(_PMI, environ)
+        return _read(PMI, environ)
     _require_alone(environ)
     return None
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:
     """Refuse a process that is one of several, of which nobody says how many there are."""
-    for name in _RANK_ALONE:
+    for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
             raise BadInputError(
                 f"environment: {name} = {environ[name]!r}: this is one of several processes, and "
@@ -153,7 +105,7 @@ def _require_meeting_point(launcher: Launcher, environ: Mapping[str, str]) -> No
     how = "as torchrun does"
     if launcher.name == "Open MPI":
         how = "with mpirun -x MASTER_ADDR=… -x MASTER_PORT=29500 …"
-    elif launcher in (_HYDRA, _PMI):
+    elif launcher in (HYDRA, PMI):
         how = "with mpiexec -genv MASTER_ADDR … -genv MASTER_PORT 29500 …, or exported before it"
     elif launcher.name == "horovodrun":
         how = "before horovodrun, which passes them on"
@@ -171,15 +123,6 @@ def require_port(text: str) -> None:
             f"environment: MASTER_PORT = {text!r} is no port: those go from 1 to {_LAST_PORT}. Set "
             "it to one that is free on rank 0's host, the same on all ranks."
         )
-
-
-def rank_name(environ: Mapping[str, str]) -> str:
-    """This process's rank as a variable has it, whatever others lack; "0" outside of a launcher."""
-    names = [launcher.rank for launcher in (*_LAUNCHERS, _HYDRA)]
-    if environ.get("SLURM_STEP_NUM_TASKS"):
-        names.append("SLURM_PROCID")
-    names += _RANK_ALONE
-    return next((environ[name] for name in names if environ.get(name)), "0")
 
 
 def restart_count(environ: Mapping[str, str]) -> int:

@@ -1,0 +1,61 @@
+"""Launchers by the variables that they set. Light: a command that fails at once imports it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher's names for what `Ranks` holds."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """All four."""
+        return self.rank, self.world_size, self.local_rank, self.local_world_size
+
+
+# The nearest to the process first: torchrun may itself be started by mpirun.
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    # horovod/runner/gloo_run.py, create_slot_env_vars
+    Launcher(
+        "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"
+    ),
+    # docs.open-mpi.org, "Environment variables set at run time"
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # mvapich.cse.ohio-state.edu, MVAPICH2 user guide, "Environment variables"
+    Launcher(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+)
+# Of MPICH and Intel MPI (src/pm/hydra of MPICH), and of Cray's PALS and others that follow PMI.
+HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+PMI = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+# By these other launchers say a process's rank, but not among how many: PMIx (prun), aprun, PALS
+# and flux.
+RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
+
+
+def rank_name(environ: Mapping[str, str]) -> str:
+    """This process's rank as a variable has it, whatever others lack; "0" outside of a launcher."""
+    names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
+    if environ.get("SLURM_STEP_NUM_TASKS"):
+        names.append("SLURM_PROCID")
+    names += RANK_ALONE
+    return next((environ[name] for name in names if environ.get(name)), "0")
