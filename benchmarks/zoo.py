@@ -11,7 +11,7 @@ of the look before the first step, where verify finds a difference); or what wen
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import sys
 import tempfile
@@ -39,17 +39,17 @@ Entry = Callable[[int], tuple[Any, Any, Any]]
 
 def entries() -> Iterator[tuple[str, str, Entry]]:
     """File, name and function of each module."""
-    for path in (ZOO / f"{name}.py" for name in FILES):
-        spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
-        assert spec is not None and spec.loader is not None
-        file = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = file
-        spec.loader.exec_module(file)
+    sys.path.insert(0, str(ZOO.parent))
+    try:
+        files = {name: importlib.import_module(f"zoo.{name}") for name in FILES}
+    finally:
+        sys.path.remove(str(ZOO.parent))
+    for name, file in files.items():
         more = (*getattr(file, "RUNNING", ()), *getattr(file, "REFUSED", ()))
         needs = getattr(file, "LIBRARIES", {})
         for entry in dict.fromkeys((*file.MODULES, *more)):
             if all(find_spec(library) is not None for library in needs.get(entry, ())):
-                yield path.stem, entry.__name__, entry
+                yield name, entry.__name__, entry
 
 
 def outcome(verdict: ParityVerdict) -> str:

@@ -7,33 +7,17 @@ that a batch that is cut over ranks must come to the loss and gradients of one p
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batch = Any
-LossFunction = Callable[[nn.Module, Any], Any]
-MakeBatch = Callable[[torch.Generator, int], Batch]
-Entry = tuple[nn.Module, LossFunction | None, MakeBatch]
-
-WIDTH = 6
-
-
-def _squares(module: nn.Module, batch: Batch) -> Tensor:
-    inputs, targets = batch
-    return (module(inputs) - targets).square().mean()
-
-
-def _vectors(drawn: torch.Generator, samples: int) -> Batch:
-    inputs = torch.randn(samples, WIDTH, generator=drawn)
-    return inputs, torch.randn(samples, WIDTH, generator=drawn)
+from zoo.common import WIDTH, Batch, Entry, squared_error, vector_batch
 
 
 def _routed(drawn: torch.Generator, samples: int) -> Batch:
     """Column 0 is 0 in the first half of a batch and 1 in the second: ranks see one kind each."""
-    inputs, targets = _vectors(drawn, samples)
+    inputs, targets = vector_batch(drawn, samples)
     inputs[:, 0] = (torch.arange(samples) >= samples // 2).float()
     return inputs, targets
 
@@ -77,7 +61,7 @@ def experts_without_tokens(seed: int) -> Entry:
     each other, and the third must keep its weights under weight decay.
     """
     torch.manual_seed(seed)
-    return _Routed([_Experts(3), _Experts(3)]), _squares, _routed
+    return _Routed([_Experts(3), _Experts(3)]), squared_error, _routed
 
 
 class _Dropped(nn.Module):
@@ -104,7 +88,7 @@ def layers_dropped_by_rank(seed: int) -> Entry:
     A rank without such samples does not call the layer, whose parameters others gather.
     """
     torch.manual_seed(seed)
-    return _Dropped(5), _squares, _routed
+    return _Dropped(5), squared_error, _routed
 
 
 class _Branches(nn.Module):
@@ -125,7 +109,7 @@ class _Branches(nn.Module):
 def branches_on_raw_inputs(seed: int) -> Entry:
     """Ranks take different branches, in no order, on inputs that need no gradient."""
     torch.manual_seed(seed)
-    return _Branches(), _squares, _routed
+    return _Branches(), squared_error, _routed
 
 
 class _Repeated(nn.Module):
@@ -143,7 +127,7 @@ class _Repeated(nn.Module):
 def blocks_called_several_times(seed: int) -> Entry:
     """A recurrence over blocks in no order, at the end of which one rank calls one more."""
     torch.manual_seed(seed)
-    return _Repeated(), _squares, _routed
+    return _Repeated(), squared_error, _routed
 
 
 class _LeftOut(nn.Module):
@@ -165,7 +149,7 @@ def output_left_out_by_a_rank(seed: int) -> Entry:
     whole batch sees the first kind only.
     """
     torch.manual_seed(seed)
-    return _LeftOut(), _squares, _routed
+    return _LeftOut(), squared_error, _routed
 
 
 class _Heads(nn.Module):
@@ -184,7 +168,7 @@ class _Heads(nn.Module):
 def pooler_never_used(seed: int) -> Entry:
     """A pooler and a mask token that no forward uses, as in many encoders."""
     torch.manual_seed(seed)
-    return _Heads(), _squares, _vectors
+    return _Heads(), squared_error, vector_batch
 
 
 class _Scaled(nn.Module):
@@ -203,7 +187,7 @@ class _Scaled(nn.Module):
 def parameters_without_dimension(seed: int) -> Entry:
     """CLIP's `logit_scale`, which has no dimension to split."""
     torch.manual_seed(seed)
-    return _Scaled(), _squares, _vectors
+    return _Scaled(), squared_error, vector_batch
 
 
 class _Filter(nn.Module):
@@ -223,14 +207,14 @@ class _Filter(nn.Module):
 def complex_and_float64_parameters(seed: int) -> Entry:
     """Three dtypes in a block, one of them complex, as in spectral layers."""
     torch.manual_seed(seed)
-    return nn.Sequential(_Filter(), _Filter()), _squares, _vectors
+    return nn.Sequential(_Filter(), _Filter()), squared_error, vector_batch
 
 
 def old_weight_norm(seed: int) -> Entry:
     """`nn.utils.weight_norm`: `weight` is a tensor with a history, made anew in each forward."""
     torch.manual_seed(seed)
     layers = [nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-    return nn.Sequential(*layers), _squares, _vectors
+    return nn.Sequential(*layers), squared_error, vector_batch
 
 
 def parametrized_weight_norm(seed: int) -> Entry:
@@ -238,7 +222,7 @@ def parametrized_weight_norm(seed: int) -> Entry:
     torch.manual_seed(seed)
     norm = nn.utils.parametrizations.weight_norm
     layers: list[nn.Module] = [norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-    return nn.Sequential(*layers), _squares, _vectors
+    return nn.Sequential(*layers), squared_error, vector_batch
 
 
 class _Counting(nn.Module):
@@ -259,7 +243,7 @@ class _Counting(nn.Module):
 def buffer_counts_calls(seed: int) -> Entry:
     """An integer buffer that the forward changes and uses: recomputing must not count again."""
     torch.manual_seed(seed)
-    return _Counting(), _squares, _vectors
+    return _Counting(), squared_error, vector_batch
 
 
 class _Averaging(nn.Module):
@@ -288,7 +272,7 @@ def running_averages_in_the_forward(seed: int) -> Entry:
     What one process would have of the whole batch differs by construction: rank 0's count.
     """
     torch.manual_seed(seed)
-    return nn.Sequential(*[_Averaging() for _ in range(3)]), _squares, _vectors
+    return nn.Sequential(*[_Averaging() for _ in range(3)]), squared_error, vector_batch
 
 
 class _Uncounted(nn.Module):
@@ -315,7 +299,7 @@ class _Uncounted(nn.Module):
 def buffers_moved_without_a_version(seed: int) -> Entry:
     """Running averages that fused batch normalisation and `.data` move; rank 0's count."""
     torch.manual_seed(seed)
-    return nn.Sequential(*[_Uncounted() for _ in range(3)]), _squares, _vectors
+    return nn.Sequential(*[_Uncounted() for _ in range(3)]), squared_error, vector_batch
 
 
 class _Tied(nn.Module):
@@ -337,14 +321,14 @@ class _Tied(nn.Module):
 def tied_across_blocks(seed: int) -> Entry:
     """A head tied to the embedding, and a bias that two blocks share."""
     torch.manual_seed(seed)
-    return _Tied(), _squares, _vectors
+    return _Tied(), squared_error, vector_batch
 
 
 def one_block_repeated(seed: int) -> Entry:
     """ALBERT's sharing: one block that is in the list four times."""
     torch.manual_seed(seed)
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    return nn.Sequential(*[block] * 4, nn.Linear(WIDTH, WIDTH)), _squares, _vectors
+    return nn.Sequential(*[block] * 4, nn.Linear(WIDTH, WIDTH)), squared_error, vector_batch
 
 
 def frozen_beside_trained(seed: int) -> Entry:
@@ -354,12 +338,12 @@ def frozen_beside_trained(seed: int) -> Entry:
     module.stem.requires_grad_(False)
     module.layers[0].requires_grad_(False)
     module.layers[2].weight.requires_grad_(False)
-    return module, _squares, _routed
+    return module, squared_error, _routed
 
 
 def _penalised(module: nn.Module, batch: Batch) -> Tensor:
     weights = sum(p.square().sum() for p in module.parameters() if p.dim() > 1)
-    error = _squares(module, batch)
+    error = squared_error(module, batch)
     norms = sum(p.norm() for name, p in module.named_parameters() if name.endswith("weight"))
     return error + 1e-2 * weights + 1e-3 * norms
 
@@ -367,7 +351,7 @@ def _penalised(module: nn.Module, batch: Batch) -> Tensor:
 def penalty_of_parameters(seed: int) -> Entry:
     """A loss that goes through `module.parameters()`, before the forward and after it."""
     torch.manual_seed(seed)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]), _penalised, _vectors
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]), _penalised, vector_batch
 
 
 class _ChannelsLast(nn.Module):
@@ -390,7 +374,7 @@ def _images(drawn: torch.Generator, samples: int) -> Batch:
 def parameters_not_contiguous(seed: int) -> Entry:
     """Convolutions in channels-last, whose weights are not contiguous."""
     torch.manual_seed(seed)
-    return _ChannelsLast(), _squares, _images
+    return _ChannelsLast(), squared_error, _images
 
 
 class _LossInside(nn.Module):

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from zoo.data_parallel import MODULES, RUNNING, Entry, MakeBatch
+
+from zoo.common import Entry, MakeBatch
+from zoo.data_parallel import MODULES, RUNNING
 
 SAMPLES = 8  # of a batch, whose samples one entry may tell apart by their place
 

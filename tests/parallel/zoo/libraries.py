@@ -12,17 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batch = Any
-LossFunction = Callable[[nn.Module, Any], Any]
-MakeBatch = Callable[[torch.Generator, int], Batch]
-Entry = tuple[nn.Module, LossFunction | None, MakeBatch]
+from zoo.common import Batch, Entry, MakeBatch
+from zoo.whole import LENGTH, VOCAB, token_batch
 
-VOCAB, LENGTH, WIDTH, CLASSES = 24, 6, 16, 4
-
-
-def _tokens(drawn: torch.Generator, samples: int) -> Batch:
-    numbers = torch.randint(3, VOCAB, (samples, LENGTH + 1), generator=drawn)
-    return {"tokens": numbers[:, :-1].contiguous(), "targets": numbers[:, 1:].contiguous()}
+WIDTH, CLASSES = 16, 4
 
 
 def _images(size: int) -> MakeBatch:
@@ -68,7 +61,7 @@ def x_transformers_decoder(seed: int) -> Entry:
     layers = Decoder(dim=WIDTH, depth=2, heads=2, attn_dim_head=8, rotary_pos_emb=True,
                      attn_kv_heads=1, ff_glu=True, use_rmsnorm=True, attn_qk_norm=True)  # fmt: skip
     module = TransformerWrapper(num_tokens=VOCAB, max_seq_len=16, attn_layers=layers)
-    return module, _next_tokens, _tokens
+    return module, _next_tokens, token_batch
 
 
 def x_transformers_with_memory(seed: int) -> Entry:
@@ -84,7 +77,7 @@ def x_transformers_with_memory(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(batch["tokens"])
 
-    return AutoregressiveWrapper(inner), loss, _tokens
+    return AutoregressiveWrapper(inner), loss, token_batch
 
 
 def x_transformers_translation(seed: int) -> Entry:
@@ -100,7 +93,7 @@ def x_transformers_translation(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(batch["tokens"], batch["targets"])
 
-    return module, loss, _tokens
+    return module, loss, token_batch
 
 
 def x_transformers_images(seed: int) -> Entry:
@@ -322,7 +315,7 @@ def mambapy_blocks(seed: int) -> Entry:
             return self.head(self.inner(self.embed(tokens)))
 
     torch.manual_seed(seed)
-    return Model(), _next_tokens, _tokens
+    return Model(), _next_tokens, token_batch
 
 
 def min_gru(seed: int) -> Entry:
@@ -335,7 +328,7 @@ def min_gru(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(batch["tokens"], return_loss=True)
 
-    return module, loss, _tokens
+    return module, loss, token_batch
 
 
 def soft_experts(seed: int) -> Entry:
@@ -392,7 +385,7 @@ def local_windows(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(batch["tokens"], return_loss=True)
 
-    return module, loss, _tokens
+    return module, loss, token_batch
 
 
 def torch_transformer(seed: int) -> Entry:
@@ -415,7 +408,7 @@ def torch_transformer(seed: int) -> Entry:
         return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
     torch.manual_seed(seed)
-    return Model(), loss, _tokens
+    return Model(), loss, token_batch
 
 
 _SMALL = {"vocab_size": VOCAB, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
@@ -434,7 +427,7 @@ def transformers_bart(seed: int) -> Entry:
     from transformers import BartConfig, BartForConditionalGeneration
 
     torch.manual_seed(seed)
-    return BartForConditionalGeneration(BartConfig(**_SMALL)), _labels, _tokens
+    return BartForConditionalGeneration(BartConfig(**_SMALL)), _labels, token_batch
 
 
 def transformers_wav2vec2(seed: int) -> Entry:
@@ -496,7 +489,7 @@ def transformers_jamba_like(seed: int) -> Entry:
         logits = module(batch["tokens"]).logits
         return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
-    return BambaForCausalLM(config), loss, _tokens
+    return BambaForCausalLM(config), loss, token_batch
 
 
 LIBRARIES: dict[Callable[[int], Entry], tuple[str, ...]] = {

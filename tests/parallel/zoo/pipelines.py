@@ -6,7 +6,6 @@ that a batch that is cut must come to the loss and gradients of one process exac
 entries that have to come out right in every pipeline, `REFUSED` those that may be refused.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,65 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-Batch = Any
-LossFunction = Callable[[nn.Module, Any], Any]
-MakeBatch = Callable[[torch.Generator, int], Batch]
-Entry = tuple[nn.Module, LossFunction | None, MakeBatch]
-
-WIDTH, LAYERS, VOCAB, LENGTH = 6, 4, 11, 5
-
-
-def _squares(module: nn.Module, batch: Batch) -> Tensor:
-    inputs, targets = batch
-    return (module(inputs) - targets).square().mean()
-
-
-def _vectors(drawn: torch.Generator, samples: int) -> Batch:
-    inputs = torch.randn(samples, WIDTH, generator=drawn)
-    return inputs, torch.randn(samples, WIDTH, generator=drawn)
+from zoo.common import (
+    LAYERS,
+    VOCAB,
+    WIDTH,
+    Batch,
+    BlockStack,
+    Entry,
+    ResidualBlock,
+    build_seeded,
+    squared_error,
+    token_batch,
+    vector_batch,
+)
 
 
-def _tokens(drawn: torch.Generator, samples: int) -> Batch:
-    numbers = torch.randint(VOCAB, (samples, LENGTH + 1), generator=drawn)
-    return {"tokens": numbers[:, :-1], "targets": numbers[:, 1:]}
-
-
-class _Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(self.norm(x)))
-
-
-class _Stack(nn.Module):
-    """A stem, blocks that are called in order, and a head."""
-
-    def __init__(self, make: Callable[[], nn.Module] = _Block) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(make() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(x)
-
-
-def _built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(seed)
-    return build()
-
-
-class _LeavesAux(_Block):
+class _LeavesAux(ResidualBlock):
     """A loss of its own in `aux`, a number before the first forward."""
 
     def __init__(self) -> None:
@@ -93,7 +49,7 @@ def aux_on_blocks(seed: int) -> Entry:
         layers: Any = module.layers
         return total + 0.1 * sum(layer.aux for layer in layers), len(inputs)
 
-    return _built(seed, lambda: _Stack(_LeavesAux)), loss, _vectors
+    return build_seeded(seed, lambda: BlockStack(_LeavesAux)), loss, vector_batch
 
 
 class _InnerGate(nn.Module):
@@ -108,7 +64,7 @@ class _InnerGate(nn.Module):
         return shares.amax(-1, keepdim=True)
 
 
-class _Gated(_Block):
+class _Gated(ResidualBlock):
     def __init__(self) -> None:
         super().__init__()
         self.gate = _InnerGate()
@@ -117,7 +73,7 @@ class _Gated(_Block):
         return x + torch.tanh(self.up(x)) * self.gate(x)
 
 
-class _AddsBalance(_Stack):
+class _AddsBalance(BlockStack):
     def forward(self, x: Tensor) -> Any:
         out = self.run(x)
         gates = [layer.gate for layer in self.layers]  # type: ignore[union-attr]
@@ -133,10 +89,10 @@ def aux_in_dicts_of_inner_modules(seed: int) -> Entry:
         out, extra, shares = module(inputs)
         return (out - targets).square().sum() + 0.3 * extra + 0.01 * shares, len(inputs)
 
-    return _built(seed, lambda: _AddsBalance(_Gated)), loss, _vectors
+    return build_seeded(seed, lambda: _AddsBalance(_Gated)), loss, vector_batch
 
 
-class _KeepsActivations(_Block):
+class _KeepsActivations(ResidualBlock):
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Tensor] = []
@@ -157,22 +113,22 @@ def activation_penalty(seed: int) -> Entry:
         layers: Any = module.layers
         return total + 0.1 * sum(kept.square().mean() for layer in layers for kept in layer.kept)
 
-    return _built(seed, lambda: _Stack(_KeepsActivations)), loss, _vectors
+    return build_seeded(seed, lambda: BlockStack(_KeepsActivations)), loss, vector_batch
 
 
 def loss_by_closure(seed: int) -> Entry:
     """The loss refers to the module that it was made with, not to the one that it is given."""
-    module: Any = _built(seed, lambda: _Stack(_LeavesAux))
+    module: Any = build_seeded(seed, lambda: BlockStack(_LeavesAux))
 
     def loss(given: nn.Module, batch: Batch) -> tuple[Tensor, int]:
         inputs, targets = batch
         total = (given(inputs) - targets).square().sum()
         return total + 0.1 * sum(layer.aux for layer in module.layers), len(inputs)
 
-    return module, loss, _vectors
+    return module, loss, vector_batch
 
 
-class _Checkpointed(_Stack):
+class _Checkpointed(BlockStack):
     def __init__(self, reentrant: bool, sequential: bool = False) -> None:
         super().__init__()
         self.reentrant, self.sequential = reentrant, sequential
@@ -190,26 +146,26 @@ class _Checkpointed(_Stack):
 
 def checkpoints_in_forward(seed: int) -> Entry:
     """The model's forward calls each block through torch's checkpoint."""
-    return _built(seed, lambda: _Checkpointed(False)), _squares, _vectors
+    return build_seeded(seed, lambda: _Checkpointed(False)), squared_error, vector_batch
 
 
 def reentrant_checkpoints_in_forward(seed: int) -> Entry:
     """The same with use_reentrant=True, whose function runs without a graph."""
-    return _built(seed, lambda: _Checkpointed(True)), _squares, _vectors
+    return build_seeded(seed, lambda: _Checkpointed(True)), squared_error, vector_batch
 
 
 def checkpoints_over_several_blocks(seed: int) -> Entry:
     """Segments of blocks are one checkpoint each, so that a stage ends inside of one."""
-    return _built(seed, lambda: _Checkpointed(False, True)), _squares, _vectors
+    return build_seeded(seed, lambda: _Checkpointed(False, True)), squared_error, vector_batch
 
 
-class _Transposing(_Block):
+class _Transposing(ResidualBlock):
     def forward(self, x: Tensor) -> Tensor:
         mixed = torch.tanh(self.up(x.transpose(0, 1).contiguous().transpose(0, 1)))
         return (x + mixed).transpose(1, 2)
 
 
-class _Sequences(_Stack):
+class _Sequences(BlockStack):
     def forward(self, x: Tensor) -> Any:
         return self.run(x.unsqueeze(1) + x.unsqueeze(2))
 
@@ -221,7 +177,7 @@ def blocks_that_transpose(seed: int) -> Entry:
         inputs, targets = batch
         return (module(inputs).mean(1) - targets).square().mean()
 
-    return _built(seed, lambda: _Sequences(_Transposing)), loss, _vectors
+    return build_seeded(seed, lambda: _Sequences(_Transposing)), loss, vector_batch
 
 
 class _Pairs(nn.Module):
@@ -234,7 +190,7 @@ class _Pairs(nn.Module):
         return {"x": x + self.b(state), "state": state, "rest": (None, count + 1)}
 
 
-class _TwoStreams(_Stack):
+class _TwoStreams(BlockStack):
     def __init__(self) -> None:
         super().__init__(_Pairs)
 
@@ -249,10 +205,10 @@ class _TwoStreams(_Stack):
 
 def blocks_that_return_dicts(seed: int) -> Entry:
     """Two streams and a number go from block to block, in a dict."""
-    return _built(seed, _TwoStreams), _squares, _vectors
+    return build_seeded(seed, _TwoStreams), squared_error, vector_batch
 
 
-class _MovingStem(_Stack):
+class _MovingStem(BlockStack):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -268,7 +224,7 @@ class _MovingStem(_Stack):
 
 def moving_buffer_in_stem(seed: int) -> Entry:
     """A running average of the stem's output, which middle stages compute of NaN."""
-    return _built(seed, _MovingStem), _squares, _vectors
+    return build_seeded(seed, _MovingStem), squared_error, vector_batch
 
 
 class _OwnLoss(nn.Module):
@@ -277,7 +233,7 @@ class _OwnLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(_Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(ResidualBlock() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Any:
@@ -293,7 +249,7 @@ class _OwnLoss(nn.Module):
 
 def own_loss_with_terms(seed: int) -> Entry:
     """The module returns its own loss, which is not the cross-entropy of its logits."""
-    return _built(seed, _OwnLoss), None, _tokens
+    return build_seeded(seed, _OwnLoss), None, token_batch
 
 
 class _ListsOfLists(nn.Module):
@@ -313,7 +269,7 @@ class _ListsOfLists(nn.Module):
 
 def lists_of_lists(seed: int) -> Entry:
     """The members of the largest ModuleList are lists, which nobody calls."""
-    return _built(seed, _ListsOfLists), _squares, _vectors
+    return build_seeded(seed, _ListsOfLists), squared_error, vector_batch
 
 
 def norm_of_all_parameters(seed: int) -> Entry:
@@ -321,19 +277,19 @@ def norm_of_all_parameters(seed: int) -> Entry:
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         penalty = sum(parameter.square().sum() for parameter in module.parameters())
-        return _squares(module, batch) + 0.01 * penalty
+        return squared_error(module, batch) + 0.01 * penalty
 
-    return _built(seed, _Stack), loss, _vectors
+    return build_seeded(seed, BlockStack), loss, vector_batch
 
 
-class _AppendsToArgument(_Block):
+class _AppendsToArgument(ResidualBlock):
     def forward(self, x: Tensor, found: list[Tensor] | None = None) -> Tensor:
         if found is not None:
             found.append(self.up(x).square().mean())
         return super().forward(x)
 
 
-class _Collects(_Stack):
+class _Collects(BlockStack):
     def forward(self, x: Tensor) -> Any:
         found: list[Tensor] = []
         x = self.stem(x)
@@ -350,10 +306,10 @@ def lists_as_arguments(seed: int) -> Entry:
         out, extra = module(inputs)
         return (out - targets).square().mean() + extra
 
-    return _built(seed, lambda: _Collects(_AppendsToArgument)), loss, _vectors
+    return build_seeded(seed, lambda: _Collects(_AppendsToArgument)), loss, vector_batch
 
 
-class _ReadsState(_Block):
+class _ReadsState(ResidualBlock):
     def forward(self, x: Tensor, *, state: dict[str, Any]) -> Tensor:
         out: Tensor = super().forward(x + 0.1 * sum(state["past"]))
         state["past"].append(out)
@@ -361,7 +317,7 @@ class _ReadsState(_Block):
         return out / state["calls"]
 
 
-class _Dense(_Stack):
+class _Dense(BlockStack):
     def forward(self, x: Tensor) -> Any:
         x = self.stem(x)
         state: dict[str, Any] = {"past": [x]}
@@ -372,10 +328,10 @@ class _Dense(_Stack):
 
 def state_as_argument(seed: int) -> Entry:
     """Blocks read and extend a dict, and a list in it, that they are given by name."""
-    return _built(seed, lambda: _Dense(_ReadsState)), _squares, _vectors
+    return build_seeded(seed, lambda: _Dense(_ReadsState)), squared_error, vector_batch
 
 
-class _Hooked(_Stack):
+class _Hooked(BlockStack):
     """Collects what layers inside of blocks return by hooks, as transformers' routers."""
 
     def __init__(self) -> None:
@@ -401,7 +357,7 @@ def hooks_inside_of_blocks(seed: int) -> Entry:
         out, extra = module(inputs)
         return (out - targets).square().mean() + extra
 
-    return _built(seed, _Hooked), loss, _vectors
+    return build_seeded(seed, _Hooked), loss, vector_batch
 
 
 def faint_hooks_inside_of_blocks(seed: int) -> Entry:
@@ -412,7 +368,7 @@ def faint_hooks_inside_of_blocks(seed: int) -> Entry:
         out, extra = module(inputs)
         return (out - targets).square().mean() + 1e-9 * extra
 
-    return _built(seed, _Hooked), loss, _vectors
+    return build_seeded(seed, _Hooked), loss, vector_batch
 
 
 MODULES = (

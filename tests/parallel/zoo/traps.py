@@ -15,22 +15,20 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-Batch = Any
-LossFunction = Callable[[nn.Module, Any], Any]
-MakeBatch = Callable[[torch.Generator, int], Batch]
-Entry = tuple[nn.Module, LossFunction | None, MakeBatch]
-
-WIDTH, LAYERS, VOCAB, LENGTH = 6, 4, 11, 5
-
-
-def _squares(module: nn.Module, batch: Batch) -> Tensor:
-    inputs, targets = batch
-    return (module(inputs) - targets).square().mean()
-
-
-def _vectors(drawn: torch.Generator, samples: int) -> Batch:
-    inputs = torch.randn(samples, WIDTH, generator=drawn)
-    return inputs, torch.randn(samples, WIDTH, generator=drawn)
+from zoo.common import (
+    LAYERS,
+    LENGTH,
+    VOCAB,
+    WIDTH,
+    Batch,
+    BlockStack,
+    Entry,
+    ResidualBlock,
+    build_seeded,
+    squared_error,
+    token_batch,
+    vector_batch,
+)
 
 
 def _sequences(drawn: torch.Generator, samples: int) -> Batch:
@@ -38,54 +36,14 @@ def _sequences(drawn: torch.Generator, samples: int) -> Batch:
     return torch.randn(*shape, generator=drawn), torch.randn(*shape, generator=drawn)
 
 
-def _tokens(drawn: torch.Generator, samples: int) -> Batch:
-    numbers = torch.randint(VOCAB, (samples, LENGTH + 1), generator=drawn)
-    return {"tokens": numbers[:, :-1], "targets": numbers[:, 1:]}
-
-
 def _next_tokens(module: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(module(batch["tokens"]).flatten(0, 1), batch["targets"].flatten())
-
-
-class _Block(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(self.norm(x)))
-
-
-class _Stack(nn.Module):
-    """A stem, blocks that are called in order, and a head."""
-
-    def __init__(self, make: Callable[[], nn.Module] = _Block) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(make() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(x)
-
-
-def _built(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(seed)
-    return build()
 
 
 def tied_by_a_property(seed: int) -> Entry:
     """The head is a property: the first block's weight."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         @property
         def weight(self) -> Tensor:
             return self.layers[0].up.weight  # type: ignore[return-value,union-attr]
@@ -93,31 +51,31 @@ def tied_by_a_property(seed: int) -> Entry:
         def forward(self, x: Tensor) -> Any:
             return F.linear(self.run(x), self.weight)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def parameter_made_by_the_first_forward(seed: int) -> Entry:
     """A scale that is there after the first forward, as users write lazy parameters themselves."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             if not hasattr(self, "scale"):
                 self.scale = nn.Parameter(x.new_ones(x.shape[-1]))
             return self.run(x) * self.scale
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def norm_shared_by_blocks(seed: int) -> Entry:
     """One norm that is a part of all blocks."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             for layer in self.layers:
                 layer.norm = self.layers[0].norm  # type: ignore[union-attr,assignment]
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 class _Centred:
@@ -135,7 +93,7 @@ class _Centred:
 
 def loss_with_a_running_mean(seed: int) -> Entry:
     """The state is outside of the module, so that no checkpoint holds it."""
-    return _built(seed, _Stack), _Centred(), _vectors
+    return build_seeded(seed, BlockStack), _Centred(), vector_batch
 
 
 def teacher_moved_by_the_forward(seed: int) -> Entry:
@@ -144,7 +102,7 @@ def teacher_moved_by_the_forward(seed: int) -> Entry:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.student, self.teacher = _Stack(), _Stack()
+            self.student, self.teacher = BlockStack(), BlockStack()
             self.teacher.load_state_dict(self.student.state_dict())
             self.teacher.requires_grad_(False)
 
@@ -160,7 +118,7 @@ def teacher_moved_by_the_forward(seed: int) -> Entry:
                 wanted = self.teacher(x)
             return self.student(x) - 0.5 * wanted
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def teacher_without_gradient(seed: int) -> Entry:
@@ -169,7 +127,7 @@ def teacher_without_gradient(seed: int) -> Entry:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.student, self.teacher = _Stack(), _Stack()
+            self.student, self.teacher = BlockStack(), BlockStack()
             self.teacher.requires_grad_(False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -178,7 +136,7 @@ def teacher_without_gradient(seed: int) -> Entry:
             out = self.student(x)
             return out + (out - wanted).square() + out.detach() * out
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 class _Reversed(torch.autograd.Function):
@@ -194,7 +152,7 @@ class _Reversed(torch.autograd.Function):
 def gradient_reversal(seed: int) -> Entry:
     """A domain's head whose gradient goes back with the other sign."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             self.domain = nn.Linear(WIDTH, 1)
@@ -208,7 +166,7 @@ def gradient_reversal(seed: int) -> Entry:
         out, domain = module(inputs)
         return (out - targets).square().mean() + F.softplus(domain).mean()
 
-    return _built(seed, Model), loss, _vectors
+    return build_seeded(seed, Model), loss, vector_batch
 
 
 class _Quantised(torch.autograd.Function):
@@ -232,7 +190,7 @@ class _Quantised(torch.autograd.Function):
 def function_with_side_output(seed: int) -> Entry:
     """Blocks round by a Function of their own, and return how much that was off."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.full((1,), 0.1))
@@ -240,7 +198,7 @@ def function_with_side_output(seed: int) -> Entry:
         def forward(self, x: Tensor) -> Any:
             return _Quantised.apply(super().forward(x), self.scale)
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def run(self, x: Tensor) -> Tensor:
             x, off = self.stem(x), 0.0
             for layer in self.layers:
@@ -248,13 +206,13 @@ def function_with_side_output(seed: int) -> Entry:
                 off = off + more
             return self.head(x + off)
 
-    return _built(seed, lambda: Model(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: Model(Block)), squared_error, vector_batch
 
 
 def depth_by_own_generator(seed: int) -> Entry:
     """Stochastic depth by a random.Random and a torch.Generator of each block."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.coin, self.noise = Random(3), torch.Generator().manual_seed(4)
@@ -263,24 +221,24 @@ def depth_by_own_generator(seed: int) -> Entry:
             scale = 1 + 0.1 * torch.rand((), generator=self.noise, dtype=x.dtype)
             return x + (0.5 + self.coin.random()) * scale * torch.tanh(self.up(x))
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def depth_by_python_random(seed: int) -> Entry:
     """Layers are dropped by Python's own generator."""
     import random
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
             return x if random.random() < 0.3 else super().forward(x)
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def iterations_by_sample(seed: int) -> Entry:
     """One cell is called until each sample has halted, and each is what it was when it did."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             left = 1 + (x[:, 0].detach().abs() * 3).long().clamp(max=4)
             x = self.stem(x)
@@ -291,13 +249,13 @@ def iterations_by_sample(seed: int) -> Entry:
                 x = layer(x)
             return self.head(x)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def early_exit(seed: int) -> Entry:
     """Samples leave after different blocks; when all have left, no more blocks are called."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             exits = 1 + (x[:, 0].detach() > 0).long() + (x[:, 1].detach() > 0).long()
             x = self.stem(x)
@@ -308,13 +266,13 @@ def early_exit(seed: int) -> Entry:
                 x = x.index_copy(0, at, layer(x[at]))
             return self.head(x)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def routes_by_a_name_in_the_batch(seed: int) -> Entry:
     """A nested ModuleDict, of which a name in the batch says which branch is called."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             self.tasks = nn.ModuleDict(
@@ -328,14 +286,14 @@ def routes_by_a_name_in_the_batch(seed: int) -> Entry:
             return self.tasks[task][kind](self.run(x))  # type: ignore[index]
 
     def make(drawn: torch.Generator, samples: int) -> Batch:
-        inputs, targets = _vectors(drawn, samples)
+        inputs, targets = vector_batch(drawn, samples)
         return {"x": inputs, "targets": targets, "task": "text", "kind": "en"}
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         out = module(batch["x"], batch["task"], kind=batch["kind"])
         return (out - batch["targets"]).square().mean()
 
-    return _built(seed, Model), loss, make
+    return build_seeded(seed, Model), loss, make
 
 
 @dataclass
@@ -356,7 +314,7 @@ def batch_as_dataclass(seed: int) -> Entry:
     def loss(module: nn.Module, batch: _Pair) -> Tensor:
         return (module(batch.inputs) - batch.targets).square().mean()
 
-    return _built(seed, _Stack), loss, lambda d, n: _Pair(*_vectors(d, n))
+    return build_seeded(seed, BlockStack), loss, lambda d, n: _Pair(*vector_batch(d, n))
 
 
 def batch_as_named_tuple(seed: int) -> Entry:
@@ -365,7 +323,7 @@ def batch_as_named_tuple(seed: int) -> Entry:
     def loss(module: nn.Module, batch: _Named) -> Tensor:
         return (module(batch.inputs) - batch.targets).square().mean()
 
-    return _built(seed, _Stack), loss, lambda d, n: _Named(*_vectors(d, n), "all")
+    return build_seeded(seed, BlockStack), loss, lambda d, n: _Named(*vector_batch(d, n), "all")
 
 
 def batch_as_ragged_list(seed: int) -> Entry:
@@ -380,7 +338,7 @@ def batch_as_ragged_list(seed: int) -> Entry:
         out = module(padded).sum(1)
         return (out - torch.stack(batch["targets"])).square().mean()
 
-    return _built(seed, _Stack), loss, make
+    return build_seeded(seed, BlockStack), loss, make
 
 
 @dataclass
@@ -392,11 +350,11 @@ class _Made:
 def blocks_return_dataclasses(seed: int) -> Entry:
     """What blocks and the model return is of a class of the user's own."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Any) -> Any:
             return _Made(super().forward(x.hidden))
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             made: Any = _Made(self.stem(x))
             for layer in self.layers:
@@ -407,7 +365,7 @@ def blocks_return_dataclasses(seed: int) -> Entry:
         made = module(batch[0])
         return (made.hidden - batch[1]).square().mean() + 0.1 * made.extra.square().mean()
 
-    return _built(seed, lambda: Model(Block)), loss, _vectors
+    return build_seeded(seed, lambda: Model(Block)), loss, vector_batch
 
 
 class _Two(NamedTuple):
@@ -418,11 +376,11 @@ class _Two(NamedTuple):
 def blocks_return_named_tuples(seed: int) -> Entry:
     """Blocks return named tuples with None in them."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Any:
             return _Two(super().forward(x), None)
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             x = self.stem(x)
             for layer in self.layers:
@@ -432,13 +390,13 @@ def blocks_return_named_tuples(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return (module(batch[0]).hidden - batch[1]).square().mean()
 
-    return _built(seed, lambda: Model(Block)), loss, _vectors
+    return build_seeded(seed, lambda: Model(Block)), loss, vector_batch
 
 
 def whole_numbers_moved(seed: int) -> Entry:
     """Blocks count in int and bool buffers, and use them."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros(1, dtype=torch.int32))
@@ -451,29 +409,29 @@ def whole_numbers_moved(seed: int) -> Entry:
                 self.on[0] = self.calls[0] % 2 == 0  # type: ignore[index,operator]
             return x + torch.tanh(self.up(x)) * self.on / (1 + self.calls)  # type: ignore[operator]
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def old_spectral_norm(seed: int) -> Entry:
     """`nn.utils.spectral_norm`, which moves vectors with each forward."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.up = nn.utils.spectral_norm(self.up)
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def parametrized_spectral_norm(seed: int) -> Entry:
     """The same as a parametrization."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.up = nn.utils.parametrizations.spectral_norm(self.up)
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def orthogonal_and_own_parametrization(seed: int) -> Entry:
@@ -483,13 +441,13 @@ def orthogonal_and_own_parametrization(seed: int) -> Entry:
         def forward(self, x: Tensor) -> Tensor:
             return F.softplus(x)
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             nn.utils.parametrizations.orthogonal(self.up)
             nn.utils.parametrize.register_parametrization(self.up, "bias", Positive())
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def backward_hooks_on_blocks(seed: int) -> Entry:
@@ -498,13 +456,13 @@ def backward_hooks_on_blocks(seed: int) -> Entry:
     def scale(module: nn.Module, given: Any, made: Any) -> Any:
         return tuple(None if one is None else 0.5 * one for one in given)
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             for layer in self.layers:
                 layer.register_full_backward_hook(scale)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def _half(gradient: Tensor) -> Tensor:
@@ -514,7 +472,7 @@ def _half(gradient: Tensor) -> Tensor:
 def hooks_on_parameters(seed: int) -> Entry:
     """Hooks that change gradients of parameters: halved, and kept out of some rows."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             rows = torch.ones(WIDTH, 1)
@@ -523,7 +481,7 @@ def hooks_on_parameters(seed: int) -> Entry:
             self.layers[2].up.bias.register_hook(_half)  # type: ignore[union-attr]
             self.head.weight.register_hook(_half)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def hooks_after_accumulation(seed: int) -> Entry:
@@ -533,39 +491,39 @@ def hooks_after_accumulation(seed: int) -> Entry:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             self.layers[1].up.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[union-attr]
             self.head.weight.register_post_accumulate_grad_hook(halve)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def hooks_on_activations(seed: int) -> Entry:
     """Gradients of activations are halved on their way, in blocks and outside of them."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
             if out.requires_grad:
                 out.register_hook(_half)
             return out
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             out = self.run(x)
             if out.requires_grad:
                 out.register_hook(_half)
             return out
 
-    return _built(seed, lambda: Model(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: Model(Block)), squared_error, vector_batch
 
 
 def buffer_with_a_gradient(seed: int) -> Entry:
     """A buffer that requires gradients, which no optimizer steps."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("gain", torch.ones(WIDTH).requires_grad_())
@@ -573,42 +531,42 @@ def buffer_with_a_gradient(seed: int) -> Entry:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * self.gain)  # type: ignore[operator]
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def some_blocks_in_bfloat16(seed: int) -> Entry:
     """Two of the blocks are in bf16, and cast what comes and goes."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
             return x + super().forward(x.to(self.up.weight.dtype)).to(x.dtype)
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__(Block)
             for layer in self.layers[1:3]:
                 layer.to(torch.bfloat16)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def autocast_in_the_forward(seed: int) -> Entry:
     """The model's forward has its own autocast."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             with torch.autocast("cpu", torch.bfloat16):
                 out = self.run(x)
             return out.to(x.dtype)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 class _Embedded(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH, **options)
-        self.layers = nn.ModuleList(_Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(ResidualBlock() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -620,29 +578,29 @@ class _Embedded(nn.Module):
 
 def embedding_with_sparse_gradients(seed: int) -> Entry:
     """An embedding whose gradient is sparse."""
-    return _built(seed, lambda: _Embedded(sparse=True)), _next_tokens, _tokens
+    return build_seeded(seed, lambda: _Embedded(sparse=True)), _next_tokens, token_batch
 
 
 def embedding_with_max_norm(seed: int) -> Entry:
     """An embedding whose forward shortens the rows that are read, in place."""
-    return _built(seed, lambda: _Embedded(max_norm=1.0)), _next_tokens, _tokens
+    return build_seeded(seed, lambda: _Embedded(max_norm=1.0)), _next_tokens, token_batch
 
 
 def embedding_with_padding(seed: int) -> Entry:
     """Rows of padding, and gradients by how often a row is read."""
-    return _built(seed, lambda: _Embedded(padding_idx=0)), _next_tokens, _tokens
+    return build_seeded(seed, lambda: _Embedded(padding_idx=0)), _next_tokens, token_batch
 
 
 def weights_clamped_by_the_forward(seed: int) -> Entry:
     """WGAN's clipping: a block's forward keeps its weights small, in place."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 self.up.weight.clamp_(-0.2, 0.2)
             return super().forward(x)
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def attention_with_masks(seed: int) -> Entry:
@@ -659,7 +617,7 @@ def attention_with_masks(seed: int) -> Entry:
             seen, _ = self.attend(y, y, y, attn_mask=causal, key_padding_mask=padding)
             return x + torch.tanh(self.up(seen))
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor, padding: Tensor) -> Any:  # type: ignore[override]
             length = x.shape[1]
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
@@ -678,7 +636,7 @@ def attention_with_masks(seed: int) -> Entry:
         off = (module(inputs, padding) - targets).square().mean(-1)
         return off.masked_fill(padding, 0).sum(), (~padding).sum()
 
-    return _built(seed, lambda: Model(Block)), loss, make
+    return build_seeded(seed, lambda: Model(Block)), loss, make
 
 
 def norms_with_running_statistics(seed: int) -> Entry:
@@ -697,13 +655,13 @@ def norms_with_running_statistics(seed: int) -> Entry:
             y = self.group(self.batch(self.instance(y))).transpose(1, 2)
             return x + torch.tanh(self.up(y))
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _sequences
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, _sequences
 
 
 def connectionist_temporal_loss(seed: int) -> Entry:
     """CTC over lengths of each sample, as a sum and a count."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             self.symbols = nn.Linear(WIDTH, VOCAB)
@@ -724,7 +682,7 @@ def connectionist_temporal_loss(seed: int) -> Entry:
                            zero_infinity=True)  # fmt: skip
         return total, batch["lengths"].sum()
 
-    return _built(seed, Model), loss, make
+    return build_seeded(seed, Model), loss, make
 
 
 def weighted_and_smoothed_classes(seed: int) -> Entry:
@@ -742,7 +700,7 @@ def weighted_and_smoothed_classes(seed: int) -> Entry:
         total = F.cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=0.1)
         return total, weights[targets].sum()
 
-    return _built(seed, Model), loss, _tokens
+    return build_seeded(seed, Model), loss, token_batch
 
 
 def recurrent_state_kept(seed: int) -> Entry:
@@ -761,7 +719,7 @@ def recurrent_state_kept(seed: int) -> Entry:
             self.state = tuple(one.detach() for one in state)
             return self.head(made)
 
-    return _built(seed, Model), _next_tokens, _tokens
+    return build_seeded(seed, Model), _next_tokens, token_batch
 
 
 def methods_beside_forward(seed: int) -> Entry:
@@ -771,7 +729,7 @@ def methods_beside_forward(seed: int) -> Entry:
         def __init__(self) -> None:
             super().__init__()
             self.stem = nn.Linear(WIDTH, WIDTH)
-            self.layers = nn.ModuleList(_Block() for _ in range(LAYERS))
+            self.layers = nn.ModuleList(ResidualBlock() for _ in range(LAYERS))
             self.head = nn.Linear(WIDTH, WIDTH)
 
         def encode(self, x: Tensor) -> Tensor:
@@ -786,7 +744,7 @@ def methods_beside_forward(seed: int) -> Entry:
     def loss(module: Any, batch: Batch) -> Tensor:
         return module.score(module.encode(batch[0]), batch[1])
 
-    return _built(seed, Model), loss, _vectors
+    return build_seeded(seed, Model), loss, vector_batch
 
 
 def names_by_getattr(seed: int) -> Entry:
@@ -809,13 +767,13 @@ def names_by_getattr(seed: int) -> Entry:
                 x = layer(x)
             return self.head(x)
 
-    return _built(seed, lambda: Wrapper(_Stack())), _squares, _vectors
+    return build_seeded(seed, lambda: Wrapper(BlockStack())), squared_error, vector_batch
 
 
 def copies_impossible(seed: int) -> Entry:
     """Blocks hold a lock, and the model a generator, which cannot be copied."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.lock = threading.Lock()
@@ -824,18 +782,18 @@ def copies_impossible(seed: int) -> Entry:
             with self.lock:
                 return super().forward(x)
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__(Block)
             self.numbers: Iterator[int] = (number for number in range(9))
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def blocks_with_their_own_losses(seed: int) -> Entry:
     """Greedy training: each block sees a detached input, and leaves its own loss."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.loss: Any = None
@@ -851,26 +809,26 @@ def blocks_with_their_own_losses(seed: int) -> Entry:
         layers: Any = module.layers
         return total + sum(layer.loss for layer in layers), len(inputs)
 
-    return _built(seed, lambda: _Stack(Block)), loss, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), loss, vector_batch
 
 
 def gradient_stopped_between_blocks(seed: int) -> Entry:
     """The third block's input is detached: what comes before has no gradient at all."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def run(self, x: Tensor) -> Tensor:
             x = self.stem(x)
             for number, layer in enumerate(self.layers):
                 x = layer(x.detach() if number == 2 else x)
             return self.head(x)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def forces_by_gradients(seed: int) -> Entry:
     """An energy and its derivative by positions, both of which are fitted: two backwards."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
@@ -883,7 +841,7 @@ def forces_by_gradients(seed: int) -> Entry:
         energy, forces = module(inputs)
         return (energy - targets[:, 0]).square().mean() + (forces - targets).square().mean()
 
-    return _built(seed, Model), loss, _vectors
+    return build_seeded(seed, Model), loss, vector_batch
 
 
 def gradient_penalty_in_the_loss(seed: int) -> Entry:
@@ -897,7 +855,7 @@ def gradient_penalty_in_the_loss(seed: int) -> Entry:
             (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
         return (out - targets).square().mean() + (slope.norm(dim=-1) - 1).square().mean()
 
-    return _built(seed, _Stack), loss, _vectors
+    return build_seeded(seed, BlockStack), loss, vector_batch
 
 
 def inner_steps_by_functional_call(seed: int) -> Entry:
@@ -906,7 +864,7 @@ def inner_steps_by_functional_call(seed: int) -> Entry:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = _Stack()
+            self.inner = BlockStack()
 
         def forward(self, x: Tensor) -> Any:
             named = dict(self.inner.named_parameters())
@@ -919,12 +877,16 @@ def inner_steps_by_functional_call(seed: int) -> Entry:
             stepped = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
             return functional_call(self.inner, stepped, (x,))
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def scripted_blocks(seed: int) -> Entry:
     """Blocks are compiled by torch.jit.script."""
-    return _built(seed, lambda: _Stack(lambda: torch.jit.script(_Plain()))), _squares, _vectors
+    return (
+        build_seeded(seed, lambda: BlockStack(lambda: torch.jit.script(_Plain()))),
+        squared_error,
+        vector_batch,
+    )
 
 
 class _Plain(nn.Module):
@@ -939,7 +901,7 @@ class _Plain(nn.Module):
 def forwards_of_instances(seed: int) -> Entry:
     """Each block has a forward of its own as an attribute, as some libraries replace it."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.forward = self._fast  # type: ignore[method-assign]
@@ -947,13 +909,13 @@ def forwards_of_instances(seed: int) -> Entry:
         def _fast(self, x: Tensor) -> Tensor:
             return x + torch.sigmoid(self.up(self.norm(x)))
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def buffer_made_by_the_first_forward(seed: int) -> Entry:
     """Positions are registered as a buffer when a length is seen for the first time."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
             if getattr(self, "positions", None) is None or len(self.positions) < x.shape[1]:
                 places = torch.arange(x.shape[1], dtype=x.dtype).sin()[:, None]
@@ -961,13 +923,13 @@ def buffer_made_by_the_first_forward(seed: int) -> Entry:
             positions: Any = self.positions
             return super().forward(x + positions[: x.shape[1]])
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _sequences
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, _sequences
 
 
 def numbers_counted_in_blocks(seed: int) -> Entry:
     """Annealing by a plain number that each block counts up."""
 
-    class Block(_Block):
+    class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
             self.steps = 0
@@ -977,13 +939,13 @@ def numbers_counted_in_blocks(seed: int) -> Entry:
                 self.steps += 1
             return x + torch.tanh(self.up(x)) * (1 - 0.5**self.steps)
 
-    return _built(seed, lambda: _Stack(Block)), _squares, _vectors
+    return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
 def frozen_until_a_step(seed: int) -> Entry:
     """The forward itself freezes blocks, and thaws them after some calls."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def __init__(self) -> None:
             super().__init__()
             self.calls = 0
@@ -993,7 +955,7 @@ def frozen_until_a_step(seed: int) -> Entry:
             self.layers[1].requires_grad_(self.calls > 2)
             return self.run(x)
 
-    return _built(seed, Model), _squares, _vectors
+    return build_seeded(seed, Model), squared_error, vector_batch
 
 
 def penalty_of_blocks_parameters(seed: int) -> Entry:
@@ -1002,15 +964,15 @@ def penalty_of_blocks_parameters(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         layers: Any = module.layers
         penalty = layers[0].up.weight.square().sum() + layers[3].up.weight.square().sum()
-        return _squares(module, batch) + 0.01 * penalty
+        return squared_error(module, batch) + 0.01 * penalty
 
-    return _built(seed, _Stack), loss, _vectors
+    return build_seeded(seed, BlockStack), loss, vector_batch
 
 
 def penalty_in_the_forward(seed: int) -> Entry:
     """The model's forward punishes all its own weights."""
 
-    class Model(_Stack):
+    class Model(BlockStack):
         def forward(self, x: Tensor) -> Any:
             out = self.run(x)
             return out, sum(parameter.abs().sum() for parameter in self.parameters())
@@ -1019,7 +981,7 @@ def penalty_in_the_forward(seed: int) -> Entry:
         out, penalty = module(batch[0])
         return (out - batch[1]).square().mean() + 0.01 * penalty
 
-    return _built(seed, Model), loss, _vectors
+    return build_seeded(seed, Model), loss, vector_batch
 
 
 MODULES: tuple[Callable[[int], Entry], ...] = (

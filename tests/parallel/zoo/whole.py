@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Batch = Any
-LossFunction = Callable[[nn.Module, Any], Any]
-MakeBatch = Callable[[torch.Generator, int], Batch]
-Entry = tuple[nn.Module, LossFunction | None, MakeBatch]
+from zoo.common import Batch, Entry, MakeBatch, squared_error
 
 VOCAB, LENGTH, WIDTH, LAYERS = 24, 6, 8, 2
 COMMON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
@@ -24,7 +21,7 @@ COMMON = {"vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS
           "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 
 
-def _tokens(drawn: torch.Generator, samples: int) -> Batch:
+def token_batch(drawn: torch.Generator, samples: int) -> Batch:
     numbers = torch.randint(3, VOCAB, (samples, LENGTH + 1), generator=drawn)
     return {"tokens": numbers[:, :-1].contiguous(), "targets": numbers[:, 1:].contiguous()}
 
@@ -40,11 +37,6 @@ def _images(size: int) -> MakeBatch:
 def _vectors(drawn: torch.Generator, samples: int) -> Batch:
     shape = (samples, LENGTH)
     return torch.randn(*shape, WIDTH, generator=drawn), torch.randn(*shape, WIDTH, generator=drawn)
-
-
-def _squares(module: nn.Module, batch: Batch) -> Tensor:
-    inputs, targets = batch
-    return (module(inputs) - targets).square().mean()
 
 
 def _next_tokens(module: nn.Module, batch: Batch) -> Tensor:
@@ -65,7 +57,7 @@ def _causal(name: str, seed: int, **changes: Any) -> Entry:
 
     torch.manual_seed(seed)
     config = getattr(transformers, f"{name}Config")(**{**COMMON, "use_cache": False, **changes})
-    return getattr(transformers, f"{name}ForCausalLM")(config), _next_tokens, _tokens
+    return getattr(transformers, f"{name}ForCausalLM")(config), _next_tokens, token_batch
 
 
 def gpt_neox(seed: int) -> Entry:
@@ -125,7 +117,7 @@ def t5(seed: int) -> Entry:
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(input_ids=batch["tokens"], labels=batch["targets"]).loss
 
-    return T5ForConditionalGeneration(config), loss, _tokens
+    return T5ForConditionalGeneration(config), loss, token_batch
 
 
 def whisper(seed: int) -> Entry:
@@ -142,7 +134,10 @@ def whisper(seed: int) -> Entry:
     )  # fmt: skip
 
     def make(drawn: torch.Generator, samples: int) -> Batch:
-        return {"sound": torch.randn(samples, 4, 12, generator=drawn), **_tokens(drawn, samples)}
+        return {
+            "sound": torch.randn(samples, 4, 12, generator=drawn),
+            **token_batch(drawn, samples),
+        }
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(input_features=batch["sound"], labels=batch["targets"]).loss
@@ -164,7 +159,7 @@ def bert_with_unused_pooler(seed: int) -> Entry:
             return self.head(self.encoder(tokens).last_hidden_state)
 
     torch.manual_seed(seed)
-    return Tagger(), _next_tokens, _tokens
+    return Tagger(), _next_tokens, token_batch
 
 
 def vit(seed: int) -> Entry:
@@ -212,7 +207,7 @@ def clip(seed: int) -> Entry:
     )  # fmt: skip
 
     def make(drawn: torch.Generator, samples: int) -> Batch:
-        return {"images": _images(8)(drawn, samples)[0], **_tokens(drawn, samples)}
+        return {"images": _images(8)(drawn, samples)[0], **token_batch(drawn, samples)}
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         return module(input_ids=batch["tokens"], pixel_values=batch["images"],
@@ -236,7 +231,7 @@ def recurrent_language_model(seed: int) -> Entry:
             return self.head(self.layers(self.embed(tokens))[0])
 
     torch.manual_seed(seed)
-    return Model(), _next_tokens, _tokens
+    return Model(), _next_tokens, token_batch
 
 
 def seq2seq_with_attention(seed: int) -> Entry:
@@ -259,7 +254,7 @@ def seq2seq_with_attention(seed: int) -> Entry:
             return torch.stack(out, 1)
 
     torch.manual_seed(seed)
-    return Model(), _next_tokens, _tokens
+    return Model(), _next_tokens, token_batch
 
 
 class _DownUp(nn.Module):
@@ -346,7 +341,7 @@ def x_transformer(seed: int) -> Entry:
             return self.head(x)
 
     torch.manual_seed(seed)
-    return Model(), _next_tokens, _tokens
+    return Model(), _next_tokens, token_batch
 
 
 def perceiver(seed: int) -> Entry:
@@ -367,7 +362,7 @@ def perceiver(seed: int) -> Entry:
             return self.head(latents).mean(1, keepdim=True).expand_as(x)
 
     torch.manual_seed(seed)
-    return Model(), _squares, _vectors
+    return Model(), squared_error, _vectors
 
 
 def state_space(seed: int) -> Entry:
@@ -387,7 +382,7 @@ def state_space(seed: int) -> Entry:
             return x + self.out(torch.stack(rows, 1))
 
     torch.manual_seed(seed)
-    return nn.Sequential(Layer(), Layer()), _squares, _vectors
+    return nn.Sequential(Layer(), Layer()), squared_error, _vectors
 
 
 def mixer(seed: int) -> Entry:
@@ -403,7 +398,7 @@ def mixer(seed: int) -> Entry:
             return x + torch.tanh(self.channels(x))
 
     torch.manual_seed(seed)
-    return nn.Sequential(*(Block() for _ in range(4))), _squares, _vectors
+    return nn.Sequential(*(Block() for _ in range(4))), squared_error, _vectors
 
 
 def recommender(seed: int) -> Entry:
@@ -479,7 +474,7 @@ def frozen_encoder_with_adapter(seed: int) -> Entry:
             return self.head(x[:, patches.shape[1] :])
 
     def make(drawn: torch.Generator, samples: int) -> Batch:
-        return {"images": _images(8)(drawn, samples)[0], **_tokens(drawn, samples)}
+        return {"images": _images(8)(drawn, samples)[0], **token_batch(drawn, samples)}
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
         logits = module(batch["images"], batch["tokens"])
@@ -502,7 +497,7 @@ def variational_autoencoder(seed: int) -> Entry:
             return self.decode(mean + spread.exp() * torch.randn_like(spread))
 
     torch.manual_seed(seed)
-    return Model(), _squares, _vectors
+    return Model(), squared_error, _vectors
 
 
 MODULES: tuple[Callable[[int], Entry], ...] = (

@@ -1,0 +1,1 @@
+"""Modules that nobody of the project wrote, for every strategy."""
