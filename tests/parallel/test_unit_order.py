@@ -47,6 +47,18 @@ def batch(step, *marks):
 STEPS = [(0, 0), (10, 0), (0, 12), (11, 12), (0, 0)]
 
 
+def require_gradients_of(alone, made, step, marks):
+    """Compare a step's gradients with those of one process, sample by sample."""
+    alone.zero_grad()
+    for sample in batch(step, *marks).split(1):
+        (loss(alone, sample) / 2).backward()
+    made.forward_backward(made.share(batch(step, *marks)))
+    wanted = {name: p.grad for name, p in alone.named_parameters()}
+    for name, parameter in made.named_parameters():
+        found = whole(parameter.grad)
+        torch.testing.assert_close(found, wanted[name], msg=f"{name} in step {step}")
+
+
 def train(order, rank):
     torch.set_default_dtype(torch.float64)
     alone = Ordered(order)
@@ -56,14 +68,7 @@ def train(order, rank):
     )
     made.evaluate(made.share(batch(9, 10, 0)))
     for step, marks in enumerate(STEPS):
-        alone.zero_grad()
-        for sample in batch(step, *marks).split(1):
-            (loss(alone, sample) / 2).backward()
-        made.forward_backward(made.share(batch(step, *marks)))
-        wanted = {name: p.grad for name, p in alone.named_parameters()}
-        for name, parameter in made.named_parameters():
-            found = whole(parameter.grad)
-            torch.testing.assert_close(found, wanted[name], msg=f"{name} in step {step}")
+        require_gradients_of(alone, made, step, marks)
     order_of = made.layout._order
     asked = []
     order_of._ask = asked.append  # no pass needs to ask any more
@@ -118,13 +123,7 @@ def iterate(rank):
     plan = Plan(strategy="zero3", dp_shard=2, micro_batch=1)
     made = outpace.parallelize(copy.deepcopy(alone), plan, loss=loss, check="off")
     for step, marks in enumerate([(1, 1), (2, 2), (3, 1)]):
-        alone.zero_grad()
-        for sample in batch(step, *marks).split(1):
-            (loss(alone, sample) / 2).backward()
-        made.forward_backward(made.share(batch(step, *marks)))
-        wanted = {name: p.grad for name, p in alone.named_parameters()}
-        for name, parameter in made.named_parameters():
-            torch.testing.assert_close(whole(parameter.grad), wanted[name])
+        require_gradients_of(alone, made, step, marks)
     assert made.layout._order._sequence is None
     again = outpace.parallelize(Iterated(), plan, loss=loss, check="off")
     again.forward_backward(again.share(batch(0, 1, 1)))

@@ -129,18 +129,23 @@ def test_what_fails_after_a_signal_within_the_first_step_is_an_interruption():
         stop.unless_ended(lambda: 1 // 0)
 
 
-@pytest.mark.parametrize("at", ["first step", "initial evaluation", "second step"])
-def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monkeypatch, at):
-    (tmp_path / "model.json").write_text(
+def small_run(folder, lines, **more):
+    """Settings of four steps on a text of so many lines."""
+    (folder / "model.json").write_text(
         '{"family": "gpt2", "layers": 1, "hidden": 16, "heads": 2, "vocab": 300, '
         '"max_positions": 16}'
     )
-    (tmp_path / "text.txt").write_text("a few words of a text to learn\n" * 400)
-    values = {
-        "model": str(tmp_path / "model.json"), "data": [str(tmp_path / "text.txt")], "seq_len": 8,
-        "steps": 4, "global_batch": 2, "device": "cpu", "out": tmp_path / "run", "compile": False,
-        "cache_dir": tmp_path / "cache", "sample_tokens": 0,
+    (folder / "text.txt").write_text("a few words of a text to learn\n" * lines)
+    return {
+        "model": str(folder / "model.json"), "data": [str(folder / "text.txt")], "seq_len": 8,
+        "steps": 4, "global_batch": 2, "device": "cpu", "out": folder / "run", "compile": False,
+        "cache_dir": folder / "cache", "sample_tokens": 0, **more,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("at", ["first step", "initial evaluation", "second step"])
+def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monkeypatch, at):
+    values = small_run(tmp_path, 400)
     if at == "initial evaluation":
         monkeypatch.setattr(
             "outpace.launch.assemble._evaluate", lambda *_: compile_badly() or pytest.fail()
@@ -171,16 +176,7 @@ def test_a_run_ends_within_its_first_step_and_saves_in_later_ones(tmp_path, monk
 
 def test_a_signal_within_a_long_evaluation_is_not_left_until_its_end(tmp_path, monkeypatch):
     """A scheduler's grace is seconds; the run is saved at the step before."""
-    (tmp_path / "model.json").write_text(
-        '{"family": "gpt2", "layers": 1, "hidden": 16, "heads": 2, "vocab": 300, '
-        '"max_positions": 16}'
-    )
-    (tmp_path / "text.txt").write_text("a few words of a text to learn\n" * 4000)
-    values = {
-        "model": str(tmp_path / "model.json"), "data": [str(tmp_path / "text.txt")], "seq_len": 8,
-        "steps": 4, "global_batch": 2, "device": "cpu", "out": tmp_path / "run", "compile": False,
-        "cache_dir": tmp_path / "cache", "sample_tokens": 0, "eval_every": 2, "eval_batches": 60,
-    }  # fmt: skip
+    values = small_run(tmp_path, 4000, eval_every=2, eval_batches=60)
     measured = []
 
     def measure(layout, steps, **more):
