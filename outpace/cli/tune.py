@@ -160,7 +160,7 @@ def _trials(
     trials, seen = Trials(own, folder, host_bytes), list(before)
     with (folder / TRIALS_FILE).open("a", encoding="utf-8", buffering=1) as file:
 
-        def told(trial: PlanTrial) -> None:
+        def record_trial(trial: PlanTrial) -> None:
             seen.append(trial)
             file.write(encode_line(trial).decode())
             _say(_line(trial))
@@ -178,7 +178,7 @@ def _trials(
             ]
 
         try:
-            return tune(proposer, trials.run, race, limits, before, told), None
+            return tune(proposer, trials.run, race, limits, before, record_trial), None
         except (KeyboardInterrupt, TerminatedError) as interrupt:
             return Ended(tuple(seen), "it was interrupted"), interrupt
 

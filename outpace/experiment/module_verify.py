@@ -36,7 +36,7 @@ from outpace.interop.own import OwnModel, build_own
 from outpace.launch.forked_job import Rank, RankEnd, run_forked
 from outpace.parallel import why_not
 from outpace.parallel.batches import samples_in
-from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, Allowed
+from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
 from outpace.parallel.first_batch import explain_new_parameters
 from outpace.parallel.own import refused_strategy
 from outpace.parallel.plain import has_dropout
@@ -249,7 +249,7 @@ class _Bench:
         self._courses: dict[tuple[int, int], Path] = {}
         self._floor = DOUBLE.floor
 
-    def settle(self) -> tuple[Allowed, list[str]]:
+    def settle(self) -> tuple[ComparisonLimits, list[str]]:
         """Run the whole batch in one process, in float64 if that can be; what is allowed then.
 
         Raises BadInputError where one process cannot do it.
@@ -312,7 +312,7 @@ class _Bench:
     def _next(self) -> Path:
         return self._folder / f"job-{next(self._numbers)}"
 
-    def judge(self, plan: Plan, allowed: Allowed) -> ParityVerdict:
+    def judge(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
         """Run a plan, and say how it compares."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
@@ -350,7 +350,7 @@ class _Bench:
         return {name: self._courses[cut] for name, cut in names.items()}
 
     def _unfinished(
-        self, plan: Plan, allowed: Allowed, ends: Sequence[RankEnd], phase: str
+        self, plan: Plan, allowed: ComparisonLimits, ends: Sequence[RankEnd], phase: str
     ) -> ParityVerdict:
         refusal = next((end.said for end in ends if end.refused), None)
         if refusal is not None:
@@ -411,7 +411,7 @@ def _how_it_ended(end: RankEnd, limit_s: float) -> str:
 
 
 def _verdict(
-    plan: Plan, allowed: Allowed, found: Sequence[Found], course: Course, world: int
+    plan: Plan, allowed: ComparisonLimits, found: Sequence[Found], course: Course, world: int
 ) -> ParityVerdict:
     whole = _worst(one.whole for one in found)
     cut = _worst(one.cut for one in found)
@@ -479,7 +479,7 @@ def _size(relative: float | None) -> float:
     return float("inf") if relative is None else relative
 
 
-def _within(relative: float | None, allowed: Allowed) -> bool:
+def _within(relative: float | None, allowed: ComparisonLimits) -> bool:
     return relative is not None and relative <= allowed.relative
 
 
@@ -543,7 +543,7 @@ def _likely_cause(
 
 def _make(
     plan: Plan,
-    allowed: Allowed,
+    allowed: ComparisonLimits,
     *,
     worst: float | None = None,
     worst_key: tuple[str, str, int] | None = None,

@@ -346,7 +346,7 @@ class _Watcher:
         guilty = [one for one in found if _is_lost(one)] if doubtful else blamed(found)
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
-        verdict = _said(guilty)
+        verdict = _describe_lost(guilty)
         if store.add(_FOUND, 1) > 1:  # another has, just now
             return str(store.get(_VERDICT).decode())
         store.set(_VERDICT, verdict)
@@ -485,7 +485,7 @@ def blamed(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     return working if len(working) < len(found) else []
 
 
-def _said(guilty: Sequence[RankSnapshot]) -> str:
+def _describe_lost(guilty: Sequence[RankSnapshot]) -> str:
     if not guilty:
         return (
             "all ranks are alive, but not all came to it in time: one hangs, or a connection "

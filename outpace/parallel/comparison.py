@@ -25,7 +25,7 @@ MISSING = "is missing, and is there in one process"
 
 
 @dataclass(frozen=True)
-class Allowed:
+class ComparisonLimits:
     """Tolerances between two computations of the same, by the numbers that they compute in.
 
     A whole tensor may be off by `relative` of its scale, its projection by `projection`. The scale
@@ -43,15 +43,15 @@ class Allowed:
     cut: float
 
 
-DOUBLE = Allowed("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
+DOUBLE = ComparisonLimits("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
 # `relative` is of modules that compute in fp32 whatever they are given.
-SINGLE = Allowed("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
+SINGLE = ComparisonLimits("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
 # Where other kernels compute the parts of a product, or autocast's 16 bits meet other roundings.
 SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
-HALF = Allowed("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
+HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
 
 
-def choose_tolerance(plan: Plan, narrowest: int) -> Allowed:
+def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     """Return a plan's tolerances, by the bytes of the narrowest numbers of any parameter.
 
     Under autocast the same samples go through the same kernels, and what is added up over them and
@@ -63,7 +63,7 @@ def choose_tolerance(plan: Plan, narrowest: int) -> Allowed:
     return found
 
 
-def _choose_by_numbers(plan: Plan, narrowest: int) -> Allowed:
+def _choose_by_numbers(plan: Plan, narrowest: int) -> ComparisonLimits:
     casts = plan.precision not in ("fp32", "fp64")
     if narrowest <= 2 or (casts and (plan.fully_shards or plan.tp > 1)):
         return HALF
@@ -72,7 +72,7 @@ def _choose_by_numbers(plan: Plan, narrowest: int) -> Allowed:
     return SINGLE_IN_PARTS if casts or plan.tp > 1 else SINGLE
 
 
-def halves_tolerance(plan: Plan, allowed: Allowed) -> float:
+def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
     """Return the tolerance between the loss of a batch and of its halves, with other kernels."""
     return HALF.cut if plan.precision not in ("fp32", "fp64") else allowed.cut
 
@@ -165,7 +165,7 @@ class LayoutComparison:
         plain: Tensor,
         layout: Tensor,
         gradients: Tensor,
-        allowed: Allowed,
+        allowed: ComparisonLimits,
         in_stages: bool = False,
     ) -> None:
         sums = torch.cat([plain, layout, gradients.flatten()])

@@ -26,7 +26,7 @@ from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.comparison import (
-    Allowed,
+    ComparisonLimits,
     LayoutComparison,
     Projection,
     choose_tolerance,
@@ -251,7 +251,7 @@ class FirstBatch:
         moved: Mapping[str, Tensor],
         moved_too: Mapping[str, Tensor],
         layout: Layout,
-        allowed: Allowed,
+        allowed: ComparisonLimits,
     ) -> None:
         """Refuse a layout in which the forward changes parameters otherwise. Collective.
 
@@ -278,7 +278,7 @@ class FirstBatch:
         moved: Mapping[str, Tensor],
         moved_too: Mapping[str, Tensor],
         held: Mapping[str, Tensor],
-        allowed: Allowed,
+        allowed: ComparisonLimits,
     ) -> list[str]:
         """Return the parameters of this rank without the values that the plain module's got."""
         wrong = []
