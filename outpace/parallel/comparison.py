@@ -113,7 +113,7 @@ class Projection:
         width = len(self._weights)
         rows = values.numel() // width
         if rows <= 1:
-            return _dot(values, self._repeat_weights(values.numel()))
+            return _dot(values, _repeat(self._weights, values.numel()))
         weights = self._weights.to(torch.promote_types(values.dtype, torch.float32))
         total = _dot(values[rows * width :], self._weights[: values.numel() - rows * width])
         for some in values[: rows * width].view(rows, width).split(_ROWS):
@@ -125,11 +125,12 @@ class Projection:
         values = local(gradient)
         if values is gradient:
             return self.project(gradient)
-        weights = self._repeat_weights(parameter.numel()).float().view(parameter.shape)
+        weights = _repeat(self._weights.float(), parameter.numel()).view(parameter.shape)
         return _dot(_flat(values), part_of(weights, parameter).flatten())
 
-    def _repeat_weights(self, count: int) -> Tensor:
-        return self._weights.repeat(-(-count // len(self._weights)))[:count]
+
+def _repeat(weights: Tensor, count: int) -> Tensor:
+    return weights.repeat(-(-count // len(weights)))[:count]
 
 
 def _flat(gradient: Tensor) -> Tensor:
